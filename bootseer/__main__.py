@@ -1,0 +1,5 @@
+"""`python -m bootseer` is the command line."""
+
+from bootseer.cli import main
+
+main()

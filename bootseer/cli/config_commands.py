@@ -1,0 +1,38 @@
+"""`bootseer config`: what is set, and where it came from."""
+
+from dataclasses import asdict
+
+import click
+
+from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
+from bootseer.config import variable_of
+
+
+@click.group()
+def config() -> None:
+    """Show the settings and where each came from."""
+
+
+@config.command(epilog="Example: bootseer config show --json")
+@json_option
+@click.pass_obj
+def show(source: SettingsSource, as_json: bool) -> None:
+    """Print every setting, its value, its source and its variable."""
+    loaded = source.config
+    values = asdict(loaded.settings)
+    if as_json:
+        emit_json(
+            {
+                name: {
+                    "value": value if isinstance(value, int | float) else str(value),
+                    "source": loaded.sources[name],
+                    "variable": variable_of(name),
+                }
+                for name, value in values.items()
+            }
+        )
+        return
+    emit_table(
+        ("setting", "value", "source", "variable"),
+        ((name, value, loaded.sources[name], variable_of(name)) for name, value in values.items()),
+    )

@@ -1,0 +1,75 @@
+"""What every command shares: settings from flags, JSON for programs, tables for people.
+
+Data goes to stdout, everything else to stderr.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import click
+
+from bootseer.config import Config, Settings, load_config
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass
+class SettingsSource:
+    """The flags of the top-level command; settings are read only by commands that need them."""
+
+    flags: Mapping[str, str | None]
+
+    @cached_property
+    def config(self) -> Config:
+        """Raises: InvalidInputError."""
+        return load_config(self.flags)
+
+
+def current_settings() -> Settings:
+    """The settings of the command that is running."""
+    source = click.get_current_context().find_object(SettingsSource)
+    return (source or SettingsSource({})).config.settings
+
+
+def json_option(command: _F) -> _F:
+    """Adds `--json` as the parameter `as_json`."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+    return option(command)
+
+
+def emit_json(value: Any) -> None:
+    """One JSON document on stdout; bytes in names are shown with surrogate escapes."""
+    json.dump(value, sys.stdout, indent=2, sort_keys=False, ensure_ascii=True, default=str)
+    sys.stdout.write("\n")
+
+
+def emit_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
+) -> None:
+    """A table on stdout. Numbers should come formatted; columns whose heading ends in a unit
+    or "ratio" are the caller's to name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    console = Console(soft_wrap=False, highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(width=200, highlight=False, markup=False)
+    console.print(table)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> "1.2 MB" (decimal units, as networks and disks are sold)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,226 @@
+"""Settings: from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
+
+Owns the list of settings, their defaults and where each value came from. Reading is pure but for
+`load_settings`, which looks at the environment and at one file. Settings are immutable.
+"""
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import InvalidInputError, from_oserror
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+# Names that become file names or parts of store keys.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one command of Bootseer works with."""
+
+    store_url: str
+    """The shared store: any fsspec URL."""
+    cache_dir: Path
+    """This node's cache of image data and snapshots."""
+    run_dir: Path
+    """Sockets, locks and state of running mounts; on tmpfs where there is one."""
+    timeline_dir: Path
+    """Where each start's timeline is written."""
+    job: str
+    """The job's name: the same on every node and at every attempt."""
+    attempt: int
+    """Which start of the job this is, from 0."""
+    node: str
+    rank: int
+    workload: str
+    """Names the record of what a start touches, so that one image serves several workloads."""
+    deadline_s: float
+    """No single wait for a server or another node is longer than this."""
+    cache_limit_bytes: int
+    """The node's cache is kept below this."""
+    memory_bytes: int
+    """What one checkpoint mount may hold in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings and, for each, where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "512", "64MiB", "1.5 GB". Raises: InvalidInputError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidInputError(f"{text!r} is not a size; write for example 512MiB or 20GB")
+    unit = (match[2] or "").lower()
+    return int(float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit]))
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise InvalidInputError(
+            f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+    return text
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InvalidInputError(f"{text!r} is not a whole number") from None
+    if value < 0:
+        raise InvalidInputError(f"{text!r} is negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise InvalidInputError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < 86_400:
+        raise InvalidInputError(f"{text!r} is not between 0 and 86400 seconds")
+    return value
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "store_url": str,
+    "cache_dir": _path,
+    "run_dir": _path,
+    "timeline_dir": _path,
+    "job": _name,
+    "attempt": _count,
+    "node": _name,
+    "rank": _count,
+    "workload": _name,
+    "deadline_s": _seconds,
+    "cache_limit_bytes": parse_size,
+    "memory_bytes": parse_size,
+}
+
+
+def variable_of(setting: str) -> str:
+    """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
+    short = re.sub(r"_(url|s|bytes)$", "", setting)
+    return "BOOTSEER_" + short.upper()
+
+
+def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    home = Path(environ.get("HOME") or "/")
+    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
+    data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share") / "bootseer"
+    state = Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "bootseer"
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if os.geteuid() == 0 and not runtime:
+        run = Path("/run/bootseer")
+    else:
+        run = Path(runtime) / "bootseer" if runtime else cache / "run"
+    node = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "node"
+    return {
+        "store_url": (data / "store").as_uri(),
+        "cache_dir": str(cache),
+        "run_dir": str(run),
+        "timeline_dir": str(state / "timeline"),
+        "job": environ.get("SLURM_JOB_NAME") or environ.get("JOB_NAME") or "default",
+        "attempt": environ.get("SLURM_RESTART_COUNT") or "0",
+        "node": node,
+        "rank": environ.get("RANK") or environ.get("SLURM_PROCID") or "0",
+        "workload": "default",
+        "deadline_s": "60",
+        "cache_limit_bytes": "100GB",
+        "memory_bytes": "512MiB",
+    }
+
+
+def _config_file(environ: Mapping[str, str]) -> Path | None:
+    explicit = environ.get("BOOTSEER_CONFIG")
+    if explicit:
+        return Path(explicit)
+    home = Path(environ.get("HOME") or "/")
+    config_home = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    candidates = (
+        Path("bootseer.toml"),
+        config_home / "bootseer" / "bootseer.toml",
+        Path("/etc/bootseer/bootseer.toml"),
+    )
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _read_file(path: Path) -> dict[str, str]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise from_oserror(error, f"read the configuration {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path} is not valid TOML: {error}") from error
+    short_names = {variable_of(name).removeprefix("BOOTSEER_").lower(): name for name in _PARSERS}
+    values: dict[str, str] = {}
+    for key, value in table.items():
+        name = short_names.get(key, key)
+        if name not in _PARSERS:
+            known = ", ".join(sorted(short_names))
+            raise InvalidInputError(f"{path}: unknown setting {key!r}; known are {known}")
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            raise InvalidInputError(f"{path}: {key} must be a string or a number")
+        values[name] = str(value)
+    return values
+
+
+def resolve(
+    flags: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    file: Mapping[str, str],
+    file_name: str,
+    defaults: Mapping[str, str],
+) -> Config:
+    """The strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for setting in fields(Settings):
+        name = setting.name
+        variable = variable_of(name)
+        for source, text in (
+            ("flag", flags.get(name)),
+            (f"variable {variable}", environ.get(variable)),
+            (file_name, file.get(name)),
+            ("default", defaults[name]),
+        ):
+            if text:
+                try:
+                    values[name] = _PARSERS[name](text)
+                except InvalidInputError as error:
+                    raise InvalidInputError(f"{name} ({source}): {error}") from error
+                sources[name] = source
+                break
+    return Config(Settings(**values), sources)
+
+
+def load_config(
+    flags: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Settings as this process sees them, and their sources."""
+    environ = os.environ if environ is None else environ
+    path = _config_file(environ)
+    file = _read_file(path) if path else {}
+    return resolve(flags or {}, environ, file, str(path or ""), _defaults(environ))
+
+
+def load_settings(flags: Mapping[str, str | None] | None = None) -> Settings:
+    """`load_config` without the sources."""
+    return load_config(flags).settings

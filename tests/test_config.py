@@ -1,0 +1,64 @@
+"""Settings: their strength order, parsing and errors."""
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.config import _defaults, load_config, parse_size, resolve, variable_of
+from bootseer.errors import InvalidInputError
+
+
+def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "bootseer.toml"
+    file.write_text('store = "file:///from-file"\njob = "file-job"\nworkload = "file-work"\n')
+    environ = {
+        "HOME": str(tmp_path),
+        "BOOTSEER_CONFIG": str(file),
+        "BOOTSEER_STORE": "file:///from-variable",
+        "BOOTSEER_JOB": "variable-job",
+    }
+    config = load_config({"job": "flag-job", "attempt": None}, environ)
+    settings = config.settings
+    assert (settings.job, config.sources["job"]) == ("flag-job", "flag")
+    assert settings.store_url == "file:///from-variable"
+    assert config.sources["store_url"] == "variable BOOTSEER_STORE"
+    assert (settings.workload, config.sources["workload"]) == ("file-work", str(file))
+    assert (settings.attempt, config.sources["attempt"]) == (0, "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("512", 512), ("64MiB", 64 << 20), ("1.5 GB", 1_500_000_000), ("2k", 2000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 parsec", "1e3"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("job", "a/b"), ("workload", "../x"), ("rank", "-1"), ("deadline_s", "never"), ("node", "")],
+)
+def test_bad_values_name_the_setting_and_its_source(name: str, value: str) -> None:
+    flags = {name: value or " "}
+    with pytest.raises(InvalidInputError, match=rf"{name} \(flag\)"):
+        resolve(flags, {}, {}, "", _defaults({"HOME": "/home/u"}))
+
+
+@pytest.mark.parametrize("text", ["= broken", 'unknown = "x"', "job = true", "[job]\na = 1"])
+def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bootseer.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInputError, match=str(file)):
+        load_config({}, {"HOME": str(tmp_path), "BOOTSEER_CONFIG": str(file)})
+
+
+def test_variables_have_short_names() -> None:
+    assert variable_of("store_url") == "BOOTSEER_STORE"
+    assert variable_of("deadline_s") == "BOOTSEER_DEADLINE"
+    assert variable_of("cache_limit_bytes") == "BOOTSEER_CACHE_LIMIT"
