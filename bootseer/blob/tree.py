@@ -5,11 +5,27 @@ image's tree and serves it, `snapshots` compares and restores it. Its codec is
 `bootseer.blob.index`. Frozen; safe to read from any thread.
 
 A `Tree` is a list of *inodes* (what stat shows, and the content) and a list of *names* that point
-to them, so hard links are two names of one inode.
+to them, so hard links are two names of one inode. Inside, it is columns (`blob.columns`), so that
+a tree of 100,000 names opens in milliseconds; `Inode` and `Name` objects are made when asked for.
 """
 
-from collections.abc import Sequence
+import stat
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from bootseer.errors import CorruptError, InvalidInputError
+
+if TYPE_CHECKING:
+    from array import array
+
+    from bootseer.blob.columns import Columns
+
+# Above this many names a directory is searched by bisection in the columns; below, a dict of it is
+# made at the first lookup and answers all later ones in a tenth of a microsecond.
+_DICT_NAMES_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +98,211 @@ class Blob:
         """Length of the uncompressed tar stream in bytes."""
         last = self.frames[-1] if self.frames else None
         return last.stream_offset + last.stream_length if last else 0
+
+
+class Tree:
+    """Names, inodes and blobs. Build one with `build_tree` or `blob.index.decode`.
+
+    Immutable; safe from any thread. The names have been validated: each directory but the root has
+    exactly one name, there are no cycles, names are unique in their directory and contain neither
+    "/" nor NUL. Contents (extents, links, xattrs, digests) of a decoded tree are checked where
+    they are read: `inode` raises CorruptError for an inode that makes no sense.
+    """
+
+    def __init__(self, columns: "Columns", blobs: tuple[Blob, ...]) -> None:
+        """`columns` have passed `blob.columns.check_names`."""
+        self.columns = columns
+        self.blobs = blobs
+        self.inode_count: int = columns.inode_count
+        self.name_count: int = columns.name_count
+        self._directories: dict[int, dict[bytes, int]] = {}
+
+    def inode(self, number: int) -> Inode:
+        """Raises: CorruptError where its content makes no sense; IndexError."""
+        if not 0 <= number < self.inode_count:
+            raise IndexError(f"no inode {number} in a tree of {self.inode_count}")
+        c = self.columns
+        mode = c.mode[number]
+        link = c.link[number]
+        xattrs = c.xattr[number]
+        digest = c.digest[number]
+        size = c.size_bytes[number]
+        first, end = c.extent_start[number], c.extent_start[number + 1]
+        return Inode(
+            mode,
+            c.uid[number],
+            c.gid[number],
+            c.mtime_ns[number],
+            size,
+            c.rdev[number],
+            c.links[link - 1] if link else b"",
+            c.xattr_sets[xattrs - 1] if xattrs else (),
+            self._extents(number, first, end, size) if first != end else (),
+            c.digests[32 * (digest - 1) : 32 * digest] if digest else None,
+        )
+
+    def _extents(self, number: int, first: int, end: int, size: int) -> tuple[Extent, ...]:
+        c = self.columns
+        found = []
+        position = 0
+        for i in range(first, end):
+            offset, length = c.extent_file_offset[i], c.extent_length[i]
+            blob, blob_offset = c.extent_blob[i], c.extent_blob_offset[i]
+            if offset < position or offset + length > size or not length:
+                raise CorruptError(f"inode {number}: extents overlap or leave the file")
+            if blob >= len(self.blobs) or blob_offset + length > self.blobs[blob].stream_length:
+                raise CorruptError(f"inode {number}: an extent lies outside its blob")
+            position = offset + length
+            found.append(Extent(offset, blob, blob_offset, length))
+        return tuple(found)
+
+    def mode(self, number: int) -> int:
+        """`inode(number).mode`, without making the rest."""
+        return self.columns.mode[number]
+
+    def _range(self, directory: int) -> tuple[int, int]:
+        parents = self.columns.name_parent
+        first = bisect_left(parents, directory)
+        return first, bisect_right(parents, directory, first)
+
+    def children(self, directory: int) -> Sequence[Name]:
+        """The names in a directory, sorted by name; empty for anything else."""
+        first, end = self._range(directory)
+        names = self.columns.names
+        inodes = self.columns.name_inode
+        return [Name(directory, names[i], inodes[i]) for i in range(first, end)]
+
+    def lookup(self, directory: int, name: bytes) -> int | None:
+        """The inode number of `name` in `directory`."""
+        known = self._directories.get(directory)
+        if known is not None:
+            return known.get(name)
+        first, end = self._range(directory)
+        names = self.columns.names
+        if end - first > _DICT_NAMES_MAX:
+            i = bisect_left(names, name, first, end)
+            return self.columns.name_inode[i] if i < end and names[i] == name else None
+        known = dict(zip(names[first:end], self.columns.name_inode[first:end], strict=True))
+        self._directories[directory] = known
+        return known.get(name)
+
+    def resolve(self, path: bytes) -> int | None:
+        """The inode number at `path` (b"usr/lib/x"; b"" is the root). Follows no symlinks."""
+        number = 0
+        for part in path.split(b"/") if path else ():
+            found = self.lookup(number, part)
+            if found is None:
+                return None
+            number = found
+        return number
+
+    @cached_property
+    def _first_name(self) -> "array[int]":
+        """Inode number -> index of its first name (the root: 0, which means nothing)."""
+        from array import array
+
+        first = array("I", bytes(4 * self.inode_count))
+        inodes = self.columns.name_inode
+        for i in range(self.name_count - 1, -1, -1):
+            first[inodes[i]] = i
+        return first
+
+    @cached_property
+    def _link_counts(self) -> "array[int]":
+        from array import array
+
+        counts = array("I", bytes(4 * self.inode_count))
+        for number in self.columns.name_inode:
+            counts[number] += 1
+        return counts
+
+    def parent(self, directory: int) -> int:
+        """The inode number of the directory that holds `directory`; the root is its own parent.
+
+        For anything but a directory: the directory of its first name.
+        """
+        return self.columns.name_parent[self._first_name[directory]] if directory else 0
+
+    def path(self, inode: int) -> bytes:
+        """One of the inode's paths: the only one, unless it has hard links."""
+        parts = []
+        while inode:
+            i = self._first_name[inode]
+            parts.append(self.columns.names[i])
+            inode = self.columns.name_parent[i]
+        return b"/".join(reversed(parts))
+
+    def link_count(self, inode: int) -> int:
+        """What stat shows as st_nlink: names of a file; 2 plus subdirectories of a directory."""
+        if not stat.S_ISDIR(self.mode(inode)):
+            return self._link_counts[inode]
+        first, end = self._range(inode)
+        modes = self.columns.mode
+        return 2 + sum(stat.S_ISDIR(modes[i]) for i in self.columns.name_inode[first:end])
+
+    def walk(self) -> Iterator[tuple[bytes, int]]:
+        """(path, inode number): parents before children, siblings sorted; the root first."""
+        names = self.columns.names
+        inodes = self.columns.name_inode
+        modes = self.columns.mode
+        yield b"", 0
+        first, end = self._range(0)
+        stack = [(b"", first, end)]
+        while stack:
+            prefix, i, end = stack.pop()
+            while i < end:
+                number = inodes[i]
+                path = prefix + names[i]
+                i += 1
+                yield path, number
+                if stat.S_ISDIR(modes[number]):
+                    stack.append((prefix, i, end))
+                    prefix = path + b"/"
+                    i, end = self._range(number)
+
+    def validate(self) -> None:
+        """Decode and check everything, contents included. Raises: CorruptError."""
+        for number in range(self.inode_count):
+            inode = self.inode(number)
+            if inode.extents and not stat.S_ISREG(inode.mode):
+                raise CorruptError(f"inode {number} is no regular file but has content")
+            if bool(inode.link_target) != stat.S_ISLNK(inode.mode):
+                raise CorruptError(f"inode {number}: a link target belongs to symbolic links only")
+
+
+def build_tree(
+    names: Iterable[tuple[bytes, int]], inodes: Sequence[Inode], blobs: Sequence[Blob]
+) -> Tree:
+    """A tree from (path, inode number) pairs, in any order; `inodes[0]` is the root directory.
+
+    The pair (b"", 0) may be given or left out. Every directory on a path must be named itself and
+    every inode but the root must have a name. Raises: InvalidInputError for anything that a file
+    system could not hold.
+    """
+    from bootseer.blob.columns import columns_from
+
+    by_path = {}
+    for path, number in names:
+        if path in by_path:
+            raise InvalidInputError(f"the path {path!r} is given twice")
+        if not 0 <= number < len(inodes):
+            raise InvalidInputError(f"{path!r} names inode {number} of {len(inodes)}")
+        by_path[path] = number
+    if by_path.pop(b"", 0) != 0:
+        raise InvalidInputError("the root directory must be inode 0")
+    entries = []
+    for path, number in by_path.items():
+        directory, slash, name = path.rpartition(b"/")
+        parent = by_path.get(directory) if slash else 0
+        if parent is None or not stat.S_ISDIR(inodes[parent].mode):
+            raise InvalidInputError(
+                f"{path!r} lies in {directory!r}, which is not a directory here"
+            )
+        entries.append((parent, name, number))
+    entries.sort()
+    try:
+        tree = Tree(columns_from(entries, inodes, blobs), tuple(blobs))
+        tree.validate()
+    except CorruptError as error:
+        raise InvalidInputError(f"not a valid tree: {error}") from error
+    return tree

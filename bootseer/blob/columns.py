@@ -1,0 +1,404 @@
+"""The columns inside a `Tree`: one array per attribute, loaded when first used.
+
+Alone owns the list of columns, how a tree is spread over them, and the check that the names form
+a tree. `blob.index` stores each as one section. Immutable once loaded; loading twice from two
+threads at once is harmless.
+"""
+
+import stat
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, islice
+from operator import lt
+from typing import TYPE_CHECKING, TypeVar
+
+from bootseer.errors import CorruptError
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Blob, Inode
+
+Xattrs = tuple[tuple[bytes, bytes], ...]
+
+# Section numbers are part of the format: never reuse one. Typecode "" is a heap of bytes.
+SECTIONS: dict[str, tuple[int, str]] = {
+    "blob_size_bytes": (1, "Q"),
+    "blob_frame_count": (2, "I"),
+    "blob_digests": (3, ""),
+    "frame_length": (4, "I"),
+    "frame_stream_length": (5, "I"),
+    "frame_digests": (6, ""),
+    "names": (7, ""),
+    "name_parent": (8, "I"),
+    "name_inode": (9, "I"),
+    "mode": (10, "I"),
+    "uid": (11, "I"),
+    "gid": (12, "I"),
+    "mtime_ns": (13, "q"),
+    "size_bytes": (14, "Q"),
+    "rdev": (15, "Q"),
+    "link": (16, "I"),
+    "links": (17, ""),
+    "xattr": (18, "I"),
+    "xattrs": (19, ""),
+    "extent_count": (20, "I"),
+    "extent_file_offset": (21, "Q"),
+    "extent_blob": (22, "I"),
+    "extent_blob_offset": (23, "Q"),
+    "extent_length": (24, "Q"),
+    "digest": (25, "I"),
+    "digests": (26, ""),
+}
+
+NAME_BYTES_MAX = 255
+"""NAME_MAX of Linux."""
+DEPTH_MAX = 4096
+"""Directories inside one another; with 255-byte names a path stays within 1 MiB."""
+LINK_BYTES_MAX = 4095
+"""PATH_MAX of Linux without the final NUL: no kernel makes or reads a longer symlink target."""
+XATTR_VALUE_BYTES_MAX = 65536
+"""XATTR_SIZE_MAX of Linux."""
+XATTR_COUNT_MAX = 65536
+"""More names than XATTR_LIST_MAX (64 KiB) can list."""
+SIZE_BYTES_MAX = 2**63 - 1
+"""Of a file: off_t."""
+
+_KNOWN_TYPES = frozenset(
+    (
+        stat.S_IFREG,
+        stat.S_IFDIR,
+        stat.S_IFLNK,
+        stat.S_IFCHR,
+        stat.S_IFBLK,
+        stat.S_IFIFO,
+        stat.S_IFSOCK,
+    )
+)
+
+Load = Callable[[str], bytes]
+_T = TypeVar("_T")
+_XATTR = struct.Struct("<HI")
+
+
+class Columns:
+    """Every attribute of every inode and name. `load(section)` gives a section's raw bytes,
+    little-endian; it is asked once per section, and raises CorruptError itself."""
+
+    def __init__(self, inode_count: int, name_count: int, load: Load) -> None:
+        self.inode_count = inode_count
+        self.name_count = name_count
+        self.load = load
+
+    def _ints(self, section: str, count: int | None) -> "array[int]":
+        raw = self.load(section)
+        column = array(SECTIONS[section][1])
+        if len(raw) % column.itemsize or count not in (None, len(raw) // column.itemsize):
+            raise CorruptError(f"the column {section} holds {len(raw)} bytes, not {count} numbers")
+        column.frombytes(raw)
+        if sys.byteorder == "big":
+            column.byteswap()
+        return column
+
+    @cached_property
+    def mode(self) -> "array[int]":
+        return self._ints("mode", self.inode_count)
+
+    @cached_property
+    def uid(self) -> "array[int]":
+        return self._ints("uid", self.inode_count)
+
+    @cached_property
+    def gid(self) -> "array[int]":
+        return self._ints("gid", self.inode_count)
+
+    @cached_property
+    def mtime_ns(self) -> "array[int]":
+        return self._ints("mtime_ns", self.inode_count)
+
+    @cached_property
+    def size_bytes(self) -> "array[int]":
+        column = self._ints("size_bytes", self.inode_count)
+        if column and max(column) > SIZE_BYTES_MAX:
+            raise CorruptError("a file is larger than any file system allows")
+        return column
+
+    @cached_property
+    def rdev(self) -> "array[int]":
+        return self._ints("rdev", self.inode_count)
+
+    @cached_property
+    def links(self) -> list[bytes]:
+        """Distinct targets of symbolic links."""
+        heap = self.load("links")
+        targets = _split(heap, "links")
+        if any(not 0 < len(t) <= LINK_BYTES_MAX for t in targets):
+            raise CorruptError("the target of a symbolic link is empty or too long")
+        return targets
+
+    @cached_property
+    def link(self) -> "array[int]":
+        """1 + index into `links`; 0: none."""
+        return self._references("link", len(self.links))
+
+    @cached_property
+    def xattr_sets(self) -> list[Xattrs]:
+        """Distinct sets of extended attributes."""
+        return _decode_xattrs(self.load("xattrs"))
+
+    @cached_property
+    def xattr(self) -> "array[int]":
+        """1 + index into `xattr_sets`; 0: none."""
+        return self._references("xattr", len(self.xattr_sets))
+
+    @cached_property
+    def digests(self) -> bytes:
+        """SHA-256 of contents, 32 bytes each."""
+        heap = self.load("digests")
+        if len(heap) % 32:
+            raise CorruptError("the table of file digests is cut off")
+        return heap
+
+    @cached_property
+    def digest(self) -> "array[int]":
+        """1 + index into `digests`; 0: none."""
+        return self._references("digest", len(self.digests) // 32)
+
+    def _references(self, section: str, count: int) -> "array[int]":
+        column = self._ints(section, self.inode_count)
+        if column and max(column) > count:
+            raise CorruptError(f"the column {section} refers to something that is not there")
+        return column
+
+    @cached_property
+    def extent_start(self) -> "array[int]":
+        """Inode n's extents are those from `extent_start[n]` to before `extent_start[n + 1]`."""
+        counts = self._ints("extent_count", self.inode_count)
+        starts = array("Q", accumulate(counts, initial=0))
+        if starts[-1] != len(self.extent_length):
+            raise CorruptError("the inodes' extent counts do not add up to the extents")
+        return starts
+
+    @cached_property
+    def extent_length(self) -> "array[int]":
+        return self._ints("extent_length", None)
+
+    @cached_property
+    def extent_file_offset(self) -> "array[int]":
+        return self._ints("extent_file_offset", len(self.extent_length))
+
+    @cached_property
+    def extent_blob(self) -> "array[int]":
+        return self._ints("extent_blob", len(self.extent_length))
+
+    @cached_property
+    def extent_blob_offset(self) -> "array[int]":
+        return self._ints("extent_blob_offset", len(self.extent_length))
+
+    @cached_property
+    def names(self) -> list[bytes]:
+        """Sorted by (parent, name)."""
+        names = _split(self.load("names"), "names")
+        if len(names) != self.name_count:
+            raise CorruptError(f"{len(names)} names where {self.name_count} were announced")
+        return names
+
+    @cached_property
+    def name_parent(self) -> "array[int]":
+        return self._ints("name_parent", self.name_count)
+
+    @cached_property
+    def name_inode(self) -> "array[int]":
+        return self._ints("name_inode", self.name_count)
+
+
+def _split(heap: bytes, section: str) -> list[bytes]:
+    """The NUL-terminated strings of a heap."""
+    if not heap:
+        return []
+    if heap[-1]:
+        raise CorruptError(f"the section {section} does not end with a NUL")
+    strings = heap.split(b"\0")
+    strings.pop()
+    return strings
+
+
+def check_names(c: Columns) -> None:
+    """Raises CorruptError unless the names form a tree that a Linux file system can hold."""
+    if c.inode_count < 1 or not stat.S_ISDIR(c.mode[0]):
+        raise CorruptError("inode 0 is not a directory")
+    if not {stat.S_IFMT(mode) for mode in set(c.mode)} <= _KNOWN_TYPES or max(c.mode) > 0o177777:
+        raise CorruptError("an inode has an unknown file type")
+    heap = c.load("names")
+    guarded = b"\0" + heap
+    if b"/" in heap or any(bad in guarded for bad in (b"\0\0", b"\0.\0", b"\0..\0")):
+        raise CorruptError('a name is empty, ".", "..", or contains "/"')
+    if c.names and max(map(len, c.names)) > NAME_BYTES_MAX:
+        raise CorruptError(f"a name is longer than {NAME_BYTES_MAX} bytes")
+    pairs = list(zip(c.name_parent, c.names, strict=True))
+    if not all(map(lt, pairs, islice(pairs, 1, None))):
+        raise CorruptError("the names are not sorted, or one occurs twice in a directory")
+    named = set(c.name_inode)
+    if 0 in named:
+        raise CorruptError("the root directory is named inside itself")
+    if named and max(named) >= c.inode_count:
+        raise CorruptError("a name refers to an inode that is not there")
+    if len(named) != c.inode_count - 1:
+        raise CorruptError("an inode has no name")
+    _check_directories(c)
+
+
+def _check_directories(c: Columns) -> None:
+    """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
+    modes = c.mode
+    directories = {i for i, mode in enumerate(modes) if mode & 0o170000 == stat.S_IFDIR}
+    if not directories.issuperset(c.name_parent):
+        raise CorruptError("a name lies in something that is not a directory")
+    below: dict[int, list[int]] = {}
+    count = 1
+    for parent, number in zip(c.name_parent, c.name_inode, strict=True):
+        if number in directories:
+            below.setdefault(parent, []).append(number)
+            count += 1
+    if count != len(directories):
+        raise CorruptError("a directory has two names")
+    # Every directory has one name, so those not reached from the root hang on a cycle.
+    level, reached, depth = [0], 1, 0
+    while level:
+        level = [child for number in level for child in below.get(number, ())]
+        reached += len(level)
+        depth += 1
+        if depth > DEPTH_MAX:
+            raise CorruptError(f"directories are nested more than {DEPTH_MAX} deep")
+    if reached != len(directories):
+        raise CorruptError("some directories contain one another")
+
+
+def columns_from(
+    entries: Sequence[tuple[int, bytes, int]], inodes: Sequence["Inode"], blobs: Sequence["Blob"]
+) -> Columns:
+    """The columns of (parent, name, inode number) entries, sorted. Raises: CorruptError."""
+    links: dict[bytes, int] = {}
+    xattrs: dict[Xattrs, int] = {}
+    digests: dict[bytes, int] = {}
+    extents = [extent for inode in inodes for extent in inode.extents]
+    frames = [frame for blob in blobs for frame in blob.frames]
+    numbers: dict[str, list[int]] = {
+        "blob_size_bytes": [blob.size_bytes for blob in blobs],
+        "blob_frame_count": [len(blob.frames) for blob in blobs],
+        "frame_length": [frame.length for frame in frames],
+        "frame_stream_length": [frame.stream_length for frame in frames],
+        "name_parent": [parent for parent, _, _ in entries],
+        "name_inode": [number for _, _, number in entries],
+        "mode": [inode.mode for inode in inodes],
+        "uid": [inode.uid for inode in inodes],
+        "gid": [inode.gid for inode in inodes],
+        "mtime_ns": [inode.mtime_ns for inode in inodes],
+        "size_bytes": [inode.size_bytes for inode in inodes],
+        "rdev": [inode.rdev for inode in inodes],
+        "link": [_number(links, inode.link_target) for inode in inodes],
+        "xattr": [_number(xattrs, inode.xattrs) for inode in inodes],
+        "extent_count": [len(inode.extents) for inode in inodes],
+        "extent_file_offset": [extent.file_offset for extent in extents],
+        "extent_blob": [extent.blob for extent in extents],
+        "extent_blob_offset": [extent.blob_offset for extent in extents],
+        "extent_length": [extent.length for extent in extents],
+        "digest": [_number(digests, inode.digest or b"") for inode in inodes],
+    }
+    sections = {
+        "blob_digests": b"".join(_raw_digest(blob.digest) for blob in blobs),
+        "frame_digests": b"".join(frame.digest for frame in frames),
+        "names": b"".join(name + b"\0" for _, name, _ in entries),
+        "links": b"".join(target + b"\0" for target in links),
+        "xattrs": _encode_xattrs(list(xattrs)),
+        "digests": b"".join(digests),
+    }
+    for section, values in numbers.items():
+        try:
+            column = array(SECTIONS[section][1], values)
+        except (OverflowError, TypeError) as error:
+            raise CorruptError(f"a value of {section} is out of range") from error
+        if sys.byteorder == "big":
+            column.byteswap()
+        sections[section] = column.tobytes()
+    columns = Columns(len(inodes), len(entries), sections.__getitem__)
+    _check_frames(blobs)
+    check_names(columns)
+    return columns
+
+
+def _number(known: dict[_T, int], value: _T) -> int:
+    """1 + the position of `value` among the distinct values so far; 0 for an empty one."""
+    return known.setdefault(value, len(known) + 1) if value else 0
+
+
+def _raw_digest(digest: str) -> bytes:
+    kind, _, value = digest.partition(":")
+    try:
+        raw = bytes.fromhex(value)
+    except ValueError:
+        raw = b""
+    if kind != "sha256" or len(raw) != 32 or value != raw.hex():
+        raise CorruptError(f"{digest!r} is not a digest like sha256:<64 hex digits>")
+    return raw
+
+
+def _check_frames(blobs: Sequence["Blob"]) -> None:
+    """Raises CorruptError unless each blob's frames follow one another without gaps."""
+    for blob in blobs:
+        offset = stream_offset = 0
+        for frame in blob.frames:
+            if frame.offset != offset or frame.stream_offset != stream_offset:
+                raise CorruptError(f"the frames of {blob.digest} do not follow one another")
+            if len(frame.digest) != 32 or frame.length < 1 or frame.stream_length < 1:
+                raise CorruptError(f"a frame of {blob.digest} is empty or has no digest")
+            offset += frame.length
+            stream_offset += frame.stream_length
+        if offset > blob.size_bytes:
+            raise CorruptError(f"the frames of {blob.digest} reach beyond its end")
+
+
+def _encode_xattrs(sets: Sequence[Xattrs]) -> bytes:
+    """Per set: u16 count; per attribute: u16 name length, u32 value length, name, value."""
+    out = []
+    for attributes in sets:
+        if len(attributes) > XATTR_COUNT_MAX - 1:
+            raise CorruptError("an inode has too many extended attributes")
+        out.append(struct.pack("<H", len(attributes)))
+        for name, value in attributes:
+            if len(name) > NAME_BYTES_MAX or len(value) > XATTR_VALUE_BYTES_MAX:
+                raise CorruptError(f"the extended attribute {name!r} is too long")
+            out.append(_XATTR.pack(len(name), len(value)) + name + value)
+    encoded = b"".join(out)
+    if _decode_xattrs(encoded) != list(sets):
+        raise CorruptError("extended attributes must be sorted by name, each name once")
+    return encoded
+
+
+def _decode_xattrs(heap: bytes) -> list[Xattrs]:
+    sets: list[Xattrs] = []
+    position = 0
+    try:
+        while position < len(heap):
+            (count,) = struct.unpack_from("<H", heap, position)
+            position += 2
+            attributes = []
+            previous = b""
+            for _ in range(count):
+                name_bytes, value_bytes = _XATTR.unpack_from(heap, position)
+                position += _XATTR.size
+                name = heap[position : position + name_bytes]
+                position += name_bytes
+                value = heap[position : position + value_bytes]
+                position += value_bytes
+                if position > len(heap) or name_bytes > NAME_BYTES_MAX or b"\0" in name:
+                    raise CorruptError("an extended attribute is cut off or has a bad name")
+                if value_bytes > XATTR_VALUE_BYTES_MAX or name <= previous:
+                    raise CorruptError("extended attributes are too long, unsorted or repeated")
+                previous = name
+                attributes.append((name, value))
+            sets.append(tuple(attributes))
+    except struct.error as error:
+        raise CorruptError("the extended attributes are cut off") from error
+    return sets
