@@ -1,3 +1,29 @@
-"""Bootseer cuts the start-up time of large training jobs."""
+"""Bootseer cuts the start-up time of large training jobs.
+
+For training code: `with bootseer.stage("load data"): ...` and `bootseer.ready()`. Both cost
+nothing outside `bootseer run`. Everything else is the command line (`bootseer --help`) and the
+packages `bootseer.prefetch`, `bootseer.snapshots` and `bootseer.fuse`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bootseer.timeline import Span
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "ready", "stage"]
+
+
+def stage(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> "Span":
+    """Put a stage of your own on the start's timeline; a context manager."""
+    from bootseer.timeline import stage as begin
+
+    return begin(name, attributes)
+
+
+def ready() -> None:
+    """Say that the start is over: the first training step is about to run."""
+    from bootseer.timeline import ready as announce
+
+    announce()

@@ -1,0 +1,184 @@
+"""OTLP-JSON lines: encoding and decoding. Pure (no I/O).
+
+Each line is one export request as the OpenTelemetry Collector's file exporter writes it, so its
+`otlpjsonfile` receiver reads our files. OTLP has no record for a span that has only begun; the
+start of a stage is therefore a *log record* that carries the span's ids, and the end is the span
+itself. A start without its span is a stage that is still open, or hung, or was killed.
+Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, ids are hex).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Value: TypeAlias = str | int | float | bool
+
+# Longer values (a command line, an error) are cut: the timeline is no place for payload.
+_MAX_TEXT = 1000
+START_EVENT = "bootseer.stage.start"
+_SEVERITY_INFO = 9
+_STATUS_OK = 1
+_STATUS_ERROR = 2
+_KIND_INTERNAL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage as read back from a timeline. Times: ns since 1970, by the node's clock."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int | None
+    """None: no end was recorded."""
+    failed: bool = False
+    message: str = ""
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    resource: Mapping[str, Value] = field(default_factory=dict)
+
+
+def trace_id_of(job: str, attempt: int) -> str:
+    """The same 16 bytes (hex) on every node of a start, without anybody talking."""
+    return hashlib.sha256(f"bootseer\0{job}\0{attempt}".encode()).hexdigest()[:32]
+
+
+def parse_traceparent(text: str) -> tuple[str, str] | None:
+    """(trace id, parent span id) of a W3C `traceparent` header; None if malformed."""
+    parts = text.strip().lower().split("-")
+    if len(parts) < 4 or (len(parts[0]), len(parts[1]), len(parts[2])) != (2, 32, 16):
+        return None
+    try:
+        trace, span = int(parts[1], 16), int(parts[2], 16)
+    except ValueError:
+        return None
+    return (parts[1], parts[2]) if trace and span else None
+
+
+def _encode_value(value: Value) -> dict[str, Value]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    return {"stringValue": str(value)[:_MAX_TEXT]}
+
+
+def _encode_attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _encode_value(value)} for key, value in attributes.items()]
+
+
+def _line(kind: str, scope_kind: str, records: str, record: Any, resource: Any) -> bytes:
+    request = {
+        kind: [
+            {
+                "resource": {"attributes": _encode_attributes(resource)},
+                scope_kind: [{"scope": {"name": "bootseer"}, records: [record]}],
+            }
+        ]
+    }
+    return json.dumps(request, separators=(",", ":")).encode() + b"\n"
+
+
+def encode_start(stage: Stage) -> bytes:
+    """The line that says a stage has begun."""
+    record = {
+        "timeUnixNano": str(stage.start_ns),
+        "observedTimeUnixNano": str(stage.start_ns),
+        "severityNumber": _SEVERITY_INFO,
+        "severityText": "INFO",
+        "eventName": START_EVENT,
+        "body": {"stringValue": stage.name},
+        "attributes": _encode_attributes(
+            {**stage.attributes, "bootseer.parent_span_id": stage.parent_id}
+        ),
+        "traceId": stage.trace_id,
+        "spanId": stage.span_id,
+    }
+    return _line("resourceLogs", "scopeLogs", "logRecords", record, stage.resource)
+
+
+def encode_end(stage: Stage) -> bytes:
+    """The line that holds a finished stage: an ordinary OTLP span."""
+    record = {
+        "traceId": stage.trace_id,
+        "spanId": stage.span_id,
+        "parentSpanId": stage.parent_id,
+        "name": stage.name,
+        "kind": _KIND_INTERNAL,
+        "startTimeUnixNano": str(stage.start_ns),
+        "endTimeUnixNano": str(stage.end_ns),
+        "attributes": _encode_attributes(stage.attributes),
+        "status": {
+            "code": _STATUS_ERROR if stage.failed else _STATUS_OK,
+            **({"message": stage.message[:_MAX_TEXT]} if stage.message else {}),
+        },
+    }
+    return _line("resourceSpans", "scopeSpans", "spans", record, stage.resource)
+
+
+def _decode_attributes(items: Any) -> dict[str, Value]:
+    result: dict[str, Value] = {}
+    for item in items or ():
+        (kind, value), *_ = item["value"].items()
+        result[str(item["key"])] = int(value) if kind == "intValue" else value
+    return result
+
+
+def _decode_line(line: bytes) -> Iterator[Stage]:
+    request = json.loads(line)
+    for group in request.get("resourceLogs", ()):
+        resource = _decode_attributes(group.get("resource", {}).get("attributes"))
+        for scope in group["scopeLogs"]:
+            for record in scope["logRecords"]:
+                if record.get("eventName") == START_EVENT:
+                    attributes = _decode_attributes(record.get("attributes"))
+                    parent = str(attributes.pop("bootseer.parent_span_id", ""))
+                    yield Stage(
+                        name=str(record["body"]["stringValue"]),
+                        trace_id=str(record["traceId"]),
+                        span_id=str(record["spanId"]),
+                        parent_id=parent,
+                        start_ns=int(record["timeUnixNano"]),
+                        end_ns=None,
+                        attributes=attributes,
+                        resource=resource,
+                    )
+    for group in request.get("resourceSpans", ()):
+        resource = _decode_attributes(group.get("resource", {}).get("attributes"))
+        for scope in group["scopeSpans"]:
+            for span in scope["spans"]:
+                status = span.get("status", {})
+                yield Stage(
+                    name=str(span["name"]),
+                    trace_id=str(span["traceId"]),
+                    span_id=str(span["spanId"]),
+                    parent_id=str(span.get("parentSpanId", "")),
+                    start_ns=int(span["startTimeUnixNano"]),
+                    end_ns=int(span["endTimeUnixNano"]),
+                    failed=status.get("code") == _STATUS_ERROR,
+                    message=str(status.get("message", "")),
+                    attributes=_decode_attributes(span.get("attributes")),
+                    resource=resource,
+                )
+
+
+def decode(data: bytes) -> list[Stage]:
+    """The stages of a timeline file, in order of their start, finished ones once.
+
+    Lines that are torn (the writer was killed) or not ours are left out.
+    """
+    stages: dict[str, Stage] = {}
+    for line in data.splitlines():
+        try:
+            for found in _decode_line(line):
+                known = stages.get(found.span_id)
+                if known is None or known.end_ns is None:
+                    stages[found.span_id] = found
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return sorted(stages.values(), key=lambda stage: stage.start_ns)

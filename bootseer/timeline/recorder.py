@@ -1,0 +1,229 @@
+"""Writes a timeline: appends a line when a stage starts and a line when it ends.
+
+A line is one write(2) to a file opened with O_APPEND, so threads and processes of one rank share
+a file. Nothing here raises: a timeline that cannot be written must not cost a training run. The
+file is named to child processes by `BOOTSEER_TIMELINE`, the parent span by `TRACEPARENT`.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bootseer.timeline.otlp import (
+    Stage,
+    Value,
+    encode_end,
+    encode_start,
+    parse_traceparent,
+    trace_id_of,
+)
+
+_log = logging.getLogger(__name__)
+FILE_VARIABLE = "BOOTSEER_TIMELINE"
+READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
+
+
+class Span:
+    """One running stage; a context manager. Threads may hold different spans at once."""
+
+    def __init__(self, timeline: "Timeline | None", stage: Stage) -> None:
+        self._timeline = timeline
+        self._stage = stage
+        self._attributes: dict[str, Value] = dict(stage.attributes)
+        self._started_ns = time.monotonic_ns()
+        self._ended = False
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header that makes other spans children of this one."""
+        return f"00-{self._stage.trace_id}-{self._stage.span_id}-01"
+
+    def set(self, key: str, value: Value) -> None:
+        """Attach a figure, for example `bootseer.bytes`. Never a secret."""
+        self._attributes[key] = value
+
+    def end(self, *, error: BaseException | None = None) -> float:
+        """Write the end; returns the duration in seconds by the monotonic clock. Idempotent."""
+        duration_ns = time.monotonic_ns() - self._started_ns
+        if self._timeline is not None and not self._ended:
+            # The wall clock may be stepped during a start; the duration is the monotonic one.
+            finished = replace(
+                self._stage,
+                end_ns=self._stage.start_ns + duration_ns,
+                failed=error is not None,
+                message=f"{type(error).__name__}: {error}" if error is not None else "",
+                attributes=self._attributes,
+            )
+            self._timeline.append(encode_end(finished))
+        self._ended = True
+        return duration_ns / 1e9
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(error=error)
+
+
+class Timeline:
+    """The timeline file of one node and rank."""
+
+    def __init__(
+        self, path: Path, *, trace_id: str, parent_id: str, resource: Mapping[str, Value]
+    ) -> None:
+        self.path = path
+        self._trace_id = trace_id
+        self._parent_id = parent_id
+        self._resource = dict(resource)
+        self._lock = threading.Lock()
+        self._warned = False
+
+    @classmethod
+    def start(cls, directory: Path, *, job: str, attempt: int, node: str, rank: int) -> "Timeline":
+        """A new file for one start of `job` on this node, private to the user.
+
+        A `TRACEPARENT` in the environment wins over the trace id derived from job and attempt.
+        """
+        outer = parse_traceparent(os.environ.get("TRACEPARENT", ""))
+        trace_id, parent_id = outer or (trace_id_of(job, attempt), "")
+        resource: dict[str, Value] = {
+            "service.name": "bootseer",
+            "bootseer.job": job,
+            "bootseer.attempt": attempt,
+            "host.name": node,
+            "bootseer.rank": rank,
+            "bootseer.boot_id": _boot_id(),
+        }
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name = f"{stamp}-{os.getpid()}-{node}-{rank}.jsonl"
+        path = directory / job / str(attempt) / name
+        timeline = cls(path, trace_id=trace_id, parent_id=parent_id, resource=resource)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            timeline.warn(error)
+        return timeline
+
+    def span(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+        """Begin a stage now."""
+        stage = Stage(
+            name=name,
+            trace_id=self._trace_id,
+            span_id=secrets.token_hex(8),
+            parent_id=self._parent_id,
+            start_ns=time.time_ns(),
+            end_ns=None,
+            attributes={**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns()},
+            resource=self._resource,
+        )
+        self.append(encode_start(stage))
+        return Span(self, stage)
+
+    def below(self, span: Span) -> "Timeline":
+        """The same file, with new stages as children of `span`."""
+        _, parent_id = parse_traceparent(span.traceparent) or ("", "")
+        return Timeline(
+            self.path, trace_id=self._trace_id, parent_id=parent_id, resource=self._resource
+        )
+
+    def append(self, line: bytes) -> None:
+        """Write one line. Never raises."""
+        try:
+            # Opened per line: spans are few, and no descriptor may leak into the training job.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.path, flags, 0o600)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self.warn(error)
+
+    def warn(self, error: OSError) -> None:
+        """Say once that this start has no timeline."""
+        with self._lock:
+            if not self._warned:
+                self._warned = True
+                _log.warning("no timeline for this start: cannot write %s: %s", self.path, error)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(variable: str) -> int:
+    try:
+        return int(os.environ.get(variable) or 0)
+    except ValueError:
+        return 0
+
+
+_inherited: tuple[str, Timeline] | None = None
+
+
+def current() -> Timeline | None:
+    """The timeline that the environment names, or None."""
+    global _inherited
+    name = os.environ.get(FILE_VARIABLE)
+    if not name:
+        return None
+    if _inherited is None or _inherited[0] != name:
+        trace_id, parent_id = parse_traceparent(os.environ.get("TRACEPARENT", "")) or (
+            trace_id_of(os.environ.get("BOOTSEER_JOB", "default"), 0),
+            "",
+        )
+        resource: dict[str, Value] = {
+            "service.name": "bootseer",
+            "bootseer.job": os.environ.get("BOOTSEER_JOB", "default"),
+            "bootseer.attempt": _number("BOOTSEER_ATTEMPT"),
+            "host.name": os.environ.get("BOOTSEER_NODE") or socket.gethostname(),
+            "bootseer.rank": _number("RANK") or _number("BOOTSEER_RANK"),
+        }
+        timeline = Timeline(Path(name), trace_id=trace_id, parent_id=parent_id, resource=resource)
+        _inherited = (name, timeline)
+    return _inherited[1]
+
+
+def stage(name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+    """`with bootseer.stage("load data"): ...` puts a stage of your own on the timeline.
+
+    Does nothing outside `bootseer run`.
+    """
+    timeline = current()
+    if timeline is None:
+        return Span(None, Stage(name, "0" * 32, "0" * 16, "", 0, None))
+    return timeline.span(name, attributes)
+
+
+def ready() -> None:
+    """Say that the start is over: the first training step is about to run.
+
+    Ends the recording of what this start touched. Call it once per process; without it the
+    recording ends by itself after a while.
+    """
+    timeline = current()
+    if timeline is not None:
+        timeline.span("ready").end()
+    for name in filter(None, os.environ.get(READY_VARIABLE, "").split(",")):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer:
+                peer.setblocking(False)
+                peer.sendto(b"ready", b"\0" + name.encode())
+        except OSError as error:
+            _log.debug("nobody listens for ready at %s: %s", name, error)

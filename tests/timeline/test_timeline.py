@@ -1,0 +1,159 @@
+"""Timelines: written as stages start and end, read back whole or torn, harmless when impossible."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bootseer
+from bootseer.timeline import Timeline, otlp
+
+
+def _start(directory: Path) -> Timeline:
+    return Timeline.start(directory, job="train", attempt=2, node="n1", rank=3)
+
+
+def test_a_stage_is_on_disk_from_its_start(tmp_path: Path) -> None:
+    timeline = _start(tmp_path)
+    span = timeline.span("image", {"bootseer.from": "store"})
+    (stage,) = otlp.decode(timeline.path.read_bytes())
+    assert (stage.name, stage.end_ns) == ("image", None)
+    assert stage.resource["host.name"] == "n1"
+    span.set("bootseer.bytes", 2**60)
+    span.end()
+    (stage,) = otlp.decode(timeline.path.read_bytes())
+    assert stage.end_ns is not None
+    assert stage.end_ns >= stage.start_ns
+    assert stage.attributes["bootseer.bytes"] == 2**60
+    assert stage.attributes["bootseer.from"] == "store"
+    assert not stage.failed
+
+
+def test_a_failed_stage_says_why(tmp_path: Path) -> None:
+    timeline = _start(tmp_path)
+    with pytest.raises(OSError, match="gone"), timeline.span("checkpoint"):
+        raise OSError("gone")
+    (stage,) = otlp.decode(timeline.path.read_bytes())
+    assert stage.failed
+    assert stage.message == "OSError: gone"
+
+
+def test_nodes_agree_on_the_trace_without_talking(tmp_path: Path) -> None:
+    assert otlp.trace_id_of("train", 2) == otlp.trace_id_of("train", 2)
+    assert otlp.trace_id_of("train", 2) != otlp.trace_id_of("train", 3)
+    span = _start(tmp_path).span("x")
+    assert otlp.parse_traceparent(span.traceparent) is not None
+    assert span.traceparent.split("-")[1] == otlp.trace_id_of("train", 2)
+
+
+def test_an_outer_traceparent_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACEPARENT", f"00-{'ab' * 16}-{'cd' * 8}-01")
+    timeline = _start(tmp_path)
+    timeline.span("x").end()
+    (stage,) = otlp.decode(timeline.path.read_bytes())
+    assert (stage.trace_id, stage.parent_id) == ("ab" * 16, "cd" * 8)
+
+
+@pytest.mark.parametrize("text", ["", "00", "00-zz-yy-01", f"00-{'0' * 32}-{'0' * 16}-01"])
+def test_a_malformed_traceparent_is_ignored(text: str) -> None:
+    assert otlp.parse_traceparent(text) is None
+
+
+def test_training_code_writes_to_the_same_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = _start(tmp_path)
+    root = timeline.span("start")
+    monkeypatch.setenv("BOOTSEER_TIMELINE", str(timeline.path))
+    monkeypatch.setenv("TRACEPARENT", root.traceparent)
+    monkeypatch.setenv("RANK", "not a number")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("\0bootseer-test-ready")
+        listener.settimeout(5)
+        monkeypatch.setenv("BOOTSEER_READY_SOCKETS", "nobody-here,bootseer-test-ready")
+        with bootseer.stage("load data", {"files": 3}):
+            pass
+        bootseer.ready()
+        assert listener.recv(100) == b"ready"
+    stages = {stage.name: stage for stage in otlp.decode(timeline.path.read_bytes())}
+    assert set(stages) == {"start", "load data", "ready"}
+    assert stages["load data"].parent_id == stages["start"].span_id
+    assert stages["load data"].trace_id == stages["start"].trace_id
+
+
+def test_nothing_happens_outside_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BOOTSEER_TIMELINE", raising=False)
+    with bootseer.stage("x") as span:
+        span.set("a", 1)
+    bootseer.ready()
+
+
+def test_an_unwritable_timeline_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    timeline = _start(blocker)
+    timeline.span("a").end()
+    timeline.span("b").end()
+    assert len(caplog.records) == 1
+    assert "no timeline for this start" in caplog.text
+
+
+def test_threads_and_processes_share_a_file(tmp_path: Path) -> None:
+    timeline = _start(tmp_path)
+    code = "import bootseer\nfor i in range(50):\n    with bootseer.stage('child'): pass\n"
+    environ = {"BOOTSEER_TIMELINE": str(timeline.path), "PATH": "/usr/bin:/bin"}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environ)
+
+    def work() -> None:
+        for _ in range(50):
+            timeline.span("thread").end()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert child.wait(30) == 0
+    stages = otlp.decode(timeline.path.read_bytes())
+    assert sum(stage.name == "thread" for stage in stages) == 200
+    assert sum(stage.name == "child" for stage in stages) == 50
+    assert all(stage.end_ns for stage in stages)
+    for line in timeline.path.read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    timeline = _start(tmp_path)
+    timeline.span("a").end()
+    assert timeline.path.stat().st_mode & 0o777 == 0o600
+    assert timeline.path.parent.stat().st_mode & 0o077 == 0
+
+
+@given(st.data())
+def test_a_torn_or_foreign_file_gives_what_is_whole(data: st.DataObject) -> None:
+    stage = otlp.Stage("x", "ab" * 16, "cd" * 8, "", 5, 9)
+    whole = otlp.encode_start(stage) + otlp.encode_end(stage)
+    cut = data.draw(st.integers(0, len(whole)))
+    noise = data.draw(st.binary(max_size=50))
+    stages = otlp.decode(whole[:cut] + b"\n" + noise + b'\n{"resourceSpans":[1]}\n[]\n7\n')
+    assert len(stages) <= 1
+    assert all(found.name == "x" for found in stages)
+
+
+def test_the_api_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, bootseer\n"
+        "with bootseer.stage('x'): pass\n"
+        "bootseer.ready()\n"
+        "heavy = {'click', 'fsspec', 'pyarrow', 'rich', 'zstandard', 'asyncio', 'hdfs_native'}\n"
+        "sys.exit(sorted(heavy & set(sys.modules)) or 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
