@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, compress, islice
 from operator import lt
 from typing import TYPE_CHECKING, TypeVar
 
@@ -91,7 +91,8 @@ class Columns:
         self.name_count = name_count
         self.load = load
 
-    def _ints(self, section: str, count: int | None) -> "array[int]":
+    def ints(self, section: str, count: int | None) -> "array[int]":
+        """The numbers of a section; `count`, where known, is how many there must be."""
         raw = self.load(section)
         column = array(SECTIONS[section][1])
         if len(raw) % column.itemsize or count not in (None, len(raw) // column.itemsize):
@@ -103,30 +104,30 @@ class Columns:
 
     @cached_property
     def mode(self) -> "array[int]":
-        return self._ints("mode", self.inode_count)
+        return self.ints("mode", self.inode_count)
 
     @cached_property
     def uid(self) -> "array[int]":
-        return self._ints("uid", self.inode_count)
+        return self.ints("uid", self.inode_count)
 
     @cached_property
     def gid(self) -> "array[int]":
-        return self._ints("gid", self.inode_count)
+        return self.ints("gid", self.inode_count)
 
     @cached_property
     def mtime_ns(self) -> "array[int]":
-        return self._ints("mtime_ns", self.inode_count)
+        return self.ints("mtime_ns", self.inode_count)
 
     @cached_property
     def size_bytes(self) -> "array[int]":
-        column = self._ints("size_bytes", self.inode_count)
+        column = self.ints("size_bytes", self.inode_count)
         if column and max(column) > SIZE_BYTES_MAX:
             raise CorruptError("a file is larger than any file system allows")
         return column
 
     @cached_property
     def rdev(self) -> "array[int]":
-        return self._ints("rdev", self.inode_count)
+        return self.ints("rdev", self.inode_count)
 
     @cached_property
     def links(self) -> list[bytes]:
@@ -166,7 +167,7 @@ class Columns:
         return self._references("digest", len(self.digests) // 32)
 
     def _references(self, section: str, count: int) -> "array[int]":
-        column = self._ints(section, self.inode_count)
+        column = self.ints(section, self.inode_count)
         if column and max(column) > count:
             raise CorruptError(f"the column {section} refers to something that is not there")
         return column
@@ -174,7 +175,7 @@ class Columns:
     @cached_property
     def extent_start(self) -> "array[int]":
         """Inode n's extents are those from `extent_start[n]` to before `extent_start[n + 1]`."""
-        counts = self._ints("extent_count", self.inode_count)
+        counts = self.ints("extent_count", self.inode_count)
         starts = array("Q", accumulate(counts, initial=0))
         if starts[-1] != len(self.extent_length):
             raise CorruptError("the inodes' extent counts do not add up to the extents")
@@ -182,19 +183,19 @@ class Columns:
 
     @cached_property
     def extent_length(self) -> "array[int]":
-        return self._ints("extent_length", None)
+        return self.ints("extent_length", None)
 
     @cached_property
     def extent_file_offset(self) -> "array[int]":
-        return self._ints("extent_file_offset", len(self.extent_length))
+        return self.ints("extent_file_offset", len(self.extent_length))
 
     @cached_property
     def extent_blob(self) -> "array[int]":
-        return self._ints("extent_blob", len(self.extent_length))
+        return self.ints("extent_blob", len(self.extent_length))
 
     @cached_property
     def extent_blob_offset(self) -> "array[int]":
-        return self._ints("extent_blob_offset", len(self.extent_length))
+        return self.ints("extent_blob_offset", len(self.extent_length))
 
     @cached_property
     def names(self) -> list[bytes]:
@@ -206,11 +207,11 @@ class Columns:
 
     @cached_property
     def name_parent(self) -> "array[int]":
-        return self._ints("name_parent", self.name_count)
+        return self.ints("name_parent", self.name_count)
 
     @cached_property
     def name_inode(self) -> "array[int]":
-        return self._ints("name_inode", self.name_count)
+        return self.ints("name_inode", self.name_count)
 
 
 def _split(heap: bytes, section: str) -> list[bytes]:
@@ -251,16 +252,17 @@ def check_names(c: Columns) -> None:
 
 def _check_directories(c: Columns) -> None:
     """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    modes = c.mode
-    directories = {i for i, mode in enumerate(modes) if mode & 0o170000 == stat.S_IFDIR}
+    # Loops over all inodes or names run in C here: this is most of what opening a tree costs.
+    modes = frozenset(filter(stat.S_ISDIR, set(c.mode)))
+    directories = set(compress(range(c.inode_count), map(modes.__contains__, c.mode)))
     if not directories.issuperset(c.name_parent):
         raise CorruptError("a name lies in something that is not a directory")
     below: dict[int, list[int]] = {}
     count = 1
-    for parent, number in zip(c.name_parent, c.name_inode, strict=True):
-        if number in directories:
-            below.setdefault(parent, []).append(number)
-            count += 1
+    pairs = zip(c.name_parent, c.name_inode, strict=True)
+    for parent, number in compress(pairs, map(directories.__contains__, c.name_inode)):
+        below.setdefault(parent, []).append(number)
+        count += 1
     if count != len(directories):
         raise CorruptError("a directory has two names")
     # Every directory has one name, so those not reached from the root hang on a cycle.

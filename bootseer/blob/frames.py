@@ -1,0 +1,128 @@
+"""Frames: which of them cover a range, and turning one back into bytes.
+
+`FrameTable` is the columnar `Sequence[Frame]` of a blob. Everything here is pure and may be called
+from any thread; decompression releases the GIL.
+"""
+
+import hashlib
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
+from typing import overload
+
+import zstandard
+
+from bootseer.blob.tree import Blob, Frame
+from bootseer.errors import CorruptError
+
+FRAME_STREAM_BYTES_MAX = 64 * 1024 * 1024
+"""A larger frame is refused: it bounds what one decompression may allocate."""
+
+_local = threading.local()
+
+
+class FrameTable(Sequence[Frame]):
+    """Consecutive frames from offset 0 on, as columns. Immutable."""
+
+    def __init__(
+        self, lengths: "array[int]", stream_lengths: "array[int]", digests: bytes | memoryview
+    ) -> None:
+        """`digests` holds 32 bytes per frame. Raises: CorruptError for an empty or huge frame."""
+        if not len(lengths) == len(stream_lengths) == len(digests) / 32:
+            raise CorruptError("the columns of a frame table differ in length")
+        if lengths and not 0 < min(stream_lengths) <= max(stream_lengths) <= FRAME_STREAM_BYTES_MAX:
+            raise CorruptError("a frame is empty or too large")
+        # zstd never expands by more than a 256th and a header; twice is generous.
+        if lengths and not 0 < min(lengths) <= max(lengths) <= 2 * FRAME_STREAM_BYTES_MAX:
+            raise CorruptError("a compressed frame is empty or too large")
+        self.offsets = array("Q", accumulate(lengths, initial=0))
+        self.stream_offsets = array("Q", accumulate(stream_lengths, initial=0))
+        self._digests = digests
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Frame: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Frame]: ...
+    def __getitem__(self, index: int | slice) -> Frame | list[Frame]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        offset, stream_offset = self.offsets[index], self.stream_offsets[index]
+        return Frame(
+            offset,
+            self.offsets[index + 1] - offset,
+            stream_offset,
+            self.stream_offsets[index + 1] - stream_offset,
+            bytes(self._digests[32 * index : 32 * index + 32]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(Frame.__eq__, self, other))
+
+    def __hash__(self) -> int:
+        return hash(bytes(self._digests))
+
+
+def frames_for(blob: Blob, stream_offset: int, length: int) -> range:
+    """The numbers of the frames that cover `[stream_offset, stream_offset + length)`. Pure.
+
+    Empty for an empty range; what lies beyond the end of the stream is left out.
+    """
+    frames = blob.frames
+    if length <= 0 or not frames:
+        return range(0)
+    last = min(stream_offset + length, blob.stream_length) - 1
+    if last < stream_offset:
+        return range(0)
+    if isinstance(frames, FrameTable):
+        starts = frames.stream_offsets
+        return range(bisect_right(starts, stream_offset) - 1, bisect_right(starts, last))
+    key = attrgetter("stream_offset")
+    return range(
+        bisect_right(frames, stream_offset, key=key) - 1, bisect_right(frames, last, key=key)
+    )
+
+
+def decode_frame(frame: Frame, data: bytes | memoryview) -> bytes:
+    """The frame's content, after its digest has been found right.
+
+    Raises: CorruptError where `data` is not exactly the stored frame.
+    """
+    if len(data) != frame.length:
+        raise CorruptError(
+            f"the frame at offset {frame.offset} has {len(data)} bytes instead of {frame.length}"
+        )
+    if hashlib.sha256(data).digest() != frame.digest:
+        raise CorruptError(f"the frame at offset {frame.offset} does not match its digest")
+    try:
+        if zstandard.frame_content_size(data) != frame.stream_length:
+            raise CorruptError(f"the frame at offset {frame.offset} announces a wrong length")
+        content = _decompressor().decompress(
+            data, max_output_size=frame.stream_length, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise CorruptError(
+            f"the frame at offset {frame.offset} cannot be decompressed: {error}"
+        ) from error
+    if len(content) != frame.stream_length:
+        raise CorruptError(f"the frame at offset {frame.offset} has a wrong length")
+    return content
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One per thread: a decompressor must not be used by two at once."""
+    found: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
+    if found is None:
+        found = _local.decompressor = zstandard.ZstdDecompressor()
+    return found

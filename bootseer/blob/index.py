@@ -1,0 +1,166 @@
+"""The codec of tree indexes (docs/format/index.md).
+
+Alone owns the bytes on disk. `decode` checks the checksum and the shape of the names; the other
+sections are decompressed and checked when first used. Pure; any thread.
+"""
+
+import hashlib
+import struct
+from array import array
+
+import zstandard
+
+from bootseer.blob.columns import SECTIONS, Columns, check_names
+from bootseer.blob.frames import FrameTable
+from bootseer.blob.tree import Blob, Tree
+from bootseer.errors import CorruptError, UnknownFormatError
+
+MAGIC = b"BOOTTREE"
+VERSION = 1
+
+# magic, version, section count, inode count, name count, reserved (0), total length, SHA-256 of
+# all bytes of the file with these 32 taken as zeros.
+_HEADER = struct.Struct("<8sHHIIIQ32s")
+# number, codec, raw length, stored length
+_SECTION = struct.Struct("<HHQQ")
+_RAW, _ZSTD = 0, 1
+# Level 3: digests, two thirds of an index, do not compress at any level.
+_LEVEL = 3
+
+COUNT_MAX = 2**24
+"""Inodes, names, extents and frames each: four hundred times a large image's. Together with
+`_WIDTH_MAX` it bounds what a hostile index can make us allocate per section."""
+_WIDTH_MAX = 256
+
+
+def digest(data: bytes) -> str:
+    """The identity of an encoded index: `sha256:<hex>` of its bytes."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def encode(tree: Tree) -> bytes:
+    """The bytes of an index file. The same tree gives the same bytes with the same zstd."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
+    table = []
+    stored = []
+    for section, (number, _) in SECTIONS.items():
+        raw = tree.columns.load(section)
+        packed = compressor.compress(raw)
+        codec = _ZSTD
+        if len(packed) >= len(raw):
+            packed, codec = raw, _RAW
+        table.append(_SECTION.pack(number, codec, len(raw), len(packed)))
+        stored.append(packed)
+    body = b"".join(table + stored)
+    header = [
+        MAGIC,
+        VERSION,
+        len(table),
+        tree.inode_count,
+        tree.name_count,
+        0,
+        _HEADER.size + len(body),
+    ]
+    checksum = hashlib.sha256(_HEADER.pack(*header, bytes(32)) + body).digest()
+    return _HEADER.pack(*header, checksum) + body
+
+
+def decode(data: bytes) -> Tree:
+    """The tree in an index file.
+
+    Raises: UnknownFormatError for another kind of file or a later version; CorruptError for
+    anything damaged. Contents of inodes are checked when they are read (`Tree.inode`).
+    """
+    if data[:8] != MAGIC:
+        raise UnknownFormatError("not a tree index: the magic number is missing")
+    if len(data) < _HEADER.size:
+        raise CorruptError("the tree index is cut off in its header")
+    header = _HEADER.unpack_from(data)
+    _, version, section_count, inode_count, name_count, reserved, total, checksum = header
+    if version != VERSION:
+        raise UnknownFormatError(
+            f"this tree index has version {version}; this release reads version {VERSION}"
+        )
+    if total != len(data):
+        raise CorruptError(f"the tree index has {len(data)} bytes instead of {total}")
+    expected = hashlib.sha256(_HEADER.pack(*header[:-1], bytes(32)))
+    expected.update(memoryview(data)[_HEADER.size :])
+    if expected.digest() != checksum:
+        raise CorruptError("the tree index does not match its checksum")
+    if reserved or not 0 < inode_count <= COUNT_MAX or name_count > COUNT_MAX:
+        raise CorruptError("the tree index announces impossible counts")
+    sections = _read_table(memoryview(data), section_count)
+
+    def load(section: str) -> bytes:
+        return _load(section, *sections[section])
+
+    columns = Columns(inode_count, name_count, load)
+    blobs = _read_blobs(columns)
+    check_names(columns)
+    return Tree(columns, blobs)
+
+
+_Stored = tuple[int, int, memoryview]
+
+
+def _read_table(data: memoryview, section_count: int) -> dict[str, _Stored]:
+    """Section name -> (codec, raw length, stored bytes)."""
+    if section_count != len(SECTIONS):
+        raise CorruptError(f"{section_count} sections where version 1 has {len(SECTIONS)}")
+    position = _HEADER.size
+    offset = position + section_count * _SECTION.size
+    if offset > len(data):
+        raise CorruptError("the tree index is cut off in its section table")
+    found = {}
+    for name, (expected, typecode) in SECTIONS.items():
+        number, codec, raw_length, stored_length = _SECTION.unpack_from(data, position)
+        position += _SECTION.size
+        width = array(typecode).itemsize if typecode else _WIDTH_MAX
+        if number != expected or codec not in (_RAW, _ZSTD) or raw_length > COUNT_MAX * width:
+            raise CorruptError(f"the section {name} is missing or has an impossible length")
+        found[name] = (codec, raw_length, data[offset : offset + stored_length])
+        offset += stored_length
+    if offset != len(data):
+        raise CorruptError("the sections do not add up to the length of the index")
+    return found
+
+
+def _load(section: str, codec: int, raw_length: int, stored: memoryview) -> bytes:
+    if codec == _RAW:
+        raw = bytes(stored)
+    else:
+        try:
+            if zstandard.frame_content_size(stored) != raw_length:
+                raise CorruptError(f"the section {section} announces a wrong length")
+            raw = zstandard.ZstdDecompressor().decompress(
+                stored, max_output_size=raw_length, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise CorruptError(f"the section {section} cannot be decompressed") from error
+    if len(raw) != raw_length:
+        raise CorruptError(f"the section {section} has a wrong length")
+    return raw
+
+
+def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
+    sizes = columns.ints("blob_size_bytes", None)
+    counts = columns.ints("blob_frame_count", len(sizes))
+    lengths = columns.ints("frame_length", sum(counts))
+    stream_lengths = columns.ints("frame_stream_length", len(lengths))
+    blob_digests = columns.load("blob_digests")
+    frame_digests = memoryview(columns.load("frame_digests"))
+    if len(blob_digests) != 32 * len(sizes) or len(frame_digests) != 32 * len(lengths):
+        raise CorruptError("a table of digests has a wrong length")
+    blobs = []
+    first = 0
+    for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        end = first + count
+        frames = FrameTable(
+            lengths[first:end], stream_lengths[first:end], frame_digests[32 * first : 32 * end]
+        )
+        if frames.offsets[-1] > size:
+            raise CorruptError("the frames of a blob reach beyond its end")
+        name = f"sha256:{blob_digests[32 * i : 32 * i + 32].hex()}"
+        blobs.append(Blob(name, size, frames))
+        first = end
+    return tuple(blobs)
