@@ -1,1 +1,42 @@
-"""The shared store."""
+"""The shared store: `open_store(url)` for keys and objects, `open_backend(url)` for plain files.
+
+Owns the mapping from a URL to a backend. Nothing heavy is imported before a URL asks for it:
+fsspec and hdfs-native are loaded by the backends that stand on them.
+"""
+
+from bootseer.store.backend import Backend, FileInfo, Space, Writer
+from bootseer.store.lease import Lease
+from bootseer.store.paths import split_scheme
+from bootseer.store.store import Store
+
+__all__ = ["Backend", "FileInfo", "Lease", "Space", "Store", "Writer", "open_backend", "open_store"]
+
+
+def open_backend(url: str) -> Backend:
+    """The backend for `url`: a bare path, `file://`, `hdfs://`, any fsspec URL, or `limit+URL`.
+
+    Nothing is created and a server is not asked before the first operation.
+
+    Raises: InvalidInputError for a URL that cannot be used.
+    """
+    scheme = split_scheme(url)
+    if scheme.startswith("limit+"):
+        from bootseer.store.limited import open_limited
+
+        return open_limited(url)
+    if scheme in ("", "file"):
+        from bootseer.store.local import LocalBackend
+
+        return LocalBackend.from_url(url)
+    if scheme in ("hdfs", "viewfs"):
+        from bootseer.store.hdfs import HdfsBackend
+
+        return HdfsBackend(url)
+    from bootseer.store.generic import FsspecBackend
+
+    return FsspecBackend(url)
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`; see `open_backend`. Close it, or use it as a context manager."""
+    return Store(open_backend(url))

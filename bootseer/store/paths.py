@@ -1,0 +1,75 @@
+"""Paths and URLs of the store: what is accepted, and how a URL is taken apart. Pure (no I/O)."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from bootseer.errors import InvalidInputError
+
+# NAME_MAX of every Linux file system, and the default of HDFS
+# (dfs.namenode.fs-limits.max-component-length).
+NAME_MAX_BYTES = 255
+# Below PATH_MAX (4096) and HDFS's limit of 8000 characters.
+PATH_MAX_BYTES = 4000
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def split_scheme(url: str) -> str:
+    """The scheme of a URL in lower case; "" for a bare path. Raises: InvalidInputError."""
+    if not url or "\0" in url:
+        raise InvalidInputError(f"{url!r} is not a store URL; write for example file:///mnt/store")
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else ""
+
+
+def local_root(url: str) -> Path:
+    """The absolute path that a bare path or a `file://` URL names.
+
+    A URL is percent-decoded as RFC 8089 says (so `Path.as_uri` round-trips); a path is not.
+
+    Raises: InvalidInputError.
+    """
+    if not split_scheme(url):
+        return Path(url).expanduser().absolute()
+    host, slash, path = url[len("file://") :].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise InvalidInputError(f"{url!r} names another host; write file:///absolute/path")
+    path = unquote("/" + path, errors="surrogateescape")
+    if "\0" in path:
+        raise InvalidInputError(f"{url!r} contains a NUL byte")
+    return Path(path)
+
+
+def public_url(url: str) -> str:
+    """`url` without user name, password and query: safe to show, log and trace."""
+    parts = urlsplit(url)
+    netloc = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """The components of a backend path, checked; () for the root "".
+
+    Raises: InvalidInputError for an absolute path, an empty, "." or ".." component, a NUL, text
+    that is no name in any encoding, or a path that is too long.
+    """
+    if not path:
+        return ()
+    try:
+        total_bytes = len(path.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the path {path!r} is not valid text") from error
+    if total_bytes > PATH_MAX_BYTES or "\0" in path:
+        raise InvalidInputError(f"the path {path[:80]!r} is longer than 4000 bytes or has a NUL")
+    names = tuple(path.split("/"))
+    for name in names:
+        if name in ("", ".", ".."):
+            raise InvalidInputError(
+                f"the path {path!r} is not relative and plain: no leading, double or trailing "
+                "'/', no '.' and no '..'"
+            )
+        # A name of at most 63 characters cannot exceed 255 bytes (UTF-8: 4 bytes each at most).
+        if len(name) > 63 and len(name.encode("utf-8", "surrogateescape")) > NAME_MAX_BYTES:
+            raise InvalidInputError(f"the name {name[:80]!r} is longer than 255 bytes")
+    return names

@@ -1,0 +1,84 @@
+"""How an object becomes visible at once: written under a hidden name, then renamed.
+
+Owns the hidden folder's name and what happens to a temporary when something fails. Thread-safe:
+no state.
+"""
+
+import logging
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bootseer.errors import AlreadyExistsError, BootseerError, from_oserror
+from bootseer.store.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+# The folder of objects being published, and of what leases leave behind; hidden from lists.
+TEMPORARY = ".tmp"
+# Pieces in which a file is sent: large enough to amortise a call, small beside the memory.
+_PIECE_BYTES = 4 << 20
+
+
+def publish_object(
+    backend: Backend, path: str, data: bytes | Path | Iterable[bytes], *, replace: bool
+) -> bool:
+    """The file `path`, visible only when whole; False when it was there and not `replace`.
+
+    A backend without an atomic rename shows a created file only when it is closed, so there the
+    file is written in place.
+    """
+    if not backend.has_atomic_rename:
+        try:
+            _write(backend, path, data, overwrite=replace)
+        except AlreadyExistsError:
+            if replace:
+                raise
+            return False
+        return True
+    temporary = f"{TEMPORARY}/{secrets.token_hex(16)}"
+    try:
+        _write(backend, temporary, data, overwrite=False)
+        backend.rename(temporary, path, overwrite=replace)
+    except AlreadyExistsError:
+        _forget(backend, temporary)
+        if replace:
+            raise
+        return False
+    except BaseException:
+        _forget(backend, temporary)
+        raise
+    return True
+
+
+def _write(
+    backend: Backend, path: str, data: bytes | Path | Iterable[bytes], *, overwrite: bool
+) -> None:
+    with backend.create(path, overwrite=overwrite) as writer:
+        for piece in _pieces(data):
+            writer.write(piece)
+
+
+def _forget(backend: Backend, temporary: str) -> None:
+    try:
+        backend.delete(temporary)
+    except BootseerError as error:
+        logger.warning("left %s/%s behind, to be swept later: %s", backend.url, temporary, error)
+
+
+def _pieces(data: bytes | Path | Iterable[bytes]) -> Iterator[bytes]:
+    if isinstance(data, bytes | bytearray | memoryview):
+        # The writers of some backends copy anything but `bytes` slowly.
+        yield data if isinstance(data, bytes) else bytes(data)
+        return
+    if not isinstance(data, Path):
+        yield from data
+        return
+    try:
+        with data.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, f"read {data}") from error
