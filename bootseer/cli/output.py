@@ -4,6 +4,7 @@ Data goes to stdout, everything else to stderr.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import click
 from bootseer.config import Config, Settings, load_config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_UNIT = re.compile(r"( s|/s|%|^(bytes|size|files|nodes|ratio|moved|first|second|share|count))$")
 
 
 @dataclass
@@ -50,14 +52,14 @@ def emit_json(value: Any) -> None:
 def emit_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
 ) -> None:
-    """A table on stdout. Numbers should come formatted; columns whose heading ends in a unit
-    or "ratio" are the caller's to name."""
+    """A table on stdout. Columns headed by a figure's name or unit are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for column in columns:
+        right = bool(_UNIT.search(column))
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     console = Console(soft_wrap=False, highlight=False, markup=False)

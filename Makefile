@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up everything they need; see README.md.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Debian packages. For the demo: only what creates a virtual environment. For the tests also the
+# real things they run: FUSE's helper for unprivileged mounts, a container runtime, image tools,
+# a JDK for HDFS. Without root (or apt) nothing is installed and those tests are skipped, saying why.
+DEMO_PACKAGES := python3-venv
+TEST_PACKAGES := $(DEMO_PACKAGES) attr default-jdk-headless fuse3 gcc libc6-dev libfuse3-dev pkg-config runc skopeo umoci util-linux zstd
+
+define install_packages
+@missing=; for package in $(1); do \
+	dpkg-query -W -f='$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; done; \
+if [ -n "$$missing" ]; then \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Debian packages:$$missing"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
+endef
+
+.PHONY: demo test lint types wheel-test docs clean system-demo system-test
+
+demo: system-demo $(VENV)/ready
+	$(BIN)/bootseer demo
+
+test: system-test $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+# Built, installed elsewhere, run outside the checkout.
+wheel-test: $(VENV)/ready
+	$(BIN)/python -m tests.wheel
+
+system-demo:
+	$(call install_packages,$(DEMO_PACKAGES))
+
+system-test:
+	$(call install_packages,$(TEST_PACKAGES))
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

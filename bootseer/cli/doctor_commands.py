@@ -1,0 +1,27 @@
+"""`bootseer doctor`: checks this machine."""
+
+from dataclasses import asdict
+
+import click
+
+from bootseer.cli.output import current_settings, emit_json, emit_table, json_option
+from bootseer.doctor import Status, examine
+
+
+@click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer doctor")
+@json_option
+@click.pass_context
+def doctor(context: click.Context, /, as_json: bool) -> None:
+    """Check kernel, FUSE, privileges, limits, folders, store and clock.
+
+    Exits with 1 if something is broken; what merely costs speed is a warning.
+    """
+    findings = examine(current_settings())
+    if as_json:
+        emit_json([asdict(finding) for finding in findings])
+    else:
+        emit_table(
+            ("check", "status", "seen", "what to do"),
+            ((found.name, found.status, found.seen, found.advice) for found in findings),
+        )
+    context.exit(int(any(found.status is Status.FAIL for found in findings)))

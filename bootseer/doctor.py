@@ -1,0 +1,226 @@
+"""Checks of this machine, each with what to do about a bad result.
+
+A check looks and reports; it changes nothing but a few small probe objects in the store, the cache
+and the run directory, which it removes. No check raises, and each ends within the deadline.
+"""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError
+
+# FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
+_KERNEL_MINIMUM = (5, 4)
+_KERNEL_FULL = (6, 9)
+_CAP_SYS_ADMIN = 21
+_OPEN_FILES_WANTED = 4096
+_FREE_BYTES_WANTED = 10 * 10**9
+# Leases compare wall clocks of different nodes; see docs/format/store.md.
+_CLOCK_SKEW_S = 5.0
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Works, but slower or with less."""
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result: what was seen and, unless all is well, what to do."""
+
+    name: str
+    status: Status
+    seen: str
+    advice: str = ""
+
+
+def _kernel(settings: Settings) -> Iterator[Finding]:
+    release = platform.release()
+    match = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if platform.system() != "Linux" or version < _KERNEL_MINIMUM:
+        advice = "use Linux 5.4 or newer"
+        yield Finding("kernel", Status.FAIL, f"{platform.system()} {release}", advice)
+    elif version < _KERNEL_FULL:
+        advice = "Linux 6.9 or newer adds passthrough reads and restarts that readers do not see"
+        yield Finding("kernel", Status.WARN, release, advice)
+    else:
+        yield Finding("kernel", Status.OK, release)
+
+
+def _is_privileged() -> bool:
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.M)
+    return bool(match and int(match[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def _fuse(settings: Settings) -> Iterator[Finding]:
+    device = Path("/dev/fuse")
+    if not device.exists():
+        advice = "run `modprobe fuse`; in a container add `--device /dev/fuse`"
+        yield Finding("/dev/fuse", Status.FAIL, "missing", advice)
+        return
+    if not os.access(device, os.R_OK | os.W_OK):
+        advice = "make it readable and writable for this user (mode 0666 is usual)"
+        yield Finding("/dev/fuse", Status.FAIL, "no permission", advice)
+        return
+    yield Finding("/dev/fuse", Status.OK, "usable")
+    if _is_privileged():
+        yield Finding("mount", Status.OK, "CAP_SYS_ADMIN: mounts directly")
+    elif shutil.which("fusermount3") or shutil.which("fusermount"):
+        seen = "through fusermount3: no passthrough; containers need user namespaces"
+        advice = "run as root, or with CAP_SYS_ADMIN, for `bootseer image run` at full speed"
+        yield Finding("mount", Status.WARN, seen, advice)
+    else:
+        advice = "install the package fuse3, or run with CAP_SYS_ADMIN"
+        yield Finding("mount", Status.FAIL, "neither CAP_SYS_ADMIN nor fusermount3", advice)
+
+
+def _containers(settings: Settings) -> Iterator[Finding]:
+    if "overlay" in Path("/proc/filesystems").read_text().split():
+        yield Finding("overlayfs", Status.OK, "in the kernel")
+    else:
+        advice = "run `modprobe overlay`; `bootseer image run` needs it"
+        yield Finding("overlayfs", Status.FAIL, "not in the kernel", advice)
+    runtime = shutil.which("runc")
+    if runtime:
+        yield Finding("runtime", Status.OK, f"runc at {runtime}")
+    else:
+        advice = "install runc for full isolation; without it namespaces and chroot are used"
+        yield Finding("runtime", Status.WARN, "no runc", advice)
+
+
+def _limits(settings: Settings) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_WANTED:
+        advice = f"raise the limit to {_OPEN_FILES_WANTED} or more (`ulimit -n`, LimitNOFILE=)"
+        yield Finding("open files", Status.WARN, f"{soft} (hard limit {hard})", advice)
+    else:
+        yield Finding("open files", Status.OK, f"{soft}")
+
+
+def _folder(name: str, path: Path, advice: str) -> Finding:
+    probe = path / f".doctor-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with probe.open("xb") as file:
+            # A hole, as the image cache makes them: a file system without them fills the disk.
+            file.truncate(1 << 20)
+            sparse = os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
+    except OSError as error:
+        return Finding(name, Status.FAIL, f"{path}: {error.strerror}", advice)
+    finally:
+        probe.unlink(missing_ok=True)
+    free_bytes = shutil.disk_usage(path).free
+    seen = f"{path}: {free_bytes / 1e9:.1f} GB free"
+    if not sparse:
+        hint = "put it on ext4, xfs, btrfs or tmpfs: this file system has no sparse files"
+        return Finding(name, Status.WARN, f"{seen}, no sparse files", hint)
+    return Finding(name, Status.OK, seen)
+
+
+def _folders(settings: Settings) -> Iterator[Finding]:
+    cache = _folder("cache", settings.cache_dir, "set --cache-dir to a writable local folder")
+    if cache.status is Status.OK and shutil.disk_usage(settings.cache_dir).free < (
+        _FREE_BYTES_WANTED
+    ):
+        advice = "free some space, or set --cache-dir to a larger disk"
+        cache = Finding("cache", Status.WARN, cache.seen, advice)
+    yield cache
+    yield _folder("run", settings.run_dir, "set --run-dir to a writable local folder")
+
+
+def _store(settings: Settings) -> Iterator[Finding]:
+    from bootseer.store import open_store
+
+    key = f"doctor/{uuid.uuid4().hex}"
+    with_url = f"{settings.store_url}: "
+    try:
+        store = open_store(settings.store_url)
+        try:
+            before_s = time.time()
+            created = store.publish(key, b"first")
+            after_s = time.time()
+            again = store.publish(key, b"second")
+            kept = store.read(key)
+            replaced = store.publish(key, b"third", replace=True) and store.read(key) == b"third"
+            modified_s = max(
+                (info.modified_ns / 1e9 for info in store.list("doctor/") if info.path == key),
+                default=before_s,
+            )
+            lease = store.lease(f"{key}.lease", ttl_s=30, owner="doctor")
+            second = store.lease(f"{key}.lease", ttl_s=30, owner="doctor")
+            if lease is not None:
+                lease.release()
+        finally:
+            store.delete(key)
+            store.close()
+    except (BootseerError, OSError) as error:
+        advice = "check the URL (--store), the network and the permissions"
+        yield Finding("store", Status.FAIL, str(error), advice)
+        return
+    yield Finding("store", Status.OK, with_url + "readable and writable")
+    atomic = created and not again and kept == b"first" and replaced and lease and not second
+    if atomic:
+        yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")
+    else:
+        advice = "use a store with atomic create (file, HDFS, S3); nodes may repeat work otherwise"
+        yield Finding("store atomic", Status.WARN, "two writers could both win", advice)
+    skew_s = max(before_s - modified_s, modified_s - after_s, 0.0)
+    # File systems round times down to a second, or to HDFS's millisecond.
+    if skew_s > _CLOCK_SKEW_S:
+        advice = "synchronise the clocks (chrony, ntpd): leases compare wall clocks"
+        yield Finding("clock", Status.WARN, f"{skew_s:.1f} s from the store's", advice)
+    else:
+        yield Finding("clock", Status.OK, f"within {max(skew_s, 1):.0f} s of the store's")
+
+
+_CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (
+    ("kernel", _kernel),
+    ("/dev/fuse", _fuse),
+    ("containers", _containers),
+    ("limits", _limits),
+    ("folders", _folders),
+    ("store", _store),
+)
+
+
+def _run(
+    name: str, check: Callable[[Settings], Iterator[Finding]], settings: Settings
+) -> list[Finding]:
+    findings: list[Finding] = []
+
+    def work() -> None:
+        try:
+            findings.extend(check(settings))
+        except Exception as error:
+            seen = f"the check itself failed: {error}"
+            findings.append(Finding(name, Status.FAIL, seen, "please report this"))
+
+    # In a thread, since a dead network file system hangs whoever touches it.
+    thread = threading.Thread(target=work, daemon=True, name=f"doctor-{name}")
+    thread.start()
+    thread.join(settings.deadline_s)
+    if thread.is_alive():
+        seen = f"no answer within {settings.deadline_s:.0f} s"
+        return [*findings, Finding(name, Status.FAIL, seen, "is a server or mount dead?")]
+    return findings
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Every check's findings, in order. Never raises."""
+    return [finding for name, check in _CHECKS for finding in _run(name, check, settings)]

@@ -1,0 +1,77 @@
+"""The doctor: honest about this machine, about a bad store and about a hung one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer import doctor
+from bootseer.config import Settings, load_settings
+from bootseer.doctor import Finding, Status, examine
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load_settings(
+        {
+            "store_url": (tmp_path / "store").as_uri(),
+            "cache_dir": str(tmp_path / "cache"),
+            "run_dir": str(tmp_path / "run"),
+        }
+    )
+
+
+def _by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_good_store_is_atomic_and_left_clean(settings: Settings, tmp_path: Path) -> None:
+    found = _by_name(examine(settings))
+    assert found["store"].status is Status.OK
+    assert found["store atomic"].status is Status.OK
+    assert found["clock"].status is Status.OK
+    assert found["cache"].status is not Status.FAIL
+    for folder in ("store", "cache", "run"):
+        left = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
+        assert left == []
+
+
+def test_every_bad_finding_says_what_to_do(settings: Settings, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    broken = replace(settings, store_url=f"{blocked.as_uri()}/store", cache_dir=blocked / "c")
+    found = _by_name(examine(broken))
+    assert found["store"].status is Status.FAIL
+    assert found["cache"].status is Status.FAIL
+    assert all(finding.advice for finding in found.values() if finding.status is not Status.OK)
+
+
+def test_a_hung_check_ends_at_the_deadline(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(settings: Settings) -> list[Finding]:
+        time.sleep(3600)
+        return []
+
+    monkeypatch.setattr(doctor, "_CHECKS", (("store", hang),))
+    (finding,) = examine(replace(settings, deadline_s=0.1))
+    assert finding.status is Status.FAIL
+    assert "no answer within" in finding.seen
+
+
+def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bootseer", "--store", "file:///proc/none/x", "doctor"]
+    environ = {**os.environ, "BOOTSEER_CACHE_DIR": str(tmp_path / "c")}
+    environ["BOOTSEER_RUN_DIR"] = str(tmp_path / "r")
+    result = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=100, env=environ
+    )
+    assert result.returncode == 1
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert found["store"]["status"] == "fail"
+    assert "/proc/none/x" in found["store"]["seen"]

@@ -1,0 +1,54 @@
+"""Builds the wheel, installs it into a fresh environment and runs it outside the checkout.
+
+Run as `python -m tests.wheel` (see `make wheel-test`): too slow, and too far from the checkout,
+to be one of pytest's tests.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+# Every package must have arrived through the three symlinks, under its own import name only.
+_CHECK = """
+import bootseer, bootseer.fuse.kernel, bootseer.prefetch, bootseer.snapshots, importlib.util, sys
+assert "site-packages" in bootseer.__file__, bootseer.__file__
+for name in ("fuse", "prefetch", "snapshots"):
+    assert importlib.util.find_spec(name) is None, name
+print("imports", bootseer.__version__)
+"""
+
+
+def _run(command: list[str], cwd: Path, timeout_s: int = 600) -> None:
+    print("+", " ".join(Path(command[0]).name if i == 0 else a for i, a in enumerate(command)))  # noqa: T201
+    subprocess.run(command, cwd=cwd, check=True, timeout=timeout_s)
+
+
+def main() -> None:
+    """Raises: CalledProcessError or AssertionError where the wheel is not whole."""
+    with tempfile.TemporaryDirectory(prefix="bootseer-wheel-") as name:
+        work = Path(name)
+        _run([sys.executable, "-m", "build", "--wheel", "--outdir", str(work), str(_ROOT)], work)
+        (wheel,) = work.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            tops = {entry.split("/")[0] for entry in archive.namelist()}
+            assert tops == {"bootseer", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}, tops
+            assert "bootseer/py.typed" in archive.namelist()
+        environment = work / "environment"
+        _run([sys.executable, "-m", "venv", str(environment)], work)
+        python = str(environment / "bin/python")
+        constraints = str(_ROOT / "constraints.txt")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, "--constraint", constraints, str(wheel)], work)
+        _run([python, "-I", "-c", _CHECK], work)
+        bootseer = str(environment / "bin/bootseer")
+        _run([bootseer, "--version"], work)
+        _run([bootseer, "--help"], work)
+        _run([bootseer, "doctor"], work)
+        _run([bootseer, "demo", "--quick"], work)
+
+
+if __name__ == "__main__":
+    main()
