@@ -4,6 +4,7 @@ A check looks and reports; it changes nothing but a few small probe objects in t
 and the run directory, which it removes. No check raises, and each ends within the deadline.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -124,7 +125,8 @@ def _folder(name: str, path: Path, advice: str) -> Finding:
     except OSError as error:
         return Finding(name, Status.FAIL, f"{path}: {error.strerror}", advice)
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink()
     free_bytes = shutil.disk_usage(path).free
     seen = f"{path}: {free_bytes / 1e9:.1f} GB free"
     if not sparse:
