@@ -1,0 +1,156 @@
+"""Writes a seekable zstd file: cuts a stream into frames, compresses them in threads, in order.
+
+Alone owns the frames' compression and the seek table. The output depends on the stream, the
+level and the cuts, never on the number of threads. One caller; its own worker threads. At most
+a few frames per thread are in memory.
+"""
+
+import hashlib
+import os
+import struct
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import zstandard
+
+from bootseer.blob.frames import FRAME_STREAM_BYTES_MAX, FrameTable
+from bootseer.blob.tree import Blob
+from bootseer.errors import InvalidInputError, UnsupportedError
+
+# https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
+SKIPPABLE_MAGIC = 0x184D2A5E
+SEEKABLE_MAGIC = 0x8F92EAB1
+SEEK_TABLE_FRAMES_MAX = 2**27
+"""ZSTD_SEEKABLE_MAXFRAMES: what readers of the seekable format accept."""
+
+FRAME_BYTES = 128 * 1024
+_FRAMES_IN_FLIGHT_PER_THREAD = 8
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class FrameWriter:
+    """Use as a context manager; `finish` returns the blob. After an exception the sink holds
+    something unfinished, which the caller must throw away."""
+
+    def __init__(
+        self,
+        sink: BinaryIO,
+        *,
+        level: int,
+        frame_bytes: int,
+        threads: int | None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """`on_progress` is called with counts of stream bytes that have been written."""
+        if not 4096 <= frame_bytes <= FRAME_STREAM_BYTES_MAX // 2:
+            raise InvalidInputError(f"frame_bytes is {frame_bytes}, not 4096 to 32 MiB")
+        if not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
+            raise InvalidInputError(f"the zstd level is {level}, not 1 to 22")
+        if threads is not None and threads < 1:
+            raise InvalidInputError(f"threads is {threads}, not 1 or more")
+        self.frame_bytes = frame_bytes
+        self.position = 0
+        """Offset in the stream of the next byte written."""
+        threads = threads or min(usable_cpus(), 16)
+        self._sink = sink
+        self._level = level
+        self._on_progress = on_progress
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
+        self._in_flight_max = threads * _FRAMES_IN_FLIGHT_PER_THREAD
+        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]]]] = deque()
+        self._local = threading.local()
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._lengths = array("I")
+        self._stream_lengths = array("I")
+        self._digests = bytearray()
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def reserve(self, length: int) -> None:
+        """Start a new frame unless `length` more bytes fit into the current one."""
+        if self._pieces_bytes and self._pieces_bytes + length > self.frame_bytes:
+            self.cut()
+
+    def write(self, data: bytes) -> None:
+        """Append to the current frame, never splitting `data`; a frame that is full is done."""
+        self._pieces.append(data)
+        self._pieces_bytes += len(data)
+        self.position += len(data)
+        if self._pieces_bytes >= self.frame_bytes:
+            self.cut()
+
+    def cut(self) -> None:
+        """End the current frame, if it holds anything."""
+        if not self._pieces_bytes:
+            return
+        while len(self._in_flight) >= self._in_flight_max:
+            self._drain_one()
+        future = self._pool.submit(self._compress, self._pieces)
+        self._in_flight.append((self._pieces_bytes, future))
+        self._pieces = []
+        self._pieces_bytes = 0
+
+    def finish(self) -> Blob:
+        """Write what remains and the seek table. Raises: OSError of the sink."""
+        self.cut()
+        while self._in_flight:
+            self._drain_one()
+        self._put(_seek_table(self._lengths, self._stream_lengths))
+        frames = FrameTable(self._lengths, self._stream_lengths, bytes(self._digests))
+        return Blob(f"sha256:{self._hash.hexdigest()}", self._size, frames)
+
+    def _compress(self, pieces: list[bytes]) -> tuple[bytes, bytes]:
+        compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
+        if compressor is None:
+            # The content checksum lets `zstd -d` alone notice damage.
+            compressor = self._local.compressor = zstandard.ZstdCompressor(
+                level=self._level, write_checksum=True, write_content_size=True
+            )
+        compressed = compressor.compress(b"".join(pieces))
+        return compressed, hashlib.sha256(compressed).digest()
+
+    def _drain_one(self) -> None:
+        stream_length, future = self._in_flight.popleft()
+        compressed, digest = future.result()
+        if len(self._lengths) == SEEK_TABLE_FRAMES_MAX:
+            raise UnsupportedError(
+                f"a blob holds at most {SEEK_TABLE_FRAMES_MAX} frames: use larger ones"
+            )
+        self._lengths.append(len(compressed))
+        self._stream_lengths.append(stream_length)
+        self._digests += digest
+        self._put(compressed)
+        if self._on_progress:
+            self._on_progress(stream_length)
+
+    def _put(self, data: bytes) -> None:
+        self._hash.update(data)
+        self._size += len(data)
+        self._sink.write(data)
+
+
+def _seek_table(lengths: "array[int]", stream_lengths: "array[int]") -> bytes:
+    entries = b"".join(map(struct.Struct("<II").pack, lengths, stream_lengths))
+    footer = struct.pack("<IBI", len(lengths), 0, SEEKABLE_MAGIC)
+    return struct.pack("<II", SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer

@@ -1,0 +1,123 @@
+"""Writes members to a blob's tar stream and collects the tree on the way.
+
+Alone owns how a member is laid out and cut into frames. Not thread-safe: one caller.
+"""
+
+import dataclasses
+import hashlib
+import stat
+from collections.abc import Callable, Sequence
+
+from bootseer.blob.frame_writer import FrameWriter
+from bootseer.blob.tar_header import END, member_header, padding
+from bootseer.blob.tree import Extent, Inode, Tree, build_tree
+
+ZEROS_HASHED_MAX = 1024**3
+"""A sparse file with more bytes of holes than this has no content digest: hashing zeros for
+minutes would buy nothing, since its frames are verified and its holes are in the tree."""
+
+_ZEROS = bytes(1024 * 1024)
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, length)`: exactly that many bytes of the file being packed, or an exception."""
+
+
+class Members:
+    """Members in the order of `Tree.walk`, each directory before what it holds."""
+
+    def __init__(self, writer: FrameWriter) -> None:
+        self._writer = writer
+        self._names: list[tuple[bytes, int]] = []
+        self._inodes: list[Inode] = []
+
+    def add_plain(self, path: bytes, inode: Inode) -> int:
+        """A member without content. Returns its inode number."""
+        self._put(member_header(path, inode))
+        return self._added(path, inode)
+
+    def add_hard_link(self, path: bytes, number: int, target: bytes) -> None:
+        """Another name of inode `number`, whose earlier path is `target`."""
+        self._put(member_header(path, self._inodes[number], hard_link_to=target))
+        self._names.append((path, number))
+
+    def add_small(self, path: bytes, inode: Inode, content: bytes) -> int:
+        """A regular file whose whole content is at hand: it stays within one frame."""
+        header = member_header(path, inode)
+        member = b"".join((header, content, padding(len(content))))
+        self._writer.reserve(len(member))
+        offset = self._writer.position + len(header)
+        self._writer.write(member)
+        extents = (Extent(0, 0, offset, len(content)),) if content else ()
+        digest = hashlib.sha256(content).digest()
+        return self._added(path, dataclasses.replace(inode, extents=extents, digest=digest))
+
+    def add_large(
+        self,
+        path: bytes,
+        inode: Inode,
+        read: Read,
+        segments: Sequence[tuple[int, int]] | None = None,
+    ) -> int:
+        """A regular file that is read piece by piece; its content starts a frame of its own.
+
+        With `segments` only those parts are read, the rest are holes.
+        """
+        size = inode.size_bytes
+        if segments is None:
+            header = member_header(path, inode)
+            segments = [(0, size)]
+        else:
+            # GNU tar makes a file that ends in a hole as long as it should be only if told so.
+            ends_in_hole = not segments or sum(segments[-1]) < size
+            listed = [*segments, (size, 0)] if ends_in_hole else segments
+            header = member_header(path, inode, segments=listed)
+        self._put(header)
+        self._writer.cut()
+        stored = sum(length for _, length in segments)
+        hasher = hashlib.sha256() if size - stored <= ZEROS_HASHED_MAX else None
+        extents = []
+        hashed = 0
+        left = stored
+        for start, length in segments:
+            if not length:
+                continue
+            extents.append(Extent(start, 0, self._writer.position, length))
+            if hasher:
+                _hash_zeros(hasher, start - hashed)
+            for offset in range(start, start + length, self._writer.frame_bytes):
+                piece = read(offset, min(self._writer.frame_bytes, start + length - offset))
+                if hasher:
+                    hasher.update(piece)
+                left -= len(piece)
+                self._writer.write(piece if left else piece + padding(stored))
+            hashed = start + length
+        if hasher:
+            _hash_zeros(hasher, size - hashed)
+        digest = hasher.digest() if hasher else None
+        return self._added(path, dataclasses.replace(inode, extents=tuple(extents), digest=digest))
+
+    def finish(self) -> Tree:
+        """Write the end of the archive; the tree of all that was added."""
+        self._writer.write(END)
+        return build_tree(self._names, self._inodes, [self._writer.finish()])
+
+    def _put(self, header: bytes) -> None:
+        self._writer.reserve(len(header))
+        self._writer.write(header)
+
+    def _added(self, path: bytes, inode: Inode) -> int:
+        self._inodes.append(inode)
+        number = len(self._inodes) - 1
+        self._names.append((path, number))
+        return number
+
+
+def _hash_zeros(hasher: "hashlib._Hash", count: int) -> None:
+    while count > 0:
+        hasher.update(_ZEROS[:count] if count < len(_ZEROS) else _ZEROS)
+        count -= len(_ZEROS)
+
+
+def plain_size(mode: int, link_target: bytes) -> int:
+    """st_size of something without content: a symlink is as long as its target."""
+    return len(link_target) if stat.S_ISLNK(mode) else 0

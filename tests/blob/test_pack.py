@@ -1,0 +1,70 @@
+"""Packing real directories: the same bytes from any number of threads, readable by zstd and tar."""
+
+import io
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootseer.blob import index
+from bootseer.blob.pack import pack_directory
+from bootseer.blob.read import BlobReader, verify
+from bootseer.blob.tree import Tree
+from bootseer.errors import NotFoundError
+
+
+def packed(root: Path, **options: object) -> tuple[Tree, bytes]:
+    sink = io.BytesIO()
+    tree = pack_directory(root, sink, **options)  # type: ignore[arg-type]
+    return tree, sink.getvalue()
+
+
+def make_files(root: Path) -> None:
+    (root / "d/e").mkdir(parents=True)
+    (root / "d/small").write_bytes(b"hello")
+    (root / "d/e/large").write_bytes(os.urandom(300_000) + bytes(300_001))
+    (root / "empty").write_bytes(b"")
+    os.link(root / "d/small", root / "d/link")
+    (root / "sym").symlink_to("d/small")
+
+
+def test_same_bytes_with_any_number_of_threads_and_readable_by_everybody(tmp_path: Path) -> None:
+    make_files(tmp_path / "in")
+    tree, blob = packed(tmp_path / "in", threads=1)
+    assert packed(tmp_path / "in", threads=4)[1] == blob
+    assert tree.blobs[0].size_bytes == len(blob)
+
+    def read(number: int, offset: int, length: int) -> bytes:
+        assert number == 0
+        return blob[offset : offset + length]
+
+    tree = index.decode(index.encode(tree))
+    verify(tree, read)
+    reader = BlobReader(tree, read)
+    large = tree.resolve(b"d/e/large")
+    assert large is not None
+    expected = (tmp_path / "in/d/e/large").read_bytes()
+    assert reader.read(large, 0, 10**6) == expected
+    assert reader.read(large, 131_000, 200) == expected[131_000:131_200]
+    assert reader.read(large, 10**6, 5) == b""
+    assert tree.resolve(b"d/link") == tree.resolve(b"d/small")
+
+    (tmp_path / "blob").write_bytes(blob)
+    (tmp_path / "out").mkdir()
+    subprocess.run(
+        f"zstd -dc {tmp_path}/blob | tar -x -C {tmp_path}/out", shell=True, check=True, timeout=60
+    )
+    subprocess.run(["diff", "-r", tmp_path / "in", tmp_path / "out"], check=True, timeout=60)
+
+
+def test_paths_and_exclude_choose_what_is_packed(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    tree, _ = packed(tmp_path, paths=[b"d/e/large", b"empty"])
+    assert [path for path, _ in tree.walk()] == [b"", b"d", b"d/e", b"d/e/large", b"empty"]
+    tree, _ = packed(tmp_path, exclude=["lar*", "d/sm*"])
+    assert [path for path, _ in tree.walk()] == [b"", b"d", b"d/e", b"d/link", b"empty", b"sym"]
+    with pytest.raises(NotFoundError, match="nothing"):
+        packed(tmp_path, paths=[b"d/nothing"])
+    with pytest.raises(NotFoundError, match="missing"):
+        packed(tmp_path / "missing")
