@@ -1,0 +1,145 @@
+"""Address arithmetic: where the bytes of one generation of a file are stored, and how they are
+checked. Pure; safe from any thread.
+
+A `FileView` is the same for a striped file and for an ordinary one, so that one reader serves both:
+an ordinary file is cut into the same units, all of them ranges of the one file, without checksums.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bootseer.errors import CorruptError
+from bootseer.fuse.striped.layout import (
+    DEFAULT_BLOCK_BYTES,
+    DEFAULT_STRIPE_UNIT_BYTES,
+    PARTS_FOLDER,
+    Layout,
+    Segment,
+    block_checksum,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open range `[start, end)` of a logical file."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """How many bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a logical range that lies contiguously in one part."""
+
+    part: int
+    part_offset: int
+    length: int
+    buffer_offset: int
+    """Where the piece begins, counted from the start of the logical range."""
+
+
+def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
+    """The parts' ranges that hold `[offset, offset + length)` of a segment, in logical order."""
+    unit, count = segment.stripe_unit_bytes, len(segment.parts)
+    position, end = offset, min(offset + length, segment.size_bytes)
+    while position < end:
+        number, within = divmod(position, unit)
+        run = min(unit - within, end - position)
+        yield Piece(number % count, number // count * unit + within, run, position - offset)
+        position += run
+
+
+def parts_folder(directory: str) -> str:
+    """The hidden folder beside the files of `directory` ("" is the root)."""
+    return f"{directory}/{PARTS_FOLDER}" if directory else PARTS_FOLDER
+
+
+def generation_folder(directory: str, generation: str) -> str:
+    """The folder of one segment's parts."""
+    return f"{parts_folder(directory)}/{generation}"
+
+
+class FileView:
+    """One generation of one file. Immutable."""
+
+    __slots__ = ("_bases", "directory", "identity", "layout", "path", "size_bytes")
+
+    def __init__(
+        self, path: str, identity: str, size_bytes: int, layout: Layout | None = None
+    ) -> None:
+        """`identity` differs between any two generations that may be cached at the same time."""
+        self.path = path
+        self.identity = identity
+        self.size_bytes = size_bytes
+        self.layout = layout
+        self.directory = path.rpartition("/")[0]
+        self._bases: list[int] = []
+        base = 0
+        for segment in layout.segments if layout else ():
+            self._bases.append(base)
+            base += segment.size_bytes
+
+    def moved(self, path: str) -> "FileView":
+        """The same generation after a rename within its tree."""
+        return FileView(path, self.identity, self.size_bytes, self.layout)
+
+    def unit_at(self, offset: int) -> Span:
+        """The stripe unit that holds byte `offset`: the unit of read-ahead."""
+        if self.layout is None:
+            return self._aligned(offset, 0, DEFAULT_STRIPE_UNIT_BYTES, self.size_bytes)
+        segment, base = self._segment_at(offset)
+        return self._aligned(offset, base, segment.stripe_unit_bytes, segment.size_bytes)
+
+    def block_at(self, offset: int) -> Span:
+        """The block that holds byte `offset`: the least that is fetched and verified."""
+        if self.layout is None:
+            return self._aligned(offset, 0, DEFAULT_BLOCK_BYTES, self.size_bytes)
+        segment, base = self._segment_at(offset)
+        return self._aligned(offset, base, segment.block_bytes, segment.size_bytes)
+
+    def source(self, span: Span) -> tuple[str, int]:
+        """The stored file and the offset in it of `span`, which lies within one unit."""
+        if self.layout is None:
+            return self.path, span.start
+        segment, base = self._segment_at(span.start)
+        (piece,) = pieces(segment, span.start - base, span.length)
+        folder = generation_folder(self.directory, segment.generation)
+        return f"{folder}/{segment.parts[piece.part].name}", piece.part_offset
+
+    def verify(self, span: Span, data: memoryview) -> None:
+        """Check `data`, the bytes of `span` (whole blocks of one unit). Raises: CorruptError."""
+        if len(data) != span.length:
+            path, _ = self.source(span)
+            raise CorruptError(
+                f"{path} is shorter than the layout of {self.path} says: "
+                f"{len(data)} of {span.length} bytes at {span.start}"
+            )
+        if self.layout is None:
+            return
+        segment, base = self._segment_at(span.start)
+        first = (span.start - base) // segment.block_bytes
+        for index, at in enumerate(range(0, span.length, segment.block_bytes)):
+            if block_checksum(data[at : at + segment.block_bytes]) != segment.checksum(
+                first + index
+            ):
+                path, _ = self.source(span)
+                raise CorruptError(
+                    f"{path} does not match the checksum in the layout of {self.path} "
+                    f"at logical offset {span.start + at}"
+                )
+
+    def _segment_at(self, offset: int) -> tuple[Segment, int]:
+        assert self.layout is not None
+        index = bisect_right(self._bases, offset) - 1
+        return self.layout.segments[index], self._bases[index]
+
+    @staticmethod
+    def _aligned(offset: int, base: int, step: int, size: int) -> Span:
+        start = (offset - base) // step * step
+        return Span(base + start, base + min(start + step, size))
