@@ -1,0 +1,197 @@
+"""Digests of the files that a set-up reads: what the user declared, and what the command names.
+
+Alone owns reading input files. Follows `-r` and `-c` lines of requirement files, as pip does.
+Nothing here runs anything. Paths are the job's: relative ones start at its working directory and
+all are resolved inside its root.
+"""
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.snapshots.command import Hints
+from bootseer.snapshots.fingerprint import Part
+from bootseer.snapshots.roots import resolve_in_root
+
+# Of files that nobody declared: a word of the command may happen to name a data set.
+_GUESSED_BYTES_MAX = 256 * 1024 * 1024
+_GUESSED_FILES_MAX = 20_000
+_REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
+_READ_BYTES = 1024 * 1024
+# In a source tree these change by themselves.
+_IGNORED = {".git", "__pycache__", ".venv", "build", "dist", ".tox", ".mypy_cache", ".ruff_cache"}
+_INCLUDE = re.compile(
+    r"\s*(?:-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(?P<file>[^\s#]+)"
+)
+_LOCAL = re.compile(r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?P<path>\.{0,2}/[^\s;#\[]*|\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the set-up's paths are found on this host."""
+
+    root: Path
+    directory: str
+    """The working directory, inside the root."""
+
+    def absolute(self, path: str) -> str:
+        return os.path.join(self.directory, path)  # a path of the root, not ours
+
+    def host(self, path: str) -> Path:
+        return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
+
+
+@dataclass
+class _Collected:
+    place: Place
+    outputs: tuple[bytes, ...]
+    parts: dict[str, Part] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)
+    """Inputs that nobody declared."""
+
+
+def collect_inputs(
+    place: Place, declared: Iterable[str], hints: Hints, outputs: Sequence[bytes]
+) -> tuple[list[Part], list[str]]:
+    """Parts for every input file, and the names of those found without being declared.
+
+    What lies in `outputs`, the targets, is an input only when it is declared.
+
+    Raises: NotFoundError for a declared file that is missing, or another error of reading it.
+    A file that the command only seems to name is left out when it does not exist.
+    """
+    collected = _Collected(place, tuple(outputs))
+    for name in declared:
+        _add(collected, name, is_declared=True)
+    for name in hints.files:
+        _add(collected, name, is_declared=False)
+    for name in hints.link_dirs:
+        _add_links(collected, name)
+    return sorted(collected.parts.values()), collected.found
+
+
+def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
+    if name in collected.parts or "://" in name or "\0" in name:
+        return
+    if not is_declared and _is_output(collected, name):
+        return
+    path = collected.place.host(name)
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if is_declared:
+            raise NotFoundError(f"the input {name} cannot be read: {error.strerror}") from error
+        return
+    try:
+        if stat.S_ISDIR(mode):
+            value = _tree_digest(path, limited=not is_declared)
+        elif stat.S_ISREG(mode):
+            if not is_declared and path.stat().st_size > _GUESSED_BYTES_MAX:
+                return
+            value = _file_digest(path)
+        else:
+            return
+    except OSError as error:
+        raise from_oserror(error, f"read the input {name}") from error
+    if value is None:
+        return
+    collected.parts[name] = Part(f"input {name}", value)
+    if not is_declared:
+        collected.found.append(name)
+    if stat.S_ISREG(mode) and name.endswith((".txt", ".in", ".pip")):
+        _follow(collected, name, path)
+
+
+def _is_output(collected: _Collected, name: str) -> bool:
+    path = os.fsencode(os.path.normpath(collected.place.absolute(name)))
+    return any((path + b"/").startswith(output + b"/") for output in collected.outputs)
+
+
+def _follow(collected: _Collected, name: str, path: Path) -> None:
+    """Adds what a requirements file includes. Any text file may pass here: no errors."""
+    try:
+        if path.stat().st_size > _REQUIREMENTS_BYTES_MAX:
+            return
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return
+    directory = name.rpartition("/")[0]
+    for line in text.replace("\\\n", " ").splitlines():
+        if match := _INCLUDE.match(line):
+            # pip takes these relative to the including file,
+            included = match["file"]
+            relative = f"{directory}/{included}" if directory else included
+            _add(collected, included if included.startswith("/") else relative, is_declared=False)
+        elif match := _LOCAL.match(line):
+            # and local projects relative to the working directory.
+            _add(collected, match["path"], is_declared=False)
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return "sha256:" + digest.hexdigest()
+
+
+def _tree_digest(top: Path, *, limited: bool) -> str | None:
+    """Over names, modes and contents; None for a guessed directory that is too large to be one."""
+    digest = hashlib.sha256()
+    files = 0
+    size_bytes = 0
+    for directory, folders, names in os.walk(top):
+        folders[:] = sorted(
+            name for name in folders if name not in _IGNORED and not name.endswith(".egg-info")
+        )
+        for name in sorted(names):
+            if name.endswith(".pyc"):
+                continue
+            path = Path(directory, name)
+            info = path.lstat()
+            files += 1
+            size_bytes += info.st_size
+            if limited and (files > _GUESSED_FILES_MAX or size_bytes > _GUESSED_BYTES_MAX):
+                return None
+            relative = os.fsencode(path.relative_to(top))
+            if stat.S_ISREG(info.st_mode):
+                content = _file_digest(path)
+            elif stat.S_ISLNK(info.st_mode):
+                content = "link " + os.readlink(path)
+            else:
+                continue
+            data = os.fsencode(content)
+            mode = info.st_mode & 0o111
+            digest.update(b"%d:%b,%d,%d:%b," % (len(relative), relative, mode, len(data), data))
+    return "sha256:" + digest.hexdigest()
+
+
+def _add_links(collected: _Collected, name: str) -> None:
+    """A folder of wheels: names and sizes, since a wheel's name holds its version."""
+    if "://" in name or name in collected.parts:
+        return
+    path = collected.place.host(name)
+    if not path.is_dir():
+        return
+    digest = hashlib.sha256()
+    try:
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if entry.is_file():
+                line = os.fsencode(entry.name)
+                digest.update(b"%d:%b,%d," % (len(line), line, entry.stat().st_size))
+    except OSError as error:
+        raise from_oserror(error, f"list the wheels in {name}") from error
+    collected.parts[name] = Part(f"wheels {name}", "sha256:" + digest.hexdigest())
+    collected.found.append(name)
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Raises: InvalidInputError for a name that no file can have."""
+    for name in names:
+        if not name or "\0" in name:
+            raise InvalidInputError(f"{name!r} is not the name of an input file")

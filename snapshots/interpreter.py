@@ -1,0 +1,169 @@
+"""Which Python a set-up uses: asked of that Python itself, through the job's runner.
+
+Alone owns the probe and the runner's contract. What the probe prints is checked before use.
+"""
+
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bootseer.snapshots.fingerprint import Part
+from bootseer.snapshots.inputs import Place
+from bootseer.snapshots.roots import find_program
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 30.0
+_OUTPUT_BYTES_MAX = 256 * 1024
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+
+# Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
+_PROBE = """
+import json, platform, site, sys, sysconfig
+get = sysconfig.get_config_var
+print(json.dumps({
+    "implementation": sys.implementation.name,
+    "version": platform.python_version(),
+    "abi": str(get("SOABI") or ""),
+    "platform": sysconfig.get_platform(),
+    "libc": " ".join(platform.libc_ver()),
+    "prefix": sys.prefix,
+    "base_prefix": sys.base_prefix,
+    "paths": sysconfig.get_paths(),
+    "user_base": site.getuserbase() or "",
+}))
+"""
+
+
+class Runner(Protocol):
+    """Runs a command where the job runs; `subprocess.run` is one."""
+
+    def __call__(
+        self,
+        args: Sequence[str],
+        /,
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Raises: OSError where the program cannot be started; TimeoutExpired."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python, as it describes itself."""
+
+    path: str
+    implementation: str
+    version: str
+    abi: str
+    platform: str
+    libc: str
+    prefix: str
+    base_prefix: str
+    paths: Mapping[str, str]
+    """Of its default install scheme: purelib, platlib, scripts, data, include."""
+    user_base: str
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether it belongs to a virtual environment."""
+        return self.prefix != self.base_prefix
+
+    def parts(self) -> list[Part]:
+        """What of it decides which wheels fit."""
+        return [
+            Part("interpreter", f"{self.implementation} {self.version} {self.abi}".strip()),
+            Part("libc", self.libc),
+            Part("platform", self.platform),
+        ]
+
+
+def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:
+    """The interpreter that the programs in `words` run in, the first that exists; else PATH's.
+
+    `pip` and other console scripts name theirs in their first line; where that line is a shell
+    (long paths, shims), the interpreter beside the script is taken.
+    """
+    for word in (*words, "python3", "python"):
+        program = find_program(place.root, word, search_path, place.directory)
+        if program is None:
+            continue
+        if _PYTHON.fullmatch(program.rpartition("/")[2]):
+            return program
+        folder = program.rpartition("/")[0]
+        for candidate in (_shebang(place.host(program)), f"{folder}/python3", f"{folder}/python"):
+            if candidate and find_program(place.root, candidate, search_path, place.directory):
+                return candidate
+    return None
+
+
+def _shebang(script: Path) -> str:
+    """The Python that a script names in its first line, or ""."""
+    try:
+        with script.open("rb") as file:
+            line = file.readline(4096)
+    except OSError:
+        return ""
+    words = os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
+    if words and _PYTHON.fullmatch(words[0].rpartition("/")[2]):
+        return words[0]
+    return ""
+
+
+def probe(
+    python: str, runner: Runner, *, cwd: str, env: Mapping[str, str] | None
+) -> Interpreter | None:
+    """What `python` says of itself; None where it cannot be asked."""
+    try:
+        done = runner(
+            [python, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=cwd,
+            env=env,
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("cannot ask %s: %s", python, error)
+        return None
+    output = done.stdout or b""
+    if done.returncode != 0 or len(output) > _OUTPUT_BYTES_MAX:
+        return None
+    return parse(python, output)
+
+
+def parse(path: str, output: bytes) -> Interpreter | None:
+    """The probe's answer, or None where it is not one. Pure."""
+    try:
+        # A site's start-up files may print something in front.
+        answer = json.loads(output.splitlines()[-1])
+        texts = {
+            name: str(answer[name])
+            for name in (
+                "implementation",
+                "version",
+                "abi",
+                "platform",
+                "libc",
+                "prefix",
+                "base_prefix",
+                "user_base",
+            )
+        }
+        paths = {str(key): str(value) for key, value in answer["paths"].items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    return Interpreter(path=path, paths=paths, **texts)

@@ -1,0 +1,65 @@
+"""Paths as a job inside a root sees them -> paths on this host.
+
+Alone owns that translation: symbolic links are resolved inside the root, as the job would see
+them, and never lead outside it. With the root "/" this is what realpath does.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError
+
+# As the kernel counts (MAXSYMLINKS).
+_LINKS_MAX = 40
+
+
+def resolve_in_root(root: Path, path: bytes) -> Path:
+    """The host path of absolute `path` inside `root`; what does not exist is kept by name.
+
+    Every component that exists is resolved, the last one included. ".." stops at the root.
+    Raises: InvalidInputError for a loop of symbolic links.
+    """
+    top = os.fsencode(root.absolute()).rstrip(b"/")
+    todo = path.split(b"/")[::-1]
+    done: list[bytes] = []
+    links = 0
+    while todo:
+        part = todo.pop()
+        if part in (b"", b"."):
+            continue
+        if part == b"..":
+            if done:
+                done.pop()
+            continue
+        here = b"/".join((top, *done, part))
+        try:
+            is_link = stat.S_ISLNK(os.lstat(here).st_mode)
+        except OSError:
+            is_link = False
+        if not is_link:
+            done.append(part)
+            continue
+        links += 1
+        if links > _LINKS_MAX:
+            raise InvalidInputError(f"{os.fsdecode(path)}: too many symbolic links")
+        target = os.readlink(here)
+        if target.startswith(b"/"):
+            done.clear()
+        todo.extend(target.split(b"/")[::-1])
+    return Path(os.fsdecode(b"/".join((top, *done)) or b"/"))
+
+
+def find_program(root: Path, name: str, search_path: str, directory: str) -> str | None:
+    """The absolute path, inside `root`, of the program that a shell in `directory` would run."""
+    if "/" in name:
+        candidates = [os.path.join(directory, name)]  # a path of the root, not ours
+    else:
+        candidates = [
+            os.path.join(directory, folder, name) for folder in search_path.split(":") if folder
+        ]
+    for candidate in candidates:
+        host = resolve_in_root(root, os.fsencode(candidate))
+        if host.is_file() and os.access(host, os.X_OK):
+            return candidate
+    return None

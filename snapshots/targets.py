@@ -1,0 +1,88 @@
+"""Which directories a set-up writes, when nobody says: the common cases. Pure (no I/O).
+
+Whatever is inferred is printed, so that a user sees what a snapshot will hold.
+"""
+
+import os
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bootseer.errors import InvalidInputError
+from bootseer.snapshots.command import Hints
+from bootseer.snapshots.interpreter import Interpreter
+from bootseer.snapshots.manifest import target_path, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Absolute paths inside the job's root, none inside another, and where they come from."""
+
+    paths: tuple[bytes, ...]
+    reason: str
+
+
+def declared_targets(texts: Sequence[str], directory: str) -> Targets:
+    """Targets that the user named. Raises: InvalidInputError."""
+    return Targets(_disjoint([target_path(text, directory) for text in texts]), "declared")
+
+
+def infer_targets(
+    hints: Hints, interpreter: Interpreter | None, environ: Mapping[str, str], directory: str
+) -> Targets:
+    """Targets of a command of which only the words are known.
+
+    In this order: environments that it makes or activates and places given with --target or
+    --prefix; the active VIRTUAL_ENV; the environment or the system paths of the interpreter whose
+    pip is used. Raises: InvalidInputError where nothing fits.
+    """
+    named = [*hints.environment_dirs, *hints.install_dirs]
+    if named:
+        found = [target_path(text, directory) for text in named]
+        return Targets(_disjoint(found), "named in the command")
+    if hints.uses_user_site and interpreter is not None and interpreter.user_base:
+        return Targets((target_path(interpreter.user_base, directory),), "user site (pip --user)")
+    active = environ.get("VIRTUAL_ENV", "")
+    # Another environment's or the system's pip, called by its path, does not install into the
+    # active environment; uv does.
+    if active and (hints.uses_uv or interpreter is None or interpreter.prefix == active):
+        return Targets((target_path(active, directory),), "VIRTUAL_ENV")
+    if hints.uses_pip and interpreter is not None:
+        if interpreter.is_environment:
+            prefix = target_path(interpreter.prefix, directory)
+            return Targets((prefix,), f"the environment of {interpreter.path}")
+        return Targets(
+            _disjoint(_system_paths(interpreter, directory)),
+            f"the install paths of {interpreter.path}",
+        )
+    raise InvalidInputError(
+        "cannot tell which directories the set-up command writes; name them with --target DIR"
+    )
+
+
+def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
+    """Where pip installs to without an environment.
+
+    Wheels also put files anywhere below `data`, which is the whole prefix ("/usr/local"): of that
+    only the folders that packages use in practice.
+    """
+    paths = interpreter.paths
+    found = [paths[key] for key in ("purelib", "platlib", "scripts", "include") if key in paths]
+    data = paths.get("data")
+    if data:
+        found += [posixpath.join(data, name) for name in ("share", "etc")]
+    return [target_path(path, directory) for path in found]
+
+
+def _disjoint(paths: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Without those that lie inside another."""
+    chosen: list[bytes] = []
+    for path in sorted(set(paths)):
+        if not any(path.startswith(outer + b"/") for outer in chosen):
+            chosen.append(path)
+    return tuple(chosen)
+
+
+def show(paths: Sequence[bytes]) -> str:
+    """Paths as shown to people."""
+    return ", ".join(os.fsdecode(path) if path.isascii() else text_of(path) for path in paths)
