@@ -2,7 +2,7 @@
 `Executor` carries out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -29,6 +29,11 @@ class Chunk:
     digest: bytes | None = None
     """SHA-256 (32 raw bytes) of exactly these bytes; None: not verified here."""
 
+    @property
+    def end(self) -> int:
+        """The offset behind the last byte."""
+        return self.offset + self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -39,6 +44,13 @@ class Fetch:
     length: int
     chunks: tuple[Chunk, ...]
     priority: Priority
+
+
+def covering(chunks: Sequence[Chunk], priority: Priority) -> Fetch:
+    """The one fetch that reads all of `chunks` (not empty, one key, ascending offset)."""
+    first = chunks[0]
+    end = max(chunk.end for chunk in chunks)
+    return Fetch(first.key, first.offset, end - first.offset, tuple(chunks), priority)
 
 
 def plan(
@@ -56,4 +68,57 @@ def plan(
     fetches: a fetch stands where its first-wanted chunk stood. A chunk wanted twice is planned
     once; one chunk larger than `max_fetch_bytes` gets a fetch of its own.
     """
-    raise RuntimeError("to be written")
+    rank: dict[Chunk, int] = {}
+    by_key: dict[str, list[Chunk]] = {}
+    for chunk in dict.fromkeys(wanted):
+        if not is_cached(chunk):
+            rank[chunk] = len(rank)
+            by_key.setdefault(chunk.key, []).append(chunk)
+
+    ranked: list[tuple[int, Fetch]] = []
+    for chunks in by_key.values():
+        chunks.sort(key=lambda chunk: (chunk.offset, chunk.length, chunk.digest or b""))
+        for group in _groups(chunks, max_gap_bytes, max_fetch_bytes):
+            first_wanted = min(rank[chunk] for chunk in group)
+            ranked.append((first_wanted, covering(group, priority)))
+    ranked.sort(key=lambda pair: pair[0])
+    return [fetch for _, fetch in ranked]
+
+
+def _groups(
+    chunks: Sequence[Chunk], max_gap_bytes: int, max_fetch_bytes: int
+) -> Iterable[list[Chunk]]:
+    """Runs of `chunks` (one key, sorted by offset) that are worth one read each."""
+    group: list[Chunk] = []
+    end = 0
+    for chunk in chunks:
+        joins = (
+            group
+            and chunk.offset - end <= max_gap_bytes
+            and max(end, chunk.end) - group[0].offset <= max_fetch_bytes
+        )
+        if not joins:
+            if group:
+                yield group
+            group, end = [], chunk.end
+        group.append(chunk)
+        end = max(end, chunk.end)
+    if group:
+        yield group
+
+
+def remaining(fetch: Fetch, is_wanted: Callable[[Chunk], bool]) -> list[Fetch]:
+    """What is left of `fetch` when only some of its chunks are still wanted. Pure (no I/O).
+
+    The fetch is cut where a chunk is no longer wanted and trimmed to those that are, so that
+    nothing unwanted is read but the gaps that were tolerated before.
+    """
+    runs: list[list[Chunk]] = [[]]
+    for chunk in fetch.chunks:
+        if is_wanted(chunk):
+            runs[-1].append(chunk)
+        elif runs[-1]:
+            runs.append([])
+    if len(runs[0]) == len(fetch.chunks):
+        return [fetch]
+    return [covering(run, fetch.priority) for run in runs if run]

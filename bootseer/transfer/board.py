@@ -1,0 +1,241 @@
+"""The board: which chunks are under way, for whom, and what happens when a read fails.
+
+Owns the in-flight sharing (a chunk is never read twice at the same time), promotion, splitting,
+retries and cancellation. Reads nothing and starts no thread: the executor carries out what is in
+`queue`. Not thread-safe: every method needs the executor's lock.
+"""
+
+import heapq
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable
+
+from bootseer.errors import BootseerError
+from bootseer.transfer.flight import Deliver, Flight, Phase, Task, Ticket
+from bootseer.transfer.plan import Chunk, Fetch, Priority, covering, remaining
+from bootseer.transfer.queue import TaskQueue
+from bootseer.transfer.retry import RetryPolicy, as_bootseer_error, is_retryable
+from bootseer.transfer.statistics import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class Board:
+    """State of all transfers of one executor."""
+
+    def __init__(
+        self, policy: RetryPolicy, recorder: Recorder, wake: Callable[[Priority], None]
+    ) -> None:
+        """`wake(priority)` is called whenever a task of that priority has been queued."""
+        self.queue = TaskQueue()
+        self._policy = policy
+        self._recorder = recorder
+        self._wake = wake
+        self._pending: dict[Chunk, Flight] = {}
+        self._resting: list[tuple[float, int, Task]] = []
+        self._numbers = itertools.count()
+        self._random = random.Random()
+
+    def request(
+        self,
+        fetch: Fetch,
+        ticket: Ticket,
+        deliver: Deliver,
+        is_cached: Callable[[Chunk], bool] | None,
+    ) -> None:
+        """Have every chunk of `fetch` brought once, sharing what is under way already."""
+        fresh: set[Chunk] = set()
+        for chunk in dict.fromkeys(fetch.chunks):
+            flight = self._pending.get(chunk)
+            if flight is not None:
+                flight.add(ticket, deliver)
+                self._hasten(flight, fetch.priority, ticket.is_urgent)
+                self._recorder.joined_count += ticket.is_urgent
+            elif is_cached is not None and is_cached(chunk):
+                # It landed between the caller's look into the cache and this call.
+                ticket.settle(None)
+            else:
+                fresh.add(chunk)
+        for part in remaining(fetch, fresh.__contains__):
+            task = Task(part, fetch.priority, next(self._numbers))
+            for chunk in part.chunks:
+                if chunk not in task.flights:
+                    flight = task.flights[chunk] = self._pending[chunk] = Flight(chunk, task)
+                    flight.add(ticket, deliver)
+            self._enqueue(task)
+
+    def leave(self, ticket: Ticket) -> int:
+        """`ticket` gives up. What has not started for anybody else is dropped; what is being read
+        is still delivered. Returns how many of its chunks will not come."""
+        ticket.has_left = True
+        dropped_count = 0
+        touched: set[Task] = set()
+        for flight in tuple(ticket.flights):
+            task = flight.task
+            if task.phase in (Phase.QUEUED, Phase.RESTING):
+                dropped_count += 1
+                flight.drop(ticket)
+                if not flight.deliveries:
+                    self._remove(flight)
+                    touched.add(task)
+        for task in touched:
+            self._cut(task)
+        return dropped_count
+
+    def finish(self, flight: Flight, error: BootseerError | None = None) -> None:
+        """The chunk was handed to its deliveries, or failed with `error`: wake who waits."""
+        self._remove(flight)
+        if error is not None or any(delivery.error for delivery in flight.deliveries):
+            self._recorder.failed_count += 1
+        else:
+            self._recorder.delivered_count += 1
+            self._recorder.delivered_bytes += flight.chunk.length
+        for delivery in flight.deliveries:
+            for ticket in delivery.tickets:
+                ticket.flights.discard(flight)
+                ticket.settle(error or delivery.error)
+
+    def attempt_failed(self, task: Task, error: BaseException, now_s: float) -> None:
+        """The attempt under way brought nothing: try again, or give up."""
+        # Who waits does not wait for a large read twice: it gets a small one of its own.
+        may_split = len(task.flights) > 1 and is_retryable(error)
+        others: list[Flight] = []
+        for flight in tuple(task.flights.values()):
+            if not flight.is_wanted:
+                # Cancelled while it was being read: no second attempt, but an answer.
+                self.finish(flight, as_bootseer_error(error, f"read {task.fetch.key}"))
+            elif may_split and flight.is_urgent:
+                self._isolate(flight, Priority.DEMAND, attempts_made=0)
+                self._enqueue(flight.task)
+                self._recorder.retry_count += 1
+            else:
+                others.append(flight)
+        for rest in {flight.task: None for flight in others}:
+            self._cut(rest)
+        for rest in {flight.task: None for flight in others}:
+            self._rest_or_fail(rest, error, now_s)
+
+    def chunk_corrupt(self, flight: Flight, error: BaseException, now_s: float) -> None:
+        """The chunk came with the wrong digest: read it again, alone."""
+        self._recorder.corrupt_count += 1
+        attempts_made = flight.task.attempts_made
+        priority = Priority.DEMAND if flight.is_urgent else flight.task.priority
+        self._isolate(flight, priority, attempts_made=attempts_made)
+        self._rest_or_fail(flight.task, error, now_s)
+
+    def wake_rested(self, now_s: float) -> float:
+        """Queue what has rested; when the next one is due (monotonic, inf: none rests)."""
+        while self._resting:
+            due_s, _, task = self._resting[0]
+            if task.phase is not Phase.RESTING or task.resume_at_s != due_s:
+                heapq.heappop(self._resting)
+            elif due_s <= now_s:
+                heapq.heappop(self._resting)
+                self._enqueue(task)
+            else:
+                return due_s
+        return math.inf
+
+    def fail_queued(self, priority: Priority, error: BootseerError) -> None:
+        """Give up everything that waits in the queue at this priority."""
+        while (task := self.queue.pop(priority)) is not None:
+            self.fail(task.flights.values(), error)
+
+    def fail_everything(self, error: BootseerError) -> None:
+        """Give up all there is."""
+        self.fail(self._pending.values(), error)
+        self.queue.clear()
+        self._resting.clear()
+
+    def fail(self, flights: Iterable[Flight], error: BootseerError) -> None:
+        """Give up these chunks."""
+        for flight in tuple(flights):
+            self.finish(flight, error)
+
+    def _enqueue(self, task: Task) -> None:
+        self.queue.put(task)
+        self._wake(task.priority)
+
+    def _hasten(self, flight: Flight, priority: Priority, is_urgent: bool) -> None:
+        """Somebody else wants `flight`, maybe sooner."""
+        task = flight.task
+        alone = len(task.flights) == 1
+        if task.phase is Phase.QUEUED and priority < task.priority:
+            task.priority = priority
+            task.sequence = next(self._numbers)
+            self._enqueue(task)
+        elif task.phase is Phase.RESTING and is_urgent and not alone:
+            self._isolate(flight, Priority.DEMAND, attempts_made=0)
+            self._cut(task)
+            self._enqueue(flight.task)
+        elif alone:
+            # Counts from its next attempt on.
+            task.priority = min(task.priority, priority)
+
+    def _isolate(self, flight: Flight, priority: Priority, *, attempts_made: int) -> None:
+        """Move `flight` to a task of its own, which the caller queues or lets rest; the caller
+        also cuts the old one."""
+        del flight.task.flights[flight.chunk]
+        if not flight.task.flights:
+            flight.task.phase = Phase.DONE
+        fetch = covering((flight.chunk,), priority)
+        flight.task = Task(
+            fetch,
+            priority,
+            next(self._numbers),
+            flights={flight.chunk: flight},
+            attempts_made=attempts_made,
+            deadline_s=flight.task.deadline_s if attempts_made else None,
+        )
+
+    def _remove(self, flight: Flight) -> None:
+        """Forget `flight`; the caller cuts its task."""
+        if self._pending.get(flight.chunk) is flight:
+            del self._pending[flight.chunk]
+        flight.task.flights.pop(flight.chunk, None)
+        if not flight.task.flights:
+            flight.task.phase = Phase.DONE
+
+    def _cut(self, task: Task) -> None:
+        """Make `task` read only what it still has to bring; where a chunk was taken out of its
+        middle, the rest becomes a task of its own in the same state."""
+        parts = remaining(task.fetch, task.flights.__contains__)
+        if not parts:
+            task.phase = Phase.DONE
+            return
+        task.fetch = parts[0]
+        for part in parts[1:]:
+            twin = Task(
+                part,
+                task.priority,
+                task.sequence,
+                phase=task.phase,
+                attempts_made=task.attempts_made,
+                deadline_s=task.deadline_s,
+            )
+            for chunk in part.chunks:
+                flight = twin.flights[chunk] = task.flights.pop(chunk)
+                flight.task = twin
+            if task.phase is Phase.QUEUED:
+                self._enqueue(twin)
+            elif task.phase is Phase.RESTING:
+                self._rest(twin, task.resume_at_s)
+
+    def _rest(self, task: Task, resume_at_s: float) -> None:
+        task.phase = Phase.RESTING
+        task.resume_at_s = resume_at_s
+        heapq.heappush(self._resting, (resume_at_s, next(self._numbers), task))
+
+    def _rest_or_fail(self, task: Task, error: BaseException, now_s: float) -> None:
+        fetch = task.fetch
+        what = f"read bytes {fetch.offset} to {fetch.offset + fetch.length} of {fetch.key}"
+        delay_s = self._policy.delay_s(task.attempts_made, self._random.random())
+        deadline_s = math.inf if task.deadline_s is None else task.deadline_s
+        if self._policy.allows(error, task.attempts_made) and now_s + delay_s < deadline_s:
+            logger.debug("will %s again in %.3f s: %s", what, delay_s, error)
+            self._recorder.retry_count += 1
+            self._rest(task, now_s + delay_s)
+        else:
+            self.fail(task.flights.values(), as_bootseer_error(error, what))

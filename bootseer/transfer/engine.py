@@ -1,0 +1,322 @@
+"""The engine room: the threads of two lanes, and the clock that watches over them.
+
+Owns the one lock, the threads and the running attempts; what is under way is on the `Board`. The
+demand lane carries DEMAND alone; the shared lane carries everything, DEMAND first.
+"""
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bootseer.errors import CorruptError, DeadlineError, UnavailableError
+from bootseer.transfer.board import Board
+from bootseer.transfer.flight import Flight, Phase, Task
+from bootseer.transfer.lanes import Lane, Worker
+from bootseer.transfer.plan import Priority
+from bootseer.transfer.rate import TokenBucket
+from bootseer.transfer.retry import RetryPolicy, as_bootseer_error
+from bootseer.transfer.statistics import Recorder
+
+logger = logging.getLogger(__name__)
+
+Reader: TypeAlias = Callable[[str, int, int], bytes]
+"""`read(key, offset, length)`: the bytes, exactly `length` of them, or an exception."""
+
+# How long `close` waits for threads that are inside a read; one that hangs is a daemon and is left.
+_CLOSE_S = 2.0
+
+
+class _Attempt:
+    """One worker carrying out one task once. Void as soon as it is not among the running."""
+
+    __slots__ = ("deadline_s", "fetch", "flights", "is_landing", "task", "worker")
+
+    def __init__(self, worker: Worker, task: Task, deadline_s: float) -> None:
+        self.worker = worker
+        self.task = task
+        self.deadline_s = deadline_s
+        self.is_landing = False
+        # Copies: when the attempt is given up, the task goes on without it.
+        self.fetch = task.fetch
+        self.flights = tuple(task.flights.values())
+
+
+class Engine:
+    """Carries out what is queued on `board`. Methods need `lock` held unless they say that they
+    take it themselves."""
+
+    def __init__(
+        self,
+        read: Reader,
+        policy: RetryPolicy,
+        *,
+        workers: int,
+        demand_workers: int,
+        deadline_s: float,
+        attempt_deadline_s: float,
+        fill_bytes_per_s: float | None,
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.recorder = Recorder()
+        self.board = Board(policy, self.recorder, self._wake)
+        self._read = read
+        self._deadline_s = deadline_s
+        self._attempt_deadline_s = attempt_deadline_s
+        self._on_progress = on_progress
+        self._demand_lane = self._make_lane("demand", demand_workers)
+        self._shared_lane = self._make_lane("transfer", workers)
+        self._bucket: TokenBucket | None = None
+        if fill_bytes_per_s is not None:
+            self._bucket = TokenBucket(fill_bytes_per_s, now_s=time.monotonic())
+        self._fill_at_s = math.inf
+        self._running: set[_Attempt] = set()
+        self._clock: threading.Thread | None = None
+        self._clock_alarm = threading.Condition(self.lock)
+        self._clock_due_s = math.inf
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """Raises: UnavailableError when closed. Otherwise the engine runs from here on."""
+        if self._is_closed:
+            raise UnavailableError("the transfer was stopped")
+        if self._clock is None:
+            self._clock = threading.Thread(
+                target=self._keep_time, name="bootseer-transfer-clock", daemon=True
+            )
+            self._clock.start()
+
+    def close(self) -> None:
+        """Fail everything and end the threads. Takes the lock. Idempotent."""
+        lanes = (self._demand_lane, self._shared_lane)
+        with self.lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._running.clear()
+                self.board.fail_everything(UnavailableError("the transfer was stopped"))
+            for lane in lanes:
+                lane.wake_all()
+            self._clock_alarm.notify_all()
+        until_s = time.monotonic() + _CLOSE_S
+        left_count = sum(lane.join(until_s) for lane in lanes)
+        if left_count:
+            logger.warning("%d reads still hang; their threads end with them", left_count)
+        if self._clock is not None and self._clock is not threading.current_thread():
+            self._clock.join(_CLOSE_S)
+
+    def _make_lane(self, name: str, size: int) -> Lane:
+        # As many replacements as threads: an outage that hangs all reads once is survived.
+        return Lane(name, size=size, spare_count=2 * size, lock=self.lock, run=self._work)
+
+    def _lanes_for(self, priority: Priority) -> tuple[Lane, ...]:
+        if priority is Priority.DEMAND:
+            return (self._demand_lane, self._shared_lane)
+        return (self._shared_lane,)
+
+    def _wake(self, priority: Priority) -> None:
+        """See that a thread comes for what has just been queued."""
+        lanes = self._lanes_for(priority)
+        if any(lane.wake_idle() for lane in lanes) or any(lane.spawn() for lane in lanes):
+            return
+        if any(lane.stalled_since_s is not None for lane in lanes):
+            self._alarm(time.monotonic())
+
+    def _alarm(self, at_s: float) -> None:
+        """Have the clock look around at `at_s` at the latest."""
+        if at_s < self._clock_due_s:
+            self._clock_due_s = at_s
+            self._clock_alarm.notify()
+
+    def _take(self, lane: Lane) -> Task | None:
+        """The next task for a thread of `lane`."""
+        queue = self.board.queue
+        task = queue.pop(Priority.DEMAND)
+        if task is not None or lane is self._demand_lane:
+            return task
+        return queue.pop(Priority.PREFETCH) or self._take_fill()
+
+    def _take_fill(self) -> Task | None:
+        queue = self.board.queue
+        if self._bucket is None:
+            return queue.pop(Priority.FILL)
+        now_s = time.monotonic()
+        task = None
+        if self._bucket.ready_at_s(now_s) <= now_s:
+            task = queue.pop(Priority.FILL)
+            if task is not None:
+                self._bucket.take(task.fetch.length, now_s)
+        if queue.peek(Priority.FILL) is not None:
+            # The clock sends a thread for the next one when its time has come.
+            self._fill_at_s = self._bucket.ready_at_s(now_s)
+            self._alarm(self._fill_at_s)
+        return task
+
+    def _start_attempt(self, worker: Worker, task: Task) -> _Attempt:
+        now_s = time.monotonic()
+        if task.deadline_s is None:
+            task.deadline_s = now_s + self._deadline_s
+        task.phase = Phase.READING
+        task.attempts_made += 1
+        attempt = _Attempt(worker, task, min(now_s + self._attempt_deadline_s, task.deadline_s))
+        self._running.add(attempt)
+        self._alarm(attempt.deadline_s)
+        return attempt
+
+    def _is_void(self, attempt: _Attempt) -> bool:
+        return attempt not in self._running
+
+    def _work(self, worker: Worker) -> None:
+        """Life of one worker thread. Takes the lock."""
+        lane = worker.lane
+        while True:
+            with self.lock:
+                if not lane.rejoin(worker):
+                    return
+                while True:
+                    if self._is_closed:
+                        return
+                    task = self._take(lane)
+                    if task is not None:
+                        break
+                    lane.sleep()
+                attempt = self._start_attempt(worker, task)
+            self._carry_out(attempt)
+            # Nothing of the last read may stay alive while the thread is idle.
+            del task, attempt
+
+    def _carry_out(self, attempt: _Attempt) -> None:
+        """Read, verify, deliver. Takes the lock; never raises."""
+        fetch = attempt.fetch
+        try:
+            data = self._read(fetch.key, fetch.offset, fetch.length) if fetch.length else b""
+            if len(data) != fetch.length:
+                raise CorruptError(
+                    f"the store returned {len(data)} of {fetch.length} bytes of {fetch.key} "
+                    f"from {fetch.offset}"
+                )
+        except BaseException as error:  # a worker outlives whatever a reader raises
+            with self.lock:
+                if not self._is_void(attempt):
+                    self._running.discard(attempt)
+                    now_s = time.monotonic()
+                    self.board.attempt_failed(attempt.task, error, now_s)
+                    self._alarm(self.board.wake_rested(now_s))
+            return
+        with self.lock:
+            if self._is_void(attempt):
+                return
+            self.recorder.fetch_count += 1
+            self.recorder.fetched_bytes += fetch.length
+            # Verifying and delivering get as long again, so that a full disk queue is no failure.
+            attempt.is_landing = True
+            attempt.deadline_s = time.monotonic() + self._attempt_deadline_s
+        whole = memoryview(data)
+        corrupt: list[Flight] = []
+        for flight in attempt.flights:
+            chunk = flight.chunk
+            piece = whole[chunk.offset - fetch.offset : chunk.end - fetch.offset]
+            if chunk.digest is not None and hashlib.sha256(piece).digest() != chunk.digest:
+                corrupt.append(flight)
+            elif not self._deliver(attempt, flight, piece):
+                return
+        with self.lock:
+            if self._is_void(attempt):
+                return
+            self._running.discard(attempt)
+            now_s = time.monotonic()
+            for flight in corrupt:
+                chunk = flight.chunk
+                damage = CorruptError(
+                    f"bytes {chunk.offset} to {chunk.end} of {chunk.key} do not match their "
+                    "digest; the stored object or the network is damaged"
+                )
+                self.board.chunk_corrupt(flight, damage, now_s)
+            self._alarm(self.board.wake_rested(now_s))
+
+    def _deliver(self, attempt: _Attempt, flight: Flight, piece: memoryview) -> bool:
+        """Hand `piece` to everybody who asked, also to who asks meanwhile, then wake them. False:
+        the attempt was given up. Takes the lock; never raises."""
+        done_count = 0
+        while True:
+            with self.lock:
+                if self._is_void(attempt):
+                    return False
+                if done_count == len(flight.deliveries):
+                    self.board.finish(flight)
+                    break
+                delivery = flight.deliveries[done_count]
+            try:
+                delivery.deliver(flight.chunk, piece)
+            except BaseException as error:  # a worker outlives whatever a callback raises
+                delivery.error = as_bootseer_error(error, f"keep a chunk of {flight.chunk.key}")
+            done_count += 1
+        if self._on_progress is not None:
+            try:
+                self._on_progress(flight.chunk.length)
+            except Exception:
+                logger.exception("a progress callback failed")
+        return True
+
+    def _keep_time(self) -> None:
+        """Life of the clock thread: deadlines, retries, the rate cap, stalls. Takes the lock."""
+        with self.lock:
+            while not self._is_closed:
+                now_s = time.monotonic()
+                for attempt in [a for a in self._running if a.deadline_s <= now_s]:
+                    self._give_up(attempt, now_s)
+                rested_at_s = self.board.wake_rested(now_s)
+                if self._fill_at_s <= now_s:
+                    self._fill_at_s = math.inf
+                    self._wake(Priority.FILL)
+                stalled_at_s = self._fail_stalled(now_s)
+                self._clock_due_s = min(
+                    [rested_at_s, self._fill_at_s, stalled_at_s]
+                    + [attempt.deadline_s for attempt in self._running]
+                )
+                idle = self._clock_due_s == math.inf
+                self._clock_alarm.wait(
+                    None if idle else max(0.0, self._clock_due_s - time.monotonic())
+                )
+
+    def _give_up(self, attempt: _Attempt, now_s: float) -> None:
+        """The attempt outlived its deadline: replace its thread, and try elsewhere."""
+        self._running.discard(attempt)
+        self.recorder.hung_count += 1
+        attempt.worker.lane.abandon(attempt.worker)
+        fetch = attempt.fetch
+        doing = "keeping" if attempt.is_landing else "reading"
+        error = DeadlineError(
+            f"{doing} bytes {fetch.offset} to {fetch.offset + fetch.length} of {fetch.key} "
+            f"did not end within {self._attempt_deadline_s:g} s"
+        )
+        logger.warning("%s", error)
+        if attempt.is_landing:
+            # The callback may still be at it: the same bytes must not reach it a second time.
+            self.board.fail(attempt.task.flights.values(), error)
+        else:
+            self.board.attempt_failed(attempt.task, error, now_s)
+        # The abandoned thread may be replaced, by one that comes for what waits.
+        for priority in Priority:
+            if self.board.queue.peek(priority) is not None:
+                self._wake(priority)
+
+    def _fail_stalled(self, now_s: float) -> float:
+        """Give up what no thread can come for; when to look again (monotonic, inf: no stall)."""
+        look_again_s = math.inf
+        for priority in Priority:
+            since_s = [lane.stalled_since_s for lane in self._lanes_for(priority)]
+            stalls_s = [stall_s for stall_s in since_s if stall_s is not None]
+            if len(stalls_s) < len(since_s) or self.board.queue.peek(priority) is None:
+                continue
+            fails_at_s = max(stalls_s) + self._deadline_s
+            if fails_at_s <= now_s:
+                self.board.fail_queued(
+                    priority, DeadlineError("every connection to the store hangs")
+                )
+            else:
+                look_again_s = min(look_again_s, fails_at_s)
+        return look_again_s

@@ -1,0 +1,96 @@
+"""A store in memory whose reads can be told to be slow, to hang, to fail or to lie."""
+
+import hashlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+
+from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
+
+CHUNK_BYTES = 64
+COUNT = 64
+CONTENT = b"".join(hashlib.sha512(bytes([n])).digest() for n in range(COUNT))
+
+Fault = Callable[[bytes], bytes]
+"""Gets the right bytes; returns what the reader returns, or raises, or blocks."""
+
+
+def chunk(number: int, *, verified: bool = True) -> Chunk:
+    offset = number * CHUNK_BYTES
+    digest = hashlib.sha256(CONTENT[offset : offset + CHUNK_BYTES]).digest()
+    return Chunk("object", offset, CHUNK_BYTES, digest if verified else None)
+
+
+def fetch(*numbers: int, priority: Priority = Priority.PREFETCH) -> Fetch:
+    return covering([chunk(number) for number in numbers], priority)
+
+
+class FaultyReader:
+    """Scripted: `script` holds faults for the next reads; after that, all is well."""
+
+    def __init__(self) -> None:
+        self.script: deque[Fault] = deque()
+        self.always: Fault | None = None
+        self.reads: list[tuple[int, int]] = []
+        self.chunk_reads: Counter[int] = Counter()
+        self.concurrent_twice = False
+        self._reading: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, key: str, offset: int, length: int) -> bytes:
+        assert key == "object"
+        numbers = range(offset // CHUNK_BYTES, (offset + length) // CHUNK_BYTES)
+        with self._lock:
+            self.reads.append((offset, length))
+            self.chunk_reads.update(numbers)
+            self._reading.update(numbers)
+            self.concurrent_twice |= any(self._reading[n] > 1 for n in numbers)
+            fault = self.script.popleft() if self.script else self.always
+        try:
+            data = CONTENT[offset : offset + length]
+            return data if fault is None else fault(data)
+        finally:
+            with self._lock:
+                self._reading.subtract(numbers)
+
+
+class Cache:
+    """Where chunks are delivered; notes what came, in order, and refuses wrong bytes."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+        self.lock = threading.Lock()
+
+    def deliver(self, piece: Chunk, data: memoryview) -> None:
+        assert bytes(data) == CONTENT[piece.offset : piece.offset + piece.length]
+        with self.lock:
+            self.arrived.append(piece.offset // CHUNK_BYTES)
+
+    def holds(self, piece: Chunk) -> bool:
+        return piece.offset // CHUNK_BYTES in self.arrived
+
+
+def raising(error: Exception) -> Fault:
+    def fault(_: bytes) -> bytes:
+        raise error
+
+    return fault
+
+
+def blocking(gate: threading.Event, entered: threading.Event | None = None) -> Fault:
+    def fault(data: bytes) -> bytes:
+        if entered is not None:
+            entered.set()
+        gate.wait(30)
+        return data
+
+    return fault
+
+
+def corrupt(data: bytes) -> bytes:
+    """Every chunk with one bit flipped."""
+    return bytes(byte ^ (n % CHUNK_BYTES == 0) for n, byte in enumerate(data))
+
+
+def short(data: bytes) -> bytes:
+    return data[:-1]
