@@ -22,7 +22,7 @@ print("imports", bootseer.__version__)
 
 
 def _run(command: list[str], cwd: Path, timeout_s: int = 600) -> None:
-    print("+", " ".join(Path(command[0]).name if i == 0 else a for i, a in enumerate(command)))  # noqa: T201
+    print("+", " ".join(Path(command[0]).name if i == 0 else a for i, a in enumerate(command)))
     subprocess.run(command, cwd=cwd, check=True, timeout=timeout_s)
 
 

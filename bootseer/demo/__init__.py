@@ -1,0 +1,1 @@
+"""`bootseer demo`: one job launched twice on one machine, with real parts and a slow network."""

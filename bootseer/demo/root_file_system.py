@@ -1,0 +1,142 @@
+"""A root file system from the running interpreter: its standard library, every installed package,
+a shell, and the shared libraries they need. No network and no distribution tools.
+"""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bootseer.errors import UnsupportedError, from_oserror
+
+# Commands that a set-up line in the container may use.
+_COMMANDS = ("sh", "cat", "ls", "env")
+_EMPTY = ("proc", "sys", "dev", "tmp", "etc", "root", "run", "opt", "var/tmp", "usr/bin")
+# Not needed to run anything, and large.
+_UNWANTED = shutil.ignore_patterns(
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "config-*", "idlelib"
+)
+_LDD_BATCH = 200
+_LDD_TIMEOUT_S = 60
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths(vars={"installed_base": sys.base_prefix})["stdlib"])
+
+
+def site_packages_in_image() -> Path:
+    """Where the image keeps packages: the base interpreter's own folder for them."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
+    # Not the "posix_local" scheme that Debian's interpreters default to: it is /usr/local.
+    return Path(sysconfig.get_path("purelib", "posix_prefix", vars=base))
+
+
+def installed_packages() -> list[Path]:
+    """The folders that the running interpreter imports installed packages from."""
+    paths = sysconfig.get_paths()
+    folders = dict.fromkeys(Path(paths[name]).resolve() for name in ("purelib", "platlib"))
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _is_elf(path: Path) -> bool:
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
+
+
+def _shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
+    """The files that the dynamic linker would load for `binaries`, from the host."""
+    pending = list(binaries)
+    environ = {**os.environ, "LC_ALL": "C"}
+    for begin in range(0, len(pending), _LDD_BATCH):
+        batch = [str(path) for path in pending[begin : begin + _LDD_BATCH]]
+        # ldd fails for a static binary among them; what it printed of the others still counts.
+        result = subprocess.run(
+            ["ldd", *batch],
+            capture_output=True,
+            text=True,
+            timeout=_LDD_TIMEOUT_S,
+            env=environ,
+            check=False,
+        )
+        for line in result.stdout.splitlines():
+            for word in line.split():
+                if word.startswith("/") and not word.endswith(":"):
+                    yield Path(word)
+
+
+def _copy(source: Path, root: Path) -> None:
+    target = root / source.relative_to("/")
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source.resolve(), target)
+
+
+def build_base(root: Path) -> None:
+    """The interpreter, its standard library, a few commands and their libraries, in `root`.
+
+    Raises: UnsupportedError where a needed tool is missing; NoSpaceError and others as the disk.
+    """
+    if shutil.which("ldd") is None:
+        raise UnsupportedError("the demo's image needs `ldd`, which is part of every C library")
+    try:
+        for name in _EMPTY:
+            (root / name).mkdir(parents=True, exist_ok=True)
+        (root / "tmp").chmod(0o1777)
+        library = _standard_library()
+        target = root / library.relative_to("/")
+        shutil.copytree(library, target, symlinks=True, ignore=_UNWANTED, dirs_exist_ok=True)
+        interpreter = Path(sys.executable).resolve()
+        binaries = [interpreter, *target.glob("lib-dynload/*.so")]
+        _copy(interpreter, root)
+        for name in _COMMANDS:
+            command = shutil.which(name)
+            if command is not None:
+                _copy(Path(command), root)
+                binaries.append(Path(command))
+        packages = [path for folder in installed_packages() for path in folder.rglob("*.so*")]
+        inside = tuple(str(folder) for folder in installed_packages())
+        for path in _shared_libraries([*binaries, *filter(_is_elf, packages)]):
+            # Packages carry libraries of their own; those come with the packages.
+            if not str(path).startswith(inside) and path.exists():
+                _copy(path, root)
+        for link in ("usr/bin/python3", "bin/sh"):
+            path = root / link
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.symlink_to(interpreter if "python" in link else Path("/usr/bin/sh"))
+        (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    except OSError as error:
+        raise from_oserror(error, f"build the demo's root file system in {root}") from error
+
+
+def build_packages(root: Path) -> None:
+    """Every installed package, in `root`, where the image's interpreter looks for them.
+
+    Raises: NoSpaceError and others as the disk.
+    """
+    target = root / site_packages_in_image().relative_to("/")
+    try:
+        for folder in installed_packages():
+            shutil.copytree(
+                folder,
+                target,
+                symlinks=True,
+                dirs_exist_ok=True,
+                # An editable install of Bootseer names a checkout that the image does not have.
+                ignore=shutil.ignore_patterns("__pycache__", "__editable__*", "bootseer*"),
+            )
+        ours = Path(__file__).resolve().parent.parent
+        shutil.copytree(
+            ours, target / "bootseer", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
+    except OSError as error:
+        raise from_oserror(error, f"copy the installed packages to {target}") from error

@@ -1,0 +1,62 @@
+"""Wheels made from installed packages, so that a real `pip install` needs no network."""
+
+import base64
+import hashlib
+import importlib.metadata
+import zipfile
+from pathlib import Path
+
+from bootseer.errors import from_oserror
+
+# Several times larger than all others together; the image has it.
+_LEFT_OUT = {"pyarrow", "numpy", "pip", "setuptools", "wheel", "bootseer", "mypy", "hypothesis"}
+_MIN_FILES = 5
+
+
+def _tag(distribution: importlib.metadata.Distribution) -> str | None:
+    for line in (distribution.read_text("WHEEL") or "").splitlines():
+        if line.startswith("Tag: "):
+            return line.removeprefix("Tag: ").strip()
+    return None
+
+
+def _write(distribution: importlib.metadata.Distribution, folder: Path) -> str | None:
+    tag = _tag(distribution)
+    files = [file for file in distribution.files or () if ".." not in file.parts]
+    files = [file for file in files if file.suffix != ".pyc" and file.name != "RECORD"]
+    if tag is None or len(files) < _MIN_FILES:
+        return None
+    base = distribution.metadata["Name"].replace("-", "_")
+    name = f"{base}-{distribution.version}-{tag}.whl"
+    record: list[str] = []
+    information = ""
+    with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_STORED) as archive:
+        for file in files:
+            data = file.read_binary()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            archive.writestr(str(file), data)
+            record.append(f"{file},sha256={digest},{len(data)}")
+            if file.parts[0].endswith(".dist-info"):
+                information = file.parts[0]
+        record.append(f"{information}/RECORD,,")
+        archive.writestr(f"{information}/RECORD", "\n".join(record) + "\n")
+    return f"{distribution.metadata['Name']}=={distribution.version}"
+
+
+def make_wheels(folder: Path) -> list[str]:
+    """A wheel in `folder` for each installed package of moderate size; returns requirements.
+
+    Raises: NoSpaceError and others as the disk.
+    """
+    requirements: dict[str, str] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for distribution in importlib.metadata.distributions():
+            name = (distribution.metadata["Name"] or "").lower()
+            if name and name not in _LEFT_OUT and name not in requirements:
+                requirement = _write(distribution, folder)
+                if requirement is not None:
+                    requirements[name] = requirement
+    except OSError as error:
+        raise from_oserror(error, f"make wheels in {folder}") from error
+    return sorted(requirements.values())

@@ -1,0 +1,71 @@
+"""Renders docs/cli.md from the commands themselves: `python -m tests.support.cli_reference`.
+
+tests/docs/test_cli_reference.py fails when the committed file is not what this writes.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from bootseer import errors
+from bootseer.cli import cli
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+
+
+def commands(
+    command: click.Command, context: click.Context
+) -> Iterator[tuple[click.Command, click.Context]]:
+    """Every command below and including `command`, groups before their members."""
+    yield command, context
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from commands(child, click.Context(child, info_name=name, parent=context))
+
+
+def _exit_codes() -> Iterator[str]:
+    yield "| code | meaning |"
+    yield "|---|---|"
+    yield "| 0 | done |"
+    for cls, (_, code) in sorted(errors._CODES.items(), key=lambda item: item[1][1]):
+        lines = (cls.__doc__ or "").strip().splitlines()
+        meaning = "any other failure" if cls is errors.BootseerError else lines[0]
+        yield f"| {code} | {meaning} |"
+    yield "| 128 + N | ended by signal N |"
+    yield ""
+    yield "`bootseer run`, `image run` and `snapshot run` hand through the exit code of the command"
+    yield "that they run."
+
+
+def render() -> str:
+    """The whole reference as Markdown."""
+    lines = [
+        "# Command line",
+        "",
+        "Generated from the commands (`make docs`); do not edit. Data goes to stdout, progress and",
+        "logs to stderr. With `--json` a command prints one JSON document; keys are only added.",
+        "",
+        "## Exit codes",
+        "",
+        *_exit_codes(),
+        "",
+    ]
+    root = click.Context(cli, info_name="bootseer", max_content_width=88, terminal_width=88)
+    for command, context in commands(cli, root):
+        context.terminal_width = 88
+        lines += [
+            f"## {context.command_path}",
+            "",
+            "```text",
+            command.get_help(context).rstrip(),
+            "```",
+            "",
+        ]
+    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")
