@@ -1,0 +1,111 @@
+"""Calls into blocking foreign code that end by a deadline.
+
+Owns a bounded set of daemon threads. hdfs-native blocks inside Rust, releases the GIL and cannot
+be interrupted (a NameNode that is stopped was seen to hold a call for more than a minute), so
+each call runs in a helper thread and its caller stops waiting when it makes no progress. The
+helper is then lost until the call returns. Handing a call over costs some 30 us; the calls
+themselves cost a millisecond and more. Thread-safe.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from bootseer.errors import DeadlineError
+
+Result = TypeVar("Result")
+
+
+class Call(Generic[Result]):
+    """One call: its function gets this object, to report progress and to see that nobody waits."""
+
+    def __init__(self, function: "Callable[[Call[Result]], Result]") -> None:
+        self._function = function
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        # Held while results are handed over, so that an abandoned call cannot touch a buffer
+        # that its owner has begun to use for something else.
+        self.handover = threading.Lock()
+        self.abandoned = False
+        self.progress_count = 0
+
+    def execute(self) -> None:
+        """Run the function; called by a helper thread."""
+        try:
+            if not self.abandoned:
+                self._result = self._function(self)
+        except BaseException as error:  # a Rust panic is no Exception; it belongs to the caller
+            self._error = error
+        finally:
+            self._finished.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the call finished; gives up after `timeout_s` without progress."""
+        seen_count = -1
+        while not self._finished.acquire(timeout=timeout_s):
+            if self.progress_count == seen_count:
+                return False
+            seen_count = self.progress_count
+        return True
+
+    def result(self) -> Result:
+        """What the function returned or raised, after `wait` returned True."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set, since the function returned
+
+
+class DeadlineCaller:
+    """Runs functions in at most `threads_max` helper threads, which are made when needed."""
+
+    def __init__(self, threads_max: int, name: str) -> None:
+        self._threads_max = threads_max
+        self._name = name
+        self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads_count = 0
+        self._busy_count = 0
+
+    def run(self, function: Callable[[Call[Result]], Result], timeout_s: float) -> Result:
+        """What `function` returns or raises.
+
+        Raises: DeadlineError when it made no progress for `timeout_s` (noticed within twice that
+        time), or found no free helper for as long.
+        """
+        call: Call[Result] = Call(function)
+        with self._lock:
+            self._busy_count += 1
+            if self._busy_count > self._threads_count < self._threads_max:
+                self._threads_count += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
+        try:
+            finished = call.wait(timeout_s)
+        except BaseException:  # KeyboardInterrupt in the waiting thread
+            self._abandon(call)
+            raise
+        if not finished:
+            self._abandon(call)
+            raise DeadlineError(f"no answer within {timeout_s:g} s")
+        return call.result()
+
+    def _abandon(self, call: Call[Result]) -> None:
+        with call.handover:
+            call.abandoned = True
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.execute()
+            with self._lock:
+                self._busy_count -= 1
+            del call  # else the last result lives until the next call
+
+    def close(self) -> None:
+        """End the idle helpers; those inside a call end when it returns."""
+        with self._lock:
+            count, self._threads_count = self._threads_count, 0
+        for _ in range(count):
+            self._queue.put(None)

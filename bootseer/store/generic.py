@@ -1,0 +1,249 @@
+"""Any other fsspec URL (`memory://`, `s3://`, ...) as a backend.
+
+Owns what is promised there. An object appears whole, by the file system's own put when it is
+closed. Exclusive creation is as atomic as the file system's `create` mode (S3 and GCS:
+conditional put), and is decided by `close`. Rename is a copy and a delete, so not atomic. The
+file system's own time-outs apply. Thread-safe as far as the fsspec file system is.
+"""
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.store.backend import FileInfo, Space
+from bootseer.store.paths import public_url, split_path
+
+# An object up to this size is kept in memory and sent by one call; a larger one lies in an
+# unnamed temporary file until it is closed.
+_SPOOL_BYTES = 64 << 20
+_PIECE_BYTES = 8 << 20
+# fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
+_MEMORY_LOCK = threading.RLock()
+
+
+class FsspecBackend:
+    """Files beneath one prefix of an fsspec file system."""
+
+    has_atomic_rename = False
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = public_url(url)
+        protocol = urlsplit(url).scheme.lower()
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise InvalidInputError(f"cannot open {self.url}: {error}") from error
+        self._root = str(root).rstrip("/")
+        memory = protocol == "memory"
+        self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
+
+    def stat(self, path: str) -> FileInfo:
+        full = self._full(path)
+        with self._guard, self._errors("look at", path):
+            return _info(path, self._fs.info(full))
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if offset < 0 or (length is not None and length < 0):
+            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        full = self._full(path)
+        end = None if length is None else offset + length
+        with self._guard, self._errors("read", path):
+            try:
+                if length != 0:
+                    return bytes(self._fs.cat_file(full, start=offset, end=end))
+            except FileNotFoundError:
+                raise
+            except Exception:
+                # Some answer a range behind the end with an error ("416 Range Not Satisfiable").
+                if not offset or offset < self._fs.info(full)["size"]:
+                    raise
+            if self._fs.info(full)["type"] == "directory":
+                raise FileNotFoundError(full)
+            return b""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        data = self.read(path, offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def create(self, path: str, *, overwrite: bool = False) -> "_SpoolingWriter":
+        full = self._full(path, file=True)
+        with self._guard, self._errors("create", path):
+            if not overwrite and self._fs.exists(full):
+                raise FileExistsError("it exists already")
+        return _SpoolingWriter(self, path, overwrite)
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        old, new = self._full(source, file=True), self._full(target, file=True)
+        if self.stat(source).is_dir:
+            raise UnsupportedError(f"{self.url} cannot rename a folder in one step")
+        with self._guard, self._errors(f"rename {self._name(source)} to", target):
+            if overwrite:
+                self._fs.cp_file(old, new)
+            else:
+                with self.create(target) as writer, self._fs.open(old, "rb") as file:
+                    while piece := file.read(_PIECE_BYTES):
+                        writer.write(piece)
+            self._fs.rm_file(old)
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        full = self._full(path)
+        skip = len(full.strip("/")) + 1 if full.strip("/") else 0
+        prefix = path + "/" if path else ""
+        found = []
+        with self._guard, self._errors("list", path):
+            # refresh: a listing of a minute ago is no answer about a store that others write to.
+            for entry in self._fs.ls(full, detail=True, refresh=True):
+                name = entry["name"].strip("/")[skip:]
+                if not name and entry["type"] == "file":
+                    raise FileNotFoundError("not a folder")
+                if name:
+                    found.append(_info(prefix + name, entry))
+        found.sort(key=lambda info: info.path)
+        return iter(found)
+
+    def mkdir(self, path: str) -> None:
+        with self._guard, self._errors("create", path):
+            self._fs.makedirs(self._full(path), exist_ok=True)
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        full = self._full(path, file=True)
+        with contextlib.suppress(NotFoundError), self._guard, self._errors("delete", path):
+            if self._fs.info(full)["type"] != "directory":
+                self._fs.rm_file(full)
+            elif recursive:
+                self._fs.rm(full, recursive=True)
+            elif self._fs.ls(full, detail=False, refresh=True):
+                raise AlreadyExistsError(
+                    f"cannot delete {self._name(path)}: the folder is not empty"
+                )
+            else:
+                self._fs.rmdir(full)
+
+    def space(self) -> Space | None:
+        """None: fsspec has no call for it."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to release: fsspec keeps and shares its connections."""
+
+    def _put(self, path: str, spool: Any, size_bytes: int, *, overwrite: bool) -> None:
+        full = self._full(path)
+        with self._guard, self._errors("write", path):
+            spool.seek(0)
+            parent = full.rpartition("/")[0]
+            if parent.strip("/") and not hasattr(self._fs, "s3"):
+                self._fs.makedirs(parent, exist_ok=True)
+            if size_bytes <= _SPOOL_BYTES:
+                mode = "overwrite" if overwrite else "create"
+                self._fs.pipe_file(full, spool.read(), mode=mode)
+                return
+            with self._fs.open(full, "wb" if overwrite else "xb") as file:
+                while piece := spool.read(_PIECE_BYTES):
+                    file.write(piece)
+
+    @contextlib.contextmanager
+    def _errors(self, verb: str, path: str) -> Iterator[None]:
+        what = f"{verb} {self._name(path)}"
+        try:
+            yield
+        except BootseerError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError(f"cannot {what}: it does not exist") from error
+        except FileExistsError as error:
+            raise AlreadyExistsError(f"cannot {what}: it exists already") from error
+        except PermissionError as error:
+            raise PermissionDeniedError(f"cannot {what}: {error}") from error
+        except IsADirectoryError as error:
+            raise InvalidInputError(f"cannot {what}: it is a folder") from error
+        except NotImplementedError as error:
+            raise UnsupportedError(f"cannot {what}: the file system has no such call") from error
+        except OSError as error:
+            if error.errno:
+                raise from_oserror(error, what) from error
+            raise UnavailableError(f"cannot {what}: {error}") from error
+
+    def _full(self, path: str, *, file: bool = False) -> str:
+        names = split_path(path)
+        if file and not names:
+            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        return "/".join((self._root, *names))
+
+    def _name(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
+
+
+class _SpoolingWriter:
+    """Keeps what is written, and puts it when it is closed."""
+
+    def __init__(self, backend: FsspecBackend, path: str, overwrite: bool) -> None:
+        self._backend = backend
+        self._path = path
+        self._overwrite = overwrite
+        self._size_bytes = 0
+        # Closed by `close` or `abort`, which a writer's owner has to call in any case.
+        self._spool: Any = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        if self._spool is None:
+            raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
+        try:
+            self._spool.write(data)
+        except OSError as error:
+            raise from_oserror(error, f"keep {self._path} in {tempfile.gettempdir()}") from error
+        self._size_bytes += len(data)
+
+    def close(self) -> None:
+        if self._spool is None:
+            return
+        spool, self._spool = self._spool, None
+        with spool:
+            self._backend._put(self._path, spool, self._size_bytes, overwrite=self._overwrite)
+
+    def abort(self) -> None:
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def _info(path: str, entry: dict[str, Any]) -> FileInfo:
+    is_dir = entry["type"] == "directory"
+    when = next(
+        (entry[key] for key in ("LastModified", "mtime", "modified", "created") if entry.get(key)),
+        0,
+    )
+    seconds = when.timestamp() if isinstance(when, datetime) else when
+    modified_ns = int(seconds * 1e9) if isinstance(seconds, int | float) else 0
+    return FileInfo(path, 0 if is_dir else int(entry.get("size") or 0), modified_ns, is_dir)

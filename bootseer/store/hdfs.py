@@ -1,0 +1,347 @@
+"""`hdfs://`: HDFS through hdfs-native (Rust, no JVM), as a backend.
+
+Owns the mapping of paths, the deadline of every call, and the work-arounds for hdfs-native
+0.14.7 (each named where it is applied). Options in the URL's query: `deadline_s` (60; no call
+goes on for longer without progress), `block_size_bytes` and `replication` of new files (the
+cluster's defaults). Permissions: those of the root folder; a root made here is private.
+
+Every method is thread-safe.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from bootseer.store.backend import FileInfo, Space
+from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.hdfs_errors import translate
+from bootseer.store.paths import public_url, split_path
+
+if TYPE_CHECKING:
+    from hdfs_native import Client, FileStatus
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_DEADLINE_S = 60.0
+# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+_THREADS_MAX = 128
+# A call of `write` takes a few packets' time at this size, and reports progress that often.
+_WRITE_BYTES = 4 << 20
+
+
+class HdfsBackend:
+    """Files beneath one folder of an HDFS."""
+
+    has_atomic_rename = True
+
+    def __init__(self, url: str) -> None:
+        options = _Options(url)
+        parts = urlsplit(url, allow_fragments=False)
+        self.url = public_url(url)
+        self._cluster = f"{parts.scheme}://{parts.netloc}"
+        # Hadoop does not percent-decode paths, so neither is done here.
+        self._root = "/" + "/".join(split_path(parts.path.strip("/")))
+        self._options = options
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
+        self._lock = threading.Lock()
+        self._client_or_none: Client | None = None
+        self._mode_or_none: int | None = None
+        self._block_size_bytes = options.block_size_bytes
+
+    def stat(self, path: str) -> FileInfo:
+        full = self._full(path)
+        status = self._call(lambda client: client.get_file_info(full), "look at", path)
+        return _info(path, status)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        full = self._full(path)
+
+        def work(call: Call[bytes]) -> bytes:
+            chunks = []
+            for chunk in self._stream(full, offset, length):
+                chunks.append(chunk)
+                call.progress_count += 1
+                if call.abandoned:
+                    break
+            # One copy; a bytearray turned into bytes would be two.
+            return b"".join(chunks)
+
+        return self._run(work, "read", path)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        full = self._full(path)
+
+        def work(call: Call[int]) -> int:
+            done = 0
+            for chunk in self._stream(full, offset, len(buffer)):
+                with call.handover:
+                    if call.abandoned:
+                        break
+                    buffer[done : done + len(chunk)] = chunk
+                done += len(chunk)
+                call.progress_count += 1
+            return done
+
+        return self._run(work, "read", path)
+
+    def _stream(self, full: str, offset: int, length: int | None) -> Iterator[bytes]:
+        if offset < 0 or (length is not None and length < 0):
+            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        reader = self._client().read(full)
+        # Reading past the end is a panic of the Rust code, so never ask for it.
+        wanted = max(0, len(reader) - offset)
+        if length is not None:
+            wanted = min(wanted, length)
+        if not wanted:
+            return iter(())
+        stream: Iterator[bytes] = reader.read_range_stream(offset, wanted)
+        return stream
+
+    def create(self, path: str, *, overwrite: bool = False) -> "_HdfsWriter":
+        full = self._full(path, file=True)
+        writer = self._call(
+            # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
+            # make a half-written file look complete.
+            lambda client: client.inner.create(full, self._write_options(overwrite)),
+            "create",
+            path,
+        )
+        return _HdfsWriter(self, path, writer)
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        old, new = self._full(source, file=True), self._full(target, file=True)
+        verb = f"rename {self._name(source)} to"
+
+        def move(client: "Client") -> None:
+            try:
+                client.rename(old, new, overwrite)
+            except FileNotFoundError:
+                client.get_file_info(old)  # raises the same when it is the source that is missing
+                client.mkdirs(new.rpartition("/")[0] or "/", self._mode(client), True)
+                client.rename(old, new, overwrite)
+
+        self._call(move, verb, target)
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        full = self._full(path)
+
+        def work(call: Call[list[FileInfo]]) -> list[FileInfo]:
+            found = []
+            for status in self._client().list_status(full):
+                if status.path == full and not status.isdir:
+                    raise NotFoundError("not a folder")
+                name = status.path.rpartition("/")[2]
+                found.append(_info(f"{path}/{name}" if path else name, status))
+                call.progress_count += 1
+            return found
+
+        infos = self._run(work, "list", path)
+        infos.sort(key=lambda info: info.path)
+        return iter(infos)
+
+    def mkdir(self, path: str) -> None:
+        full = self._full(path)
+        try:
+            self._call(lambda client: client.mkdirs(full, self._mode(client), True), "create", path)
+        except AlreadyExistsError as error:
+            raise InvalidInputError(str(error)) from error
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        full = self._full(path, file=True)
+        with contextlib.suppress(NotFoundError):
+            self._call(lambda client: client.delete(full, recursive), "delete", path)
+
+    def space(self) -> Space | None:
+        """None: hdfs-native has no call for it, and a content summary walks the whole tree."""
+        return None
+
+    def close(self) -> None:
+        self._caller.close()
+        self._client_or_none = None
+
+    def _call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
+        return self._run(lambda _: function(self._client()), verb, path)
+
+    def _run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
+        try:
+            return self._caller.run(work, self._options.deadline_s)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # PanicException is no Exception
+            raise translate(error, f"{verb} {self._name(path)}") from error
+
+    def _client(self) -> "Client":
+        """The connection, made by the first call (so that opening a store costs nothing)."""
+        with self._lock:
+            if self._client_or_none is None:
+                from hdfs_native import Client
+
+                timeout_ms = str(int(self._options.deadline_s * 1000))
+                try:
+                    # A DataNode that hangs is left in time for another replica to be tried.
+                    self._client_or_none = Client(
+                        self._cluster, {"dfs.client.socket-timeout": timeout_ms}
+                    )
+                except (RuntimeError, ValueError) as error:
+                    raise InvalidInputError(f"cannot use {self._cluster}: {error}") from error
+            return self._client_or_none
+
+    def _mode(self, client: "Client") -> int:
+        """Permission bits for folders: the root's, but never write for others."""
+        if self._mode_or_none is None:
+            try:
+                mode = client.get_file_info(self._root).permission
+            except FileNotFoundError:
+                client.mkdirs(self._root, 0o700, True)
+                mode = 0o700
+            self._mode_or_none = mode & 0o775 | 0o700
+        return self._mode_or_none
+
+    def _write_options(self, overwrite: bool) -> Any:
+        from hdfs_native import WriteOptions
+
+        return WriteOptions(
+            block_size=self._options.block_size_bytes,
+            replication=self._options.replication,
+            permission=self._mode(self._client()) & 0o664,
+            overwrite=overwrite,
+            create_parent=True,
+        )
+
+    def _full(self, path: str, *, file: bool = False) -> str:
+        names = split_path(path)
+        if file and not names:
+            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        return "/".join((self._root.rstrip("/"), *names)) or "/"
+
+    def _name(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
+
+
+class _HdfsWriter:
+    """A new file, block by block.
+
+    At the end of a block the file is closed and opened again for append: hdfs-native does not
+    retry the NotReplicatedYetException with which a NameNode may answer the request for a
+    file's next block, and loses the file then; closing waits until the block is known.
+    """
+
+    def __init__(self, backend: HdfsBackend, path: str, writer: Any) -> None:
+        self._backend = backend
+        self._path = path
+        self._writer = writer
+        self._block_left_bytes: int | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._writer is None:
+            raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
+        data = bytes(data)  # a no-op for bytes, for which alone hdfs-native is fast
+        done = 0
+        while done < len(data):
+            if self._block_left_bytes is None:
+                self._block_left_bytes = self._block_size_bytes()
+            if not self._block_left_bytes:
+                self._next_block()
+            count = min(len(data) - done, self._block_left_bytes, _WRITE_BYTES)
+            piece = data if count == len(data) else data[done : done + count]
+            self._call(self._writer.write, piece)
+            done += count
+            self._block_left_bytes -= count
+
+    def _block_size_bytes(self) -> int:
+        backend = self._backend
+        if backend._block_size_bytes is None:
+            full = backend._full(self._path)
+            status = backend._call(lambda client: client.get_file_info(full), "look at", self._path)
+            backend._block_size_bytes = status.blocksize or 128 << 20
+        return backend._block_size_bytes
+
+    def _next_block(self) -> None:
+        full = self._backend._full(self._path)
+        self._call(self._writer.close)
+        self._writer = self._backend._call(
+            lambda client: client.inner.append(full), "write", self._path
+        )
+        self._block_left_bytes = self._block_size_bytes()
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._backend._run(lambda _: function(*arguments), "write", self._path)
+        except NotFoundError as error:
+            # Somebody deleted or replaced the file under us; its name is not the news.
+            raise UnavailableError(str(error)) from error
+
+    def close(self) -> None:
+        if self._writer is None:
+            return
+        writer = self._writer
+        try:
+            self._call(writer.close)
+        except BootseerError:
+            self.abort()
+            raise
+        self._writer = None
+
+    def abort(self) -> None:
+        if self._writer is None:
+            return
+        self._writer = None
+        try:
+            self._backend.delete(self._path)
+        except BootseerError as error:
+            logger.warning("left %s behind: %s", self._backend._name(self._path), error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class _Options:
+    """What the query of an `hdfs://` URL says."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            query = urlsplit(url, allow_fragments=False).query
+            values = {
+                key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
+            }
+            self.deadline_s = float(values.pop("deadline_s", _DEADLINE_S))
+            block_size_bytes = int(values.pop("block_size_bytes", 0))
+            replication = int(values.pop("replication", 0))
+        except ValueError as error:
+            raise InvalidInputError(f"{url!r} is not a usable URL: {error}") from error
+        if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
+            raise InvalidInputError(
+                f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
+                "each a positive number"
+            )
+        self.block_size_bytes = block_size_bytes or None
+        self.replication = replication or None
+
+
+def _info(path: str, status: "FileStatus") -> FileInfo:
+    size_bytes = 0 if status.isdir else status.length
+    return FileInfo(path, size_bytes, status.modification_time * 1_000_000, status.isdir)

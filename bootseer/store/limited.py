@@ -1,0 +1,278 @@
+"""`limit+URL`: a backend behind a rate limit that stands for a shared network.
+
+Owns the limit and its account: used by the demo and the benchmarks, never by a real start. Each
+path is served at `stream_bytes_per_s` per direction (as one disk or DataNode would, shared by all
+who use it, per process); everything that the processes of one node move together at
+`node_bytes_per_s`, through a small locked file (`account`), which also counts. Bytes are metered
+in slices, in turn, so that parallel streams share fairly. Thread-safe.
+"""
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import parse_qsl, urlencode
+
+from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.store.backend import Backend, FileInfo, Space, Writer
+
+# Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
+SLICE_BYTES = 256 << 10
+# Paths whose next free moment is remembered. Only one that was idle for long is ever forgotten.
+_PATHS_MAX = 4096
+# magic; CLOCK_MONOTONIC (ns) at which the node's link is free; bytes read, written; requests
+_ACCOUNT = struct.Struct("<8sqqqq")
+_MAGIC = b"BSACCT1\0"
+# What can be reserved ahead, at most: a later moment was written before the machine's last boot.
+_AHEAD_MAX_NS = 600 * 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What all processes moved through one account file."""
+
+    bytes_read: int
+    bytes_written: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rates in bytes per second; None is no limit. `latency_s` is added to each request."""
+
+    stream_bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    account: Path | None = None
+
+
+def open_limited(url: str) -> "LimitedBackend":
+    """From `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH`.
+
+    Other options of the query are the inner URL's. Raises: InvalidInputError.
+    """
+    from bootseer.store import open_backend
+
+    inner, _, query = url[len("limit+") :].partition("?")
+    own: dict[str, str] = {}
+    others: list[tuple[str, str]] = []
+    try:
+        for key, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
+            if key in ("stream_bytes_per_s", "node_bytes_per_s", "latency_s", "account"):
+                own[key] = value
+            else:
+                others.append((key, value))
+        limits = Limits(
+            stream_bytes_per_s=float(own["stream_bytes_per_s"])
+            if "stream_bytes_per_s" in own
+            else None,
+            node_bytes_per_s=float(own["node_bytes_per_s"]) if "node_bytes_per_s" in own else None,
+            latency_s=float(own.get("latency_s", 0)),
+            account=Path(own["account"]) if own.get("account") else None,
+        )
+    except ValueError as error:
+        raise InvalidInputError(f"{url!r} is not a usable URL: {error}") from error
+    rates = [
+        rate for rate in (limits.stream_bytes_per_s, limits.node_bytes_per_s) if rate is not None
+    ]
+    if not all(rate > 0 for rate in rates) or not 0 <= limits.latency_s < 60:
+        raise InvalidInputError(f"{url!r}: rates are positive, latency_s is below 60")
+    if limits.node_bytes_per_s and limits.account is None:
+        raise InvalidInputError(f"{url!r}: node_bytes_per_s needs account=PATH")
+    if others:
+        inner += "?" + urlencode(others)
+    return LimitedBackend(open_backend(inner), limits)
+
+
+def read_account(path: Path) -> Account:
+    """What was moved so far; zeros when nothing was. Raises: InvalidInputError."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Account(0, 0, 0)
+    except OSError as error:
+        raise from_oserror(error, f"read the account {path}") from error
+    if not data:
+        return Account(0, 0, 0)
+    _, bytes_read, bytes_written, requests = _parse(data, path)
+    return Account(bytes_read, bytes_written, requests)
+
+
+class LimitedBackend:
+    """`inner`, slower, and counted."""
+
+    def __init__(self, inner: Backend, limits: Limits) -> None:
+        self._inner = inner
+        self._limits = limits
+        self._meter = _Meter(limits)
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def has_atomic_rename(self) -> bool:
+        return self._inner.has_atomic_rename
+
+    def stat(self, path: str) -> FileInfo:
+        self._meter.request()
+        return self._inner.stat(path)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        self._meter.request()
+        # From the inner backend in one piece: slice by slice could mix two versions of a file.
+        data = self._inner.read(path, offset, length)
+        self._meter.move("r", path, len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        self._meter.request()
+        count = self._inner.read_into(path, offset, buffer)
+        self._meter.move("r", path, count)
+        return count
+
+    def create(self, path: str, *, overwrite: bool = False) -> "_LimitedWriter":
+        self._meter.request()
+        return _LimitedWriter(self._inner.create(path, overwrite=overwrite), self._meter, path)
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        self._meter.request()
+        self._inner.rename(source, target, overwrite=overwrite)
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        self._meter.request()
+        return self._inner.list(path)
+
+    def mkdir(self, path: str) -> None:
+        self._meter.request()
+        self._inner.mkdir(path)
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        self._meter.request()
+        self._inner.delete(path, recursive=recursive)
+
+    def space(self) -> Space | None:
+        self._meter.request()
+        return self._inner.space()
+
+    def close(self) -> None:
+        self._inner.close()
+        self._meter.close()
+
+
+class _LimitedWriter:
+    def __init__(self, inner: Writer, meter: "_Meter", path: str) -> None:
+        self._inner = inner
+        self._meter = meter
+        self._path = path
+
+    def write(self, data: bytes) -> None:
+        self._meter.move("w", self._path, len(data))
+        self._inner.write(data)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class _Meter:
+    """Makes callers wait their turn: one timeline per path and direction, one for the node."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._free_ns: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._account_fd = -1
+        if limits.account is not None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            try:
+                self._account_fd = os.open(limits.account, flags, 0o600)
+            except OSError as error:
+                raise from_oserror(error, f"open the account {limits.account}") from error
+
+    def request(self) -> None:
+        """Count one request and wait its latency."""
+        self._reserve_node(0, 0, 1)
+        if self._limits.latency_s:
+            time.sleep(self._limits.latency_s)
+
+    def move(self, direction: str, path: str, size_bytes: int) -> None:
+        """Return when `size_bytes` have passed."""
+        while size_bytes > 0:
+            count = min(size_bytes, SLICE_BYTES)
+            size_bytes -= count
+            until_ns = self._reserve_stream((direction, path), count)
+            read, written = (count, 0) if direction == "r" else (0, count)
+            until_ns = max(until_ns, self._reserve_node(read, written, 0))
+            wait_ns = until_ns - time.monotonic_ns()
+            if wait_ns > 0:
+                time.sleep(wait_ns / 1e9)
+
+    def _reserve_stream(self, stream: tuple[str, str], count: int) -> int:
+        rate = self._limits.stream_bytes_per_s
+        if rate is None:
+            return 0
+        with self._lock:
+            start_ns = max(self._free_ns.pop(stream, 0), time.monotonic_ns())
+            self._free_ns[stream] = end_ns = start_ns + int(count / rate * 1e9)
+            if len(self._free_ns) > _PATHS_MAX:
+                self._free_ns.popitem(last=False)
+            return end_ns
+
+    def _reserve_node(self, read: int, written: int, requests: int) -> int:
+        fd, path = self._account_fd, self._limits.account
+        if fd < 0 or path is None:
+            return 0
+        rate = self._limits.node_bytes_per_s
+        # The lock of the file excludes other processes, not other threads of this one.
+        with self._lock:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                data = os.pread(fd, _ACCOUNT.size, 0)
+                free_ns, *counts = _parse(data, path) if data else (0, 0, 0, 0)
+                now_ns = time.monotonic_ns()
+                if rate is not None and read + written:
+                    start_ns = max(free_ns, now_ns) if free_ns < now_ns + _AHEAD_MAX_NS else now_ns
+                    free_ns = start_ns + int((read + written) / rate * 1e9)
+                counts = [counts[0] + read, counts[1] + written, counts[2] + requests]
+                os.pwrite(fd, _ACCOUNT.pack(_MAGIC, free_ns, *counts), 0)
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        return free_ns if rate is not None and read + written else 0
+
+    def close(self) -> None:
+        """Close the account. Idempotent."""
+        with self._lock:
+            fd, self._account_fd = self._account_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _parse(data: bytes, path: Path) -> tuple[int, int, int, int]:
+    if len(data) != _ACCOUNT.size or not data.startswith(_MAGIC):
+        raise InvalidInputError(f"{path} is not an account of bytes moved; name another file")
+    _, free_ns, bytes_read, bytes_written, requests = _ACCOUNT.unpack(data)
+    return free_ns, bytes_read, bytes_written, requests
