@@ -1,0 +1,216 @@
+"""The trace of one launch: which ranges of which files it read first, in order, with times.
+
+Alone owns the trace format (docs/format/trace.md) and the log that a running server appends to.
+`Trace` and the codec are pure. `AccessLog` may be appended to from any thread; it lies in shared
+anonymous memory, so that what a killed worker recorded is still there for the next one.
+"""
+
+import json
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import zstandard
+
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError, UnknownFormatError
+
+_FORMAT = "bootseer-trace"
+_VERSION = 1
+_DECODED_BYTES_MAX = 256 * 2**20
+"""A million accesses take about 30 MB."""
+
+ACCESS_COUNT_MAX = 2**20
+"""A log that is full takes no more: a start that reads a million ranges is no start."""
+
+_ENTRY = struct.Struct("<IIQQ")
+_LOG_HEADER = struct.Struct("<QQ")
+
+
+class Access(NamedTuple):
+    """`length` bytes at `offset` of file number `file`, `time_ns` after the start."""
+
+    file: int
+    offset: int
+    length: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedFile:
+    """A file by path and content, so that a trace outlives the image it was made with."""
+
+    path: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one launch read."""
+
+    index_digest: str
+    workload: str
+    node: str
+    started_ns: int
+    """Wall clock, ns since 1970."""
+    ended: str
+    """What ended the record: "ready", "window" or "unmount"."""
+    readahead_bytes: int
+    """The kernel's read-ahead while recording; a replay must use the same."""
+    files: tuple[TracedFile, ...]
+    accesses: tuple[Access, ...]
+    """In the order in which they happened; no range twice."""
+
+
+class AccessLog:
+    """Accesses as the kernel asked for them: (inode, offset, length, time). About 1 us each."""
+
+    def __init__(self, capacity: int = ACCESS_COUNT_MAX) -> None:
+        """Make it before any fork whose children shall append. Untouched memory costs nothing."""
+        self.capacity = capacity
+        self._map = mmap.mmap(-1, _LOG_HEADER.size + capacity * _ENTRY.size)
+        self._lock = threading.Lock()
+        self.is_open = True
+        _LOG_HEADER.pack_into(self._map, 0, 0, time.monotonic_ns())
+
+    @property
+    def started_ns(self) -> int:
+        """When the log was made, on the monotonic clock."""
+        started: int = _LOG_HEADER.unpack_from(self._map, 0)[1]
+        return started
+
+    def __len__(self) -> int:
+        count: int = _LOG_HEADER.unpack_from(self._map, 0)[0]
+        return count
+
+    def append(self, inode: int, offset: int, length: int) -> None:
+        """Does nothing when the log is closed or full."""
+        if not self.is_open:
+            return
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            count, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
+            if count >= self.capacity:
+                return
+            position = _LOG_HEADER.size + count * _ENTRY.size
+            _ENTRY.pack_into(self._map, position, inode, length, offset, now_ns - started_ns)
+            # The entry before the count: a process killed between the two loses only this one.
+            _LOG_HEADER.pack_into(self._map, 0, count + 1, started_ns)
+
+    def entries(self) -> list[tuple[int, int, int, int]]:
+        """(inode, offset, length, ns since the log was made), in order."""
+        end = _LOG_HEADER.size + len(self) * _ENTRY.size
+        return [
+            (inode, offset, length, time_ns)
+            for inode, length, offset, time_ns in _ENTRY.iter_unpack(
+                self._map[_LOG_HEADER.size : end]
+            )
+        ]
+
+
+def accesses_of(
+    tree: Tree, entries: Iterable[tuple[int, int, int, int]]
+) -> tuple[tuple[TracedFile, ...], tuple[Access, ...]]:
+    """Files and first accesses from a log's entries. Pure.
+
+    A range that was asked for again (dropped from the page cache meanwhile) counts once.
+    """
+    numbers: dict[int, int] = {}
+    files: list[TracedFile] = []
+    accesses: dict[tuple[int, int, int], Access] = {}
+    for inode, offset, length, time_ns in entries:
+        number = numbers.get(inode)
+        if number is None:
+            number = numbers[inode] = len(files)
+            files.append(TracedFile(tree.path(inode), tree.inode(inode).digest or b""))
+        key = (number, offset, length)
+        if key not in accesses:
+            accesses[key] = Access(number, offset, length, time_ns)
+    return tuple(files), tuple(accesses.values())
+
+
+def encode(trace: Trace) -> bytes:
+    """The trace as zstd-compressed JSON lines. Deterministic."""
+    header = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "index": trace.index_digest,
+        "workload": trace.workload,
+        "node": trace.node,
+        "started_ns": trace.started_ns,
+        "ended": trace.ended,
+        "readahead_bytes": trace.readahead_bytes,
+        "file_count": len(trace.files),
+        "access_count": len(trace.accesses),
+    }
+    # JSON has no bytes: a path that is not UTF-8 travels as lone surrogates, escaped.
+    lines = [json.dumps(header)]
+    lines += [
+        json.dumps([file.path.decode("utf-8", "surrogateescape"), file.digest.hex()])
+        for file in trace.files
+    ]
+    lines += [f"[{a.file},{a.offset},{a.length},{a.time_ns}]" for a in trace.accesses]
+    text = "\n".join(lines) + "\n"
+    return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(text.encode("ascii"))
+
+
+def decode(data: bytes) -> Trace:
+    """Raises: CorruptError; UnknownFormatError for another kind or version."""
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= _DECODED_BYTES_MAX:
+            raise CorruptError("a trace announces no size, or an absurd one")
+        text = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        lines = text.decode("ascii").split("\n")
+        header = json.loads(lines[0])
+    except (zstandard.ZstdError, ValueError, RecursionError) as error:
+        raise CorruptError(f"a trace cannot be read: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise UnknownFormatError("this is no trace of Bootseer")
+    if header.get("version") != _VERSION:
+        raise UnknownFormatError(
+            f"the trace has version {header.get('version')!r}; this release reads {_VERSION}"
+        )
+    try:
+        return _decode_lines(header, lines)
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        raise CorruptError(f"a trace makes no sense: {error!r}") from error
+
+
+def _decode_lines(header: dict[str, Any], lines: list[str]) -> Trace:
+    file_count, access_count = header["file_count"], header["access_count"]
+    if len(lines) != file_count + access_count + 2 or access_count > ACCESS_COUNT_MAX:
+        raise ValueError("its line count is wrong")
+    files = []
+    for line in lines[1 : 1 + file_count]:
+        path, digest_hex = json.loads(line)
+        digest = bytes.fromhex(digest_hex)
+        if len(digest) not in (0, 32):
+            raise ValueError("a digest has a wrong length")
+        files.append(TracedFile(path.encode("utf-8", "surrogateescape"), digest))
+    accesses = []
+    for line in lines[1 + file_count : -1]:
+        numbers = json.loads(line)
+        access = Access(*numbers)
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise ValueError("a number is out of range")
+        if access.file >= file_count or not access.length:
+            raise ValueError("an access is of no file or of no length")
+        accesses.append(access)
+    for key in ("index", "workload", "node", "ended"):
+        if not isinstance(header[key], str):
+            raise TypeError(f"{key} is no string")
+    return Trace(
+        header["index"],
+        header["workload"],
+        header["node"],
+        int(header["started_ns"]),
+        header["ended"],
+        int(header["readahead_bytes"]),
+        tuple(files),
+        tuple(accesses),
+    )

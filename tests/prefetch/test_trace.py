@@ -1,0 +1,127 @@
+"""Traces: the log and its codec."""
+
+import json
+import os
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bootseer.blob.tree import Blob, Inode, build_tree
+from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
+from bootseer.prefetch.trace import (
+    Access,
+    AccessLog,
+    Trace,
+    TracedFile,
+    accesses_of,
+    decode,
+    encode,
+)
+
+INDEX = "sha256:" + "1" * 64
+
+
+def trace_of(files: list[TracedFile], accesses: list[Access]) -> Trace:
+    return Trace(INDEX, "train", "node-1", 5, "ready", 65536, tuple(files), tuple(accesses))
+
+
+digests = st.one_of(st.just(b""), st.binary(min_size=32, max_size=32))
+traced = st.builds(TracedFile, st.binary(max_size=40), digests)
+number = st.integers(0, 2**62)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    files = draw(st.lists(traced, min_size=1, max_size=5))
+    access = st.builds(
+        Access, st.integers(0, len(files) - 1), number, st.integers(1, 2**40), number
+    )
+    return trace_of(files, draw(st.lists(access, max_size=20)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces())
+def test_round_trip(trace: Trace) -> None:
+    assert decode(encode(trace)) == trace
+    assert encode(trace) == encode(trace)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.data())
+def test_damage_is_refused(trace: Trace, data: st.DataObject) -> None:
+    good = bytearray(encode(trace))
+    position = data.draw(st.integers(0, len(good) - 1))
+    good[position] ^= data.draw(st.integers(1, 255))
+    try:
+        assert decode(bytes(good)) == trace  # A bit that zstd itself ignores.
+    except (CorruptError, UnknownFormatError):
+        pass
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(BootseerError):
+        decode(noise)
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (["[]"], UnknownFormatError),
+        (['{"format": "bootseer-trace", "version": 2}'], UnknownFormatError),
+        (['{"format": "bootseer-trace", "version": 1}'], CorruptError),
+        (["[" * 100_000], CorruptError),
+    ],
+)
+def test_wrong_headers(lines: list[str], error: type[Exception]) -> None:
+    data = zstandard.ZstdCompressor().compress("\n".join([*lines, ""]).encode())
+    with pytest.raises(error):
+        decode(data)
+
+
+def test_an_access_must_be_of_a_file() -> None:
+    trace = trace_of([TracedFile(b"a", b"")], [Access(0, 0, 1, 0)])
+    text = zstandard.ZstdDecompressor().decompress(encode(trace)).decode()
+    for bad in ("[1,0,1,0]", "[0,-1,1,0]", "[0,0,0,0]", "[0,0,1]", '[0,0,"1",0]', "{}"):
+        changed = text.replace("[0,0,1,0]", bad)
+        assert changed != text
+        with pytest.raises(CorruptError):
+            decode(zstandard.ZstdCompressor().compress(changed.encode()))
+
+
+def test_paths_that_are_not_utf8_stay_ascii_json() -> None:
+    data = encode(trace_of([TracedFile(b"\xff/\xc3\xa4", b"")], []))
+    lines = zstandard.ZstdDecompressor().decompress(data).decode("ascii").splitlines()
+    assert json.loads(lines[1])[0].encode("utf-8", "surrogateescape") == b"\xff/\xc3\xa4"
+
+
+def test_log_survives_the_process_that_wrote_it() -> None:
+    log = AccessLog(capacity=3)
+    child = os.fork()
+    if not child:
+        log.append(1, 0, 10)
+        log.append(2, 4096, 20)
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert [entry[:3] for entry in log.entries()] == [(1, 0, 10), (2, 4096, 20)]
+    log.append(3, 0, 1)
+    log.append(4, 0, 1)
+    assert len(log) == 3
+    log.is_open = False
+    log.append(5, 0, 1)
+    assert len(log.entries()) == 3
+
+
+def test_accesses_name_files_by_path_and_digest() -> None:
+    digest = b"d" * 32
+    tree = build_tree(
+        [(b"", 0), (b"a", 1), (b"a/b", 2)],
+        [Inode(0o40755), Inode(0o40755), Inode(0o100644, digest=digest)],
+        [Blob("sha256:" + "0" * 64, 0, ())],
+    )
+    files, accesses = accesses_of(tree, [(2, 0, 4096, 1), (2, 4096, 1, 2), (2, 0, 4096, 3)])
+    assert files == (TracedFile(b"a/b", digest),)
+    assert accesses == (Access(0, 0, 4096, 1), Access(0, 4096, 1, 2))
