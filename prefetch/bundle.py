@@ -1,0 +1,265 @@
+"""The bundle: the hot bytes of an image for one workload, in the order of use, as one object.
+
+Alone owns the format (docs/format/bundle.md): a header that says which bytes of which streams each
+frame holds, then independent zstd frames. Pure, but for `write_bundle`, which writes to a file
+object. Frozen values; safe from any thread.
+"""
+
+import hashlib
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import zstandard
+
+from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
+
+FRAME_STREAM_BYTES = 512 * 1024
+"""Raw bytes of a frame: a fault that waits for one waits a few milliseconds, and larger frames
+hardly compress better."""
+
+_LEVEL = 10
+"""Written once, in the background, and read by every node at every later launch."""
+
+_MAGIC = b"BSBUNDLE"
+_VERSION = 1
+# magic, version, flags, index digest, length of the tables as stored, raw, frames, extents
+_HEAD = struct.Struct("<8sII32sIIII")
+_CHECK_BYTES = 32
+HEADER_BYTES_MIN = _HEAD.size + _CHECK_BYTES
+HEADER_BYTES_MAX = 64 * 2**20
+_FRAME = struct.Struct("<III32s")
+_EXTENT = struct.Struct("<QII")
+_FRAME_STREAM_BYTES_MAX = 16 * 2**20
+_FRAME_STORED_BYTES_MAX = 2 * _FRAME_STREAM_BYTES_MAX
+
+
+class BundleExtent(NamedTuple):
+    """`length` bytes at `offset` of the stream of blob number `blob`; begins on a sector, and ends
+    on one or with its stream."""
+
+    blob: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFrame:
+    """`length` stored bytes at `offset` of the bundle: these extents, one after the other."""
+
+    offset: int
+    length: int
+    stream_length: int
+    digest: bytes
+    """SHA-256 of the stored (compressed) bytes."""
+    extents: tuple[BundleExtent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A decoded header."""
+
+    index_digest: str
+    header_bytes: int
+    frames: tuple[BundleFrame, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole object."""
+        return self.frames[-1].offset + self.frames[-1].length if self.frames else self.header_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of all frames, uncompressed."""
+        return sum(frame.stream_length for frame in self.frames)
+
+
+def plan_frames(
+    ranges: Iterable[tuple[int, int, int]],
+    stream_lengths: Sequence[int],
+    frame_bytes: int = FRAME_STREAM_BYTES,
+) -> list[tuple[BundleExtent, ...]]:
+    """Which extents each frame shall hold. Pure (no I/O).
+
+    `ranges` are (blob, offset, length) in order of use. They are widened to whole sectors (the
+    unit of the node cache; tar pads with zeros, so this costs nothing), and no sector comes twice.
+    """
+    seen = [bytearray(-(-length // SECTOR_BYTES)) for length in stream_lengths]
+    frames: list[tuple[BundleExtent, ...]] = []
+    current: list[BundleExtent] = []
+    room = frame_bytes
+    for blob, offset, length in ranges:
+        first, stop = sectors_of(offset, length)
+        marks = seen[blob]
+        while (first := marks.find(0, first, stop)) >= 0:
+            end = marks.find(1, first, stop)
+            end = min(stop if end < 0 else end, first + room // SECTOR_BYTES)
+            marks[first:end] = b"\1" * (end - first)
+            start = first * SECTOR_BYTES
+            piece = min(end * SECTOR_BYTES, stream_lengths[blob]) - start
+            last = current[-1] if current else None
+            if last and last.blob == blob and last.offset + last.length == start:
+                current[-1] = BundleExtent(blob, last.offset, last.length + piece)
+            else:
+                current.append(BundleExtent(blob, start, piece))
+            room -= piece
+            if room < SECTOR_BYTES:
+                frames.append(tuple(current))
+                current, room = [], frame_bytes
+            first = end
+    if current:
+        frames.append(tuple(current))
+    return frames
+
+
+def write_bundle(
+    index_digest: str,
+    frames: Sequence[tuple[BundleExtent, ...]],
+    read: Callable[[int, int, int], bytes],
+    spool: BinaryIO,
+) -> bytes:
+    """Write the frames' bytes to `spool` and return the header that belongs before them.
+
+    `read(blob, offset, length)` gives bytes of a blob's stream. Deterministic.
+    """
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+    tables: list[bytes] = []
+    extents: list[bytes] = []
+    for members in frames:
+        content = b"".join(read(*extent) for extent in members)
+        stored = compressor.compress(content)
+        spool.write(stored)
+        digest = hashlib.sha256(stored).digest()
+        tables.append(_FRAME.pack(len(stored), len(content), len(members), digest))
+        extents += [_EXTENT.pack(e.offset, e.blob, e.length) for e in members]
+    raw = b"".join(tables + extents)
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    head = _HEAD.pack(
+        _MAGIC,
+        _VERSION,
+        0,
+        bytes.fromhex(index_digest.removeprefix("sha256:")),
+        len(packed),
+        len(raw),
+        len(frames),
+        len(extents),
+    )
+    return head + packed + hashlib.sha256(head + packed).digest()
+
+
+def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int]) -> Bundle:
+    """The bundle that `header` describes, checked against the image it is to serve. Pure.
+
+    Raises: CorruptError for anything that does not fit, also another image's bundle;
+    UnknownFormatError.
+    """
+    if len(header) < HEADER_BYTES_MIN or not header.startswith(_MAGIC):
+        raise UnknownFormatError("this is no bundle of Bootseer")
+    (_, version, flags, index, stored_length, raw_length, frame_count, extent_count) = (
+        _HEAD.unpack_from(header)
+    )
+    if version != _VERSION or flags:
+        raise UnknownFormatError(f"the bundle has version {version}; this release reads 1")
+    if len(header) != HEADER_BYTES_MIN + stored_length or len(header) > HEADER_BYTES_MAX:
+        raise CorruptError("the bundle's header has a wrong length")
+    if hashlib.sha256(header[:-_CHECK_BYTES]).digest() != header[-_CHECK_BYTES:]:
+        raise CorruptError("the bundle's header does not match its checksum")
+    if index.hex() != index_digest.removeprefix("sha256:"):
+        raise CorruptError("the bundle belongs to another image")
+    if raw_length != frame_count * _FRAME.size + extent_count * _EXTENT.size:
+        raise CorruptError("the bundle's tables have a wrong length")
+    if raw_length > HEADER_BYTES_MAX:
+        raise CorruptError("the bundle's tables are absurdly large")
+    packed = header[_HEAD.size : -_CHECK_BYTES]
+    raw = _decompress(packed, raw_length)
+    frames = tuple(_frames(raw, frame_count, extent_count, len(header), stream_lengths))
+    return Bundle(index_digest, len(header), frames)
+
+
+def _frames(
+    raw: bytes, frame_count: int, extent_count: int, offset: int, stream_lengths: Sequence[int]
+) -> Iterator[BundleFrame]:
+    table_bytes = frame_count * _FRAME.size
+    extents = [
+        BundleExtent(blob, start, length)
+        for start, blob, length in _EXTENT.iter_unpack(memoryview(raw)[table_bytes:])
+    ]
+    for extent in extents:
+        if extent.blob >= len(stream_lengths):
+            raise CorruptError("the bundle names a blob that the image does not have")
+        end = extent.offset + extent.length
+        at_end = end == stream_lengths[extent.blob]
+        if (
+            not extent.length
+            or end > stream_lengths[extent.blob]
+            or extent.offset % SECTOR_BYTES
+            or (end % SECTOR_BYTES and not at_end)
+        ):
+            raise CorruptError("an extent of the bundle lies outside its stream")
+    taken = 0
+    for length, stream_length, count, digest in _FRAME.iter_unpack(raw[:table_bytes]):
+        members = tuple(extents[taken : taken + count])
+        taken += count
+        if (
+            not 0 < length <= _FRAME_STORED_BYTES_MAX
+            or stream_length > _FRAME_STREAM_BYTES_MAX
+            or not members
+            or sum(extent.length for extent in members) != stream_length
+        ):
+            raise CorruptError("a frame of the bundle has an impossible length")
+        yield BundleFrame(offset, length, stream_length, digest, members)
+        offset += length
+    if taken != extent_count:
+        raise CorruptError("extents of the bundle belong to no frame")
+
+
+def decode_frame(frame: BundleFrame, stored: bytes | memoryview) -> bytes:
+    """The frame's content. `stored` must have been checked against the digest already (the
+    transfer does). Raises: CorruptError."""
+    return _decompress(stored, frame.stream_length)
+
+
+def _decompress(data: bytes | memoryview, length: int) -> bytes:
+    try:
+        # The announced size is checked first, so that it bounds what is allocated.
+        if zstandard.frame_content_size(data) != length:
+            raise CorruptError("a part of the bundle announces a wrong length")
+        content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"a part of the bundle cannot be decompressed: {error}") from error
+    if len(content) != length:
+        raise CorruptError("a part of the bundle has a wrong length")
+    return content
+
+
+class Placement:
+    """Where in the bundle a byte of a stream is: for faults, in a microsecond. Immutable."""
+
+    def __init__(self, frames: Sequence[BundleFrame], blob_count: int) -> None:
+        located: list[list[tuple[int, int, int]]] = [[] for _ in range(blob_count)]
+        for number, frame in enumerate(frames):
+            for extent in frame.extents:
+                located[extent.blob].append((extent.offset, extent.length, number))
+        self._starts: list[array[int]] = []
+        self._ends: list[array[int]] = []
+        self._frames: list[array[int]] = []
+        for entries in located:
+            entries.sort()
+            self._starts.append(array("Q", (offset for offset, _, _ in entries)))
+            self._ends.append(array("Q", (offset + length for offset, length, _ in entries)))
+            self._frames.append(array("I", (number for _, _, number in entries)))
+
+    def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
+        """Numbers of the frames that hold any of `[offset, offset + length)`, ascending."""
+        starts, ends = self._starts[blob], self._ends[blob]
+        i = max(bisect_right(starts, offset) - 1, 0)
+        found = set()
+        while i < len(starts) and starts[i] < offset + length:
+            if ends[i] > offset:
+                found.add(self._frames[blob][i])
+            i += 1
+        return sorted(found)
