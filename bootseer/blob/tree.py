@@ -137,24 +137,32 @@ class Tree:
             c.rdev[number],
             c.links[link - 1] if link else b"",
             c.xattr_sets[xattrs - 1] if xattrs else (),
-            self._extents(number, first, end, size) if first != end else (),
+            tuple(Extent(*extent) for extent in self.extents(number)) if first != end else (),
             c.digests[32 * (digest - 1) : 32 * digest] if digest else None,
         )
 
-    def _extents(self, number: int, first: int, end: int, size: int) -> tuple[Extent, ...]:
+    def extents(self, number: int) -> list[tuple[int, int, int, int]]:
+        """`inode(number).extents` as (file_offset, blob, blob_offset, length), for callers that
+        go through thousands of files. Raises: CorruptError.
+        """
         c = self.columns
+        size = c.size_bytes[number]
         found = []
         position = 0
-        for i in range(first, end):
+        for i in range(c.extent_start[number], c.extent_start[number + 1]):
             offset, length = c.extent_file_offset[i], c.extent_length[i]
             blob, blob_offset = c.extent_blob[i], c.extent_blob_offset[i]
             if offset < position or offset + length > size or not length:
                 raise CorruptError(f"inode {number}: extents overlap or leave the file")
-            if blob >= len(self.blobs) or blob_offset + length > self.blobs[blob].stream_length:
+            if blob >= len(self.blobs) or blob_offset + length > self._stream_lengths[blob]:
                 raise CorruptError(f"inode {number}: an extent lies outside its blob")
             position = offset + length
-            found.append(Extent(offset, blob, blob_offset, length))
-        return tuple(found)
+            found.append((offset, blob, blob_offset, length))
+        return found
+
+    @cached_property
+    def _stream_lengths(self) -> tuple[int, ...]:
+        return tuple(blob.stream_length for blob in self.blobs)
 
     def mode(self, number: int) -> int:
         """`inode(number).mode`, without making the rest."""

@@ -1,0 +1,270 @@
+"""Writes a tree to disk: in parallel, with exact attributes, whole or not at all.
+
+Everything is made in a private directory beside the target, relative to open directories, with
+O_EXCL and O_NOFOLLOW, symbolic links last; then one rename. Names in a `Tree` cannot contain "/"
+or be "..", so nothing can land elsewhere. A process that is killed leaves only the private
+directory, which the next extraction to the same target removes. Owns its threads; the caller's
+`read` is called from several of them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.blob.extract_plan import Plan, plan_extraction
+from bootseer.blob.extract_writer import Settings, Skipped, Writer
+from bootseer.blob.frame_writer import usable_cpus
+from bootseer.blob.read import ReadBlob
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NoSpaceError,
+    from_oserror,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_FILES = 5_000_000
+MAX_BYTES = 1024**4
+_ABANDONED_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractResult:
+    """What has been made. The `skipped` counts are attributes that the file system or our
+    privileges did not allow; each kind has been logged once."""
+
+    name_count: int
+    content_bytes: int
+    skipped_owners: int
+    skipped_xattrs: int
+    skipped_set_id_bits: int
+
+
+def extract(
+    tree: Tree,
+    read: ReadBlob,
+    target: Path,
+    *,
+    threads: int | None = None,
+    owners: bool | None = None,
+    allow_devices: bool = False,
+    in_place: bool = False,
+    durable: bool = False,
+    max_files: int = MAX_FILES,
+    max_bytes: int = MAX_BYTES,
+    on_progress: Callable[[int], None] | None = None,
+) -> ExtractResult:
+    """Make `target` (absent, or an empty directory) hold exactly the tree.
+
+    `owners`: restore user and group; None: when running as root. Without, set-user-ID and
+    set-group-ID bits survive only on files that were ours already. `in_place` fills the empty
+    directory itself instead of replacing it (a mount point; then a killed process leaves what it
+    had made). `durable` flushes to the disk before the target appears. `on_progress` is called
+    with counts of content bytes written, from several threads.
+
+    On failure nothing remains. Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError
+    (also for device nodes without `allow_devices`), InvalidInputError (beyond a limit),
+    CorruptError, and whatever `read` raises.
+    """
+    if threads is not None and threads < 1:
+        raise InvalidInputError(f"threads is {threads}, not 1 or more")
+    plan = plan_extraction(
+        tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
+    )
+    # resolve() would follow a final link.
+    target = Path(os.path.abspath(target))
+    try:
+        _check_target(target, plan.content_bytes, in_place=in_place)
+        root = target if in_place else _private_directory(target)
+    except BootseerError:
+        raise
+    except OSError as error:
+        raise from_oserror(error, f"extract to {target}") from error
+    done = False
+    root_fd = -1
+    try:
+        root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not in_place:
+            fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        settings = Settings(
+            owners=os.geteuid() == 0 if owners is None else owners,
+            umask=_umask(),
+            uid=os.geteuid(),
+            gid=_created_gid(root_fd),
+            atime_ns=time.time_ns(),
+        )
+        skipped = _run(tree, read, plan, root_fd, settings, threads, on_progress)
+        if durable:
+            os.sync()
+        if not in_place:
+            root.rename(target)
+            if durable:
+                _sync_directory(target.parent)
+        done = True
+    except BootseerError:
+        raise
+    except OSError as error:
+        raise from_oserror(error, f"extract to {target}") from error
+    finally:
+        if not done:
+            _remove_contents(root)
+            if not in_place:
+                with contextlib.suppress(OSError):
+                    root.rmdir()
+        if root_fd >= 0:
+            os.close(root_fd)
+    return ExtractResult(
+        tree.name_count,
+        plan.content_bytes,
+        skipped.owners,
+        skipped.xattrs,
+        skipped.set_id_bits,
+    )
+
+
+def _run(
+    tree: Tree,
+    read: ReadBlob,
+    plan: Plan,
+    root_fd: int,
+    settings: Settings,
+    threads: int | None,
+    on_progress: Callable[[int], None] | None,
+) -> Skipped:
+    threads = threads or min(usable_cpus(), 8)
+    writer = Writer(tree, read, plan, root_fd, settings, on_progress)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-extract")
+    try:
+        writer.make_directories()
+        writer.make_large_files()
+        # The longest tasks first, so that no thread is left with one at the end.
+        futures = [pool.submit(writer.write_part, part) for part in plan.parts]
+        futures += [pool.submit(writer.write_group, group) for group in plan.groups]
+        for future in as_completed(futures):
+            future.result()
+        pool.shutdown(wait=True)
+        writer.finish()
+    finally:
+        writer.stop()
+        pool.shutdown(wait=True, cancel_futures=True)
+        writer.close()
+    return writer.skipped
+
+
+def _check_target(target: Path, content_bytes: int, *, in_place: bool) -> None:
+    try:
+        with os.scandir(target) as entries:
+            if next(entries, None) is not None:
+                raise AlreadyExistsError(f"{target} is not empty: choose another directory")
+        if target.is_symlink():
+            raise AlreadyExistsError(f"{target} is a symbolic link: name the directory itself")
+    except FileNotFoundError:
+        if target.is_symlink():
+            raise AlreadyExistsError(f"{target} is a symbolic link to nothing") from None
+        if in_place:
+            raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except NotADirectoryError as error:
+        raise AlreadyExistsError(f"{target} exists and is not a directory") from error
+    space = os.statvfs(target if in_place else target.parent)
+    if space.f_bavail * space.f_frsize < content_bytes:
+        raise NoSpaceError(
+            f"{target} needs {content_bytes} bytes and its file system has "
+            f"{space.f_bavail * space.f_frsize} left"
+        )
+
+
+def _private_directory(target: Path) -> Path:
+    prefix = f".{target.name[:64]}.extracting-"
+    _remove_abandoned(target.parent, prefix)
+    root = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    # What a parent hands down would falsify what we make: its group, its default ACL.
+    root.chmod(0o700)
+    for acl in ("system.posix_acl_default", "system.posix_acl_access"):
+        try:
+            os.removexattr(root, acl)
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                raise
+    return root
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove what killed extractions to this target have left; live ones hold a lock."""
+    for name in os.listdir(parent):
+        if not name.startswith(prefix):
+            continue
+        path = parent / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A young one may belong to somebody who has not locked it yet.
+            if time.time() - os.fstat(fd).st_ctime > _ABANDONED_AFTER_S:
+                _log.warning("removing %s, left by an extraction that was killed", path)
+                _remove_contents(path)
+                path.rmdir()
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+
+
+def _remove_contents(root: Path) -> None:
+    """Empty a directory of ours, also where directories have got their final modes already."""
+    try:
+        stack = [str(root)]
+        while stack:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)
+                        stack.append(entry.path)
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+    except OSError as error:
+        _log.warning("cannot remove %s: %s", root, error)
+
+
+def _umask() -> int:
+    """Reading it with umask(2) would change it for other threads for a moment."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o777
+
+
+def _created_gid(directory: int) -> int:
+    """The group of what is created in an open directory: ours, but for some mount options."""
+    name = ".gid-probe"
+    os.mkdir(name, 0o700, dir_fd=directory)
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_gid
+    finally:
+        os.rmdir(name, dir_fd=directory)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
