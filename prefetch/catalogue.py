@@ -1,0 +1,172 @@
+"""The images that a store knows: where their records lie, how one is found, and its tree.
+
+Alone owns the keys of images, layers, blobs and indexes in a store (docs/format/image.md). The
+index digest in a record pins all of an image's bytes; the index is verified at every use.
+
+Thread-safe: functions and frozen objects only.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from bootseer.blob.index import decode
+from bootseer.blob.index import digest as digest_of
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, from_oserror
+from bootseer.prefetch.records import (
+    INDEX_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    REFERENCE,
+    ImageRecord,
+    LayerRecord,
+    decode_image,
+    decode_layer,
+)
+from bootseer.store import Store
+
+_PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
+_KEY_NAME_BYTES_MAX = 240
+"""Quoted; file names end at 255 bytes."""
+
+
+def check_reference(reference: str) -> str:
+    """`reference` if it can name an image. Raises: InvalidInputError."""
+    if not REFERENCE.fullmatch(reference) or len(quote(reference, "")) > _KEY_NAME_BYTES_MAX:
+        raise InvalidInputError(
+            f"{reference[:80]!r} cannot name an image; use up to 200 letters, digits and ._:/@+-"
+        )
+    return reference
+
+
+def image_key(reference: str) -> str:
+    """Where the record of an image lies."""
+    return f"images/{quote(check_reference(reference), safe='')}.json"
+
+
+def layer_key(digest: str) -> str:
+    """Where the record of a layer lies."""
+    return f"layers/{quote(digest, safe='')}.json"
+
+
+def blob_key(digest: str) -> str:
+    """Where a blob lies."""
+    return f"blobs/{digest.replace(':', '/', 1)}"
+
+
+def index_key(digest: str) -> str:
+    """Where an encoded tree lies."""
+    return f"indexes/{digest.replace(':', '/', 1)}"
+
+
+def list_images(store: Store) -> Iterator[ImageRecord]:
+    """All images, sorted by key. Raises: CorruptError, UnknownFormatError at the first record
+    that cannot be read."""
+    for info in store.list("images/"):
+        if info.path.endswith(".json"):
+            with contextlib.suppress(NotFoundError):
+                yield _read_image(store, info.path)
+
+
+def find_image(store: Store, reference: str) -> ImageRecord:
+    """The image called `reference` (or `reference`:latest), or the one whose index digest starts
+    with `reference`.
+
+    Raises: NotFoundError, InvalidInputError where several fit, CorruptError, UnknownFormatError.
+    """
+    check_reference(reference)
+    tagged = ":" in reference.rpartition("/")[2] or "@" in reference
+    for name in (reference,) if tagged else (reference, f"{reference}:latest"):
+        try:
+            return _read_image(store, image_key(name))
+        except NotFoundError:
+            continue
+    prefix = _PREFIX.fullmatch(reference)
+    if prefix:
+        fitting = {
+            record.index_digest: record
+            for record in list_images(store)
+            if record.index_digest.partition(":")[2].startswith(prefix[1])
+        }
+        if len(fitting) == 1:
+            return fitting.popitem()[1]
+        if fitting:
+            raise InvalidInputError(
+                f"{reference} fits several images: {', '.join(sorted(fitting)[:10])}"
+            )
+    raise NotFoundError(
+        f"the store {store.url} has no image {reference!r}; `bootseer image list` shows what it "
+        "has, `bootseer image index` adds one"
+    )
+
+
+def _read_image(store: Store, key: str) -> ImageRecord:
+    where = f"{store.url}/{key}"
+    record = decode_image(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+    if image_key(record.reference) != key:
+        name = unquote(key.rpartition("/")[2].removesuffix(".json"))
+        raise CorruptError(f"{where} is the record of {record.reference!r}, not of {name!r}")
+    return record
+
+
+def read_layer(store: Store, digest: str) -> LayerRecord | None:
+    """The record of a layer; None where the store has none. Raises: as `decode_layer`."""
+    key = layer_key(digest)
+    where = f"{store.url}/{key}"
+    try:
+        record = decode_layer(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+    except NotFoundError:
+        return None
+    if record.digest != digest:
+        raise CorruptError(f"{where} is the record of the layer {record.digest}")
+    return record
+
+
+def read_tree(store: Store, digest: str) -> Tree:
+    """The tree whose index has `digest`. Raises: NotFoundError, CorruptError,
+    UnknownFormatError."""
+    return decode(_read_index(store, digest))
+
+
+def _read_index(store: Store, digest: str) -> bytes:
+    key = index_key(digest)
+    data = store.read(key, 0, INDEX_BYTES_MAX + 1)
+    if digest_of(data) != digest:
+        raise CorruptError(f"{store.url}/{key} does not have the digest that names it")
+    return data
+
+
+def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
+    """The image's tree. The index is kept under `cache_dir`/indexes and verified at every use; a
+    copy that is damaged is fetched again.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, NoSpaceError.
+    """
+    path = cache_dir / "indexes" / record.index_digest.partition(":")[2]
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if digest_of(data) == record.index_digest:
+            return decode(data)
+    data = _read_index(store, record.index_digest)
+    try:
+        _write_atomically(path, data)
+    except OSError as error:
+        raise from_oserror(error, f"keep the image's index in {path}") from error
+    return decode(data)
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Not synced: it is verified whenever it is read."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

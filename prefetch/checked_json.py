@@ -1,0 +1,93 @@
+"""JSON from a disk or a network, taken apart with every type, count and size checked.
+
+Pure. Each function raises CorruptError naming `where` the document came from.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bootseer.errors import CorruptError
+
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+
+COUNT_MAX = 2**53
+"""What every JSON reader reads exactly."""
+
+
+def parse(data: bytes, size_max: int, where: str) -> Any:
+    """The document in `data`, of at most `size_max` bytes."""
+    if len(data) > size_max:
+        raise CorruptError(f"{where} is larger than {size_max} bytes")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{where} is not valid JSON") from error
+
+
+def object_in(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """An object; {} where it is absent or null."""
+    value = document.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CorruptError(f"{where}: {key} is not an object")
+    return value
+
+
+def list_in(
+    document: Mapping[str, Any], key: str, kind: type, count_max: int, where: str
+) -> list[Any]:
+    """A list with entries of one type; [] where it is absent or null."""
+    value = document.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > count_max:
+        raise CorruptError(f"{where}: {key} is not a list of at most {count_max} entries")
+    if not all(isinstance(entry, kind) for entry in value):
+        raise CorruptError(f"{where}: {key} has an entry of a wrong type")
+    return value
+
+
+def string_in(document: Mapping[str, Any], key: str, where: str) -> str:
+    """A string without NUL; "" where it is absent or null."""
+    value = document.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or "\0" in value:
+        raise CorruptError(f"{where}: {key} is not a string")
+    return value
+
+
+def strings_in(
+    document: Mapping[str, Any], key: str, count_max: int, where: str
+) -> tuple[str, ...]:
+    """A list of strings without NUL."""
+    values = list_in(document, key, str, count_max, where)
+    if any("\0" in value for value in values):
+        raise CorruptError(f"{where}: {key} has an entry with a NUL")
+    return tuple(values)
+
+
+def count_in(document: Mapping[str, Any], key: str, where: str, count_max: int = COUNT_MAX) -> int:
+    """A whole number from 0 to `count_max`; must be there."""
+    value = document.get(key)
+    if type(value) is not int or not 0 <= value <= count_max:
+        raise CorruptError(f"{where}: {key} is not a number from 0 to {count_max}")
+    return value
+
+
+def digest_in(
+    document: Mapping[str, Any], key: str, where: str, form: re.Pattern[str] = DIGEST
+) -> str:
+    """A digest; must be there."""
+    return check_digest(document.get(key), where, form)
+
+
+def check_digest(value: object, where: str, form: re.Pattern[str] = DIGEST) -> str:
+    """`value` if it is a digest."""
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise CorruptError(f"{where}: {str(value)[:100]!r} is not a digest")
+    return value

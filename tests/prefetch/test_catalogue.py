@@ -1,0 +1,171 @@
+"""Records of images and layers: codec, lookup by name and digest, hostile values, the tree."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.blob.index import digest, encode
+from bootseer.blob.tree import Inode, build_tree
+from bootseer.errors import (
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnknownFormatError,
+)
+from bootseer.prefetch.catalogue import (
+    find_image,
+    image_key,
+    index_key,
+    layer_key,
+    list_images,
+    load_tree,
+    read_layer,
+)
+from bootseer.prefetch.records import (
+    ImageConfig,
+    ImageLayer,
+    ImageRecord,
+    LayerRecord,
+    decode_image,
+    decode_layer,
+    encode_image,
+    encode_layer,
+)
+from bootseer.store import Store, open_store
+
+A = "sha256:" + "a" * 64
+B = "sha256:" + "b" * 64
+RECORD = ImageRecord(
+    "registry.example:5000/team/train:v1",
+    A,
+    B,
+    1234,
+    ImageConfig(env=("A=1",), cmd=("python",), user="0:0", diff_ids=(A,)),
+    (ImageLayer(A, B, 99),),
+    10**12,
+    100_000,
+    1_700_000_000_000_000_000,
+)
+LAYER = LayerRecord(A, B, 99, A, (b"", b"usr/\xff"), ((b"x\xfe", b"y"),))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def publish(store: Store, *records: ImageRecord) -> None:
+    for record in records:
+        store.publish(image_key(record.reference), encode_image(record), replace=True)
+
+
+def test_records_survive_the_codec() -> None:
+    assert decode_image(encode_image(RECORD), "x") == RECORD
+    assert decode_layer(encode_layer(LAYER), "x") == LAYER
+    assert encode_layer(LAYER) == encode_layer(decode_layer(encode_layer(LAYER), "x"))
+
+
+@given(st.lists(st.binary(min_size=1).filter(lambda b: b"\0" not in b), max_size=4))
+def test_any_path_survives(names: list[bytes]) -> None:
+    layer = replace(LAYER, implied=tuple(names), links=tuple((n, n) for n in names))
+    assert decode_layer(encode_layer(layer), "x") == layer
+
+
+@pytest.mark.parametrize("encoded", [encode_image(RECORD), encode_layer(LAYER)])
+@pytest.mark.parametrize(
+    "value", [None, -1, True, 2**70, 1.5, "x", "", [], ["\0"], [1], {}, {"digest": A}, [[]]]
+)
+def test_hostile_values_are_refused_or_harmless(encoded: bytes, value: object) -> None:
+    decode = decode_image if b"bootseer-image" in encoded else decode_layer
+    document = json.loads(encoded)
+    for key in document:
+        changed = json.dumps({**document, key: value}).encode()
+        try:
+            record = decode(changed, "here")
+        except (CorruptError, UnknownFormatError):
+            continue
+        assert decode(changed, "here") == record
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"null", b"{}", b"[" * 100_000, b"9" * 9999])
+def test_what_is_no_record(data: bytes) -> None:
+    for decode in (decode_image, decode_layer):
+        with pytest.raises((CorruptError, UnknownFormatError)):
+            decode(data, "here")
+
+
+def test_a_later_version_is_named() -> None:
+    changed = encode_image(RECORD).replace(b'"version": 1', b'"version": 2')
+    with pytest.raises(UnknownFormatError, match="version 2"):
+        decode_image(changed, "here")
+
+
+def test_find_by_name_tag_and_digest(store: Store) -> None:
+    latest = replace(RECORD, reference="tool:latest", index_digest=A)
+    publish(store, RECORD, latest)
+    assert find_image(store, RECORD.reference) == RECORD
+    assert find_image(store, "tool") == find_image(store, "tool:latest") == latest
+    assert find_image(store, "bbbbbbbb") == find_image(store, B) == RECORD
+    assert [record.reference for record in list_images(store)] == [
+        RECORD.reference,
+        "tool:latest",
+    ]
+
+
+def test_what_is_not_found(store: Store) -> None:
+    publish(store, RECORD, replace(RECORD, reference="other", index_digest=B[:-1] + "c"))
+    for reference in ("absent", "registry.example:5000/team/train", "cccccccc"):
+        with pytest.raises(NotFoundError, match="image list"):
+            find_image(store, reference)
+    with pytest.raises(InvalidInputError, match="several"):
+        find_image(store, "sha256:bbbbbbbb")
+
+
+@pytest.mark.parametrize("reference", ["", "../x", "a b", "/x", "x" * 201, "é", "a" + "/" * 100])
+def test_names_that_cannot_be_used(store: Store, reference: str) -> None:
+    with pytest.raises(InvalidInputError):
+        find_image(store, reference)
+
+
+def test_a_record_under_another_name_is_refused(store: Store) -> None:
+    store.publish(image_key("innocent"), encode_image(RECORD))
+    with pytest.raises(CorruptError, match="innocent"):
+        find_image(store, "innocent")
+
+
+def test_layers(store: Store) -> None:
+    assert read_layer(store, A) is None
+    store.publish(layer_key(A), encode_layer(LAYER))
+    assert read_layer(store, A) == LAYER
+    store.publish(layer_key(B), encode_layer(LAYER))
+    with pytest.raises(CorruptError):
+        read_layer(store, B)
+
+
+def test_the_tree_is_cached_and_verified_each_time(store: Store, tmp_path: Path) -> None:
+    data = encode(build_tree([(b"x", 1)], [Inode(0o40755), Inode(0o100644)], []))
+    record = replace(RECORD, index_digest=digest(data))
+    cache = tmp_path / "cache"
+    with pytest.raises(NotFoundError):
+        load_tree(store, record, cache)
+    store.publish(index_key(digest(data)), data)
+    assert load_tree(store, record, cache).name_count == 1
+    store.delete(index_key(digest(data)))
+    assert load_tree(store, record, cache).name_count == 1
+    (copy,) = (cache / "indexes").iterdir()
+    assert copy.stat().st_mode & 0o777 == 0o600
+    copy.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    store.publish(index_key(digest(data)), data)
+    assert load_tree(store, record, cache).name_count == 1
+    assert copy.read_bytes() == data
+    assert [path.name for path in (cache / "indexes").iterdir()] == [copy.name]
+
+
+def test_an_index_with_another_digest_is_refused(store: Store, tmp_path: Path) -> None:
+    store.publish(index_key(B), encode(build_tree([], [Inode(0o40755)], [])))
+    with pytest.raises(CorruptError, match="digest"):
+        load_tree(store, RECORD, tmp_path / "cache")
