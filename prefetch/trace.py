@@ -28,7 +28,8 @@ ACCESS_COUNT_MAX = 2**20
 """A log that is full takes no more: a start that reads a million ranges is no start."""
 
 _ENTRY = struct.Struct("<IIQQ")
-_LOG_HEADER = struct.Struct("<QQ")
+# count, closed, start on the monotonic clock
+_LOG_HEADER = struct.Struct("<IIQ")
 
 
 class Access(NamedTuple):
@@ -74,14 +75,25 @@ class AccessLog:
         self.capacity = capacity
         self._map = mmap.mmap(-1, _LOG_HEADER.size + capacity * _ENTRY.size)
         self._lock = threading.Lock()
-        self.is_open = True
-        _LOG_HEADER.pack_into(self._map, 0, 0, time.monotonic_ns())
+        _LOG_HEADER.pack_into(self._map, 0, 0, 0, time.monotonic_ns())
 
     @property
     def started_ns(self) -> int:
         """When the log was made, on the monotonic clock."""
-        started: int = _LOG_HEADER.unpack_from(self._map, 0)[1]
+        started: int = _LOG_HEADER.unpack_from(self._map, 0)[2]
         return started
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still takes accesses."""
+        return not _LOG_HEADER.unpack_from(self._map, 0)[1]
+
+    def close(self) -> bool:
+        """Take no more, in no process. True for the caller that closed it."""
+        with self._lock:
+            count, closed, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
+            _LOG_HEADER.pack_into(self._map, 0, count, 1, started_ns)
+            return not closed
 
     def __len__(self) -> int:
         count: int = _LOG_HEADER.unpack_from(self._map, 0)[0]
@@ -89,17 +101,15 @@ class AccessLog:
 
     def append(self, inode: int, offset: int, length: int) -> None:
         """Does nothing when the log is closed or full."""
-        if not self.is_open:
-            return
         now_ns = time.monotonic_ns()
         with self._lock:
-            count, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
-            if count >= self.capacity:
+            count, closed, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
+            if closed or count >= self.capacity:
                 return
             position = _LOG_HEADER.size + count * _ENTRY.size
             _ENTRY.pack_into(self._map, position, inode, length, offset, now_ns - started_ns)
             # The entry before the count: a process killed between the two loses only this one.
-            _LOG_HEADER.pack_into(self._map, 0, count + 1, started_ns)
+            _LOG_HEADER.pack_into(self._map, 0, count + 1, 0, started_ns)
 
     def entries(self) -> list[tuple[int, int, int, int]]:
         """(inode, offset, length, ns since the log was made), in order."""

@@ -110,7 +110,9 @@ def test_log_survives_the_process_that_wrote_it() -> None:
     log.append(3, 0, 1)
     log.append(4, 0, 1)
     assert len(log) == 3
-    log.is_open = False
+    assert log.close()
+    assert not log.close()
+    assert not log.is_open
     log.append(5, 0, 1)
     assert len(log.entries()) == 3
 

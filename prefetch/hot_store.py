@@ -1,0 +1,137 @@
+"""What of a workload lies in the store: its traces, its hot set, its bundle, and the pointer to
+the newest of these.
+
+Alone owns these keys and the pointer's JSON (docs/format/bundle.md). Thread-safe: functions and
+frozen values only.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.prefetch import trace as trace_format
+from bootseer.prefetch.bundle import HEADER_BYTES_MAX, HEADER_BYTES_MIN
+from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
+from bootseer.prefetch.trace import Trace
+from bootseer.store import Store
+
+_KIND = "bootseer-hot"
+_VERSION = 1
+_POINTER_BYTES_MAX = 64 * 1024
+_TRACE_BYTES_MAX = 64 * 2**20
+MERGED_TRACE_COUNT = 16
+"""The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotPointer:
+    """Names the newest bundle of an image and workload."""
+
+    index_digest: str
+    bundle_digest: str
+    size_bytes: int
+    header_bytes: int
+    hotset_digest: str
+    trace_count: int
+    """How many traces it was made from."""
+    created_ns: int
+
+
+def _hex(digest: str) -> str:
+    return digest.partition(":")[2]
+
+
+def pointer_key(index_digest: str, workload: str) -> str:
+    """Where the pointer lies."""
+    return f"hot/{_hex(index_digest)}/{workload}.json"
+
+
+def bundle_key(digest: str) -> str:
+    """Where a bundle lies."""
+    return f"bundles/sha256/{_hex(digest)}"
+
+
+def hotset_key(digest: str) -> str:
+    """Where a hot set lies."""
+    return f"hotsets/sha256/{_hex(digest)}"
+
+
+def trace_prefix(index_digest: str, workload: str) -> str:
+    """Where the traces of a workload lie."""
+    return f"traces/{_hex(index_digest)}/{workload}/"
+
+
+def lease_key(index_digest: str, workload: str) -> str:
+    """The lease of whoever builds the workload's bundle."""
+    return f"leases/hot/{_hex(index_digest)}/{workload}"
+
+
+def encode_pointer(pointer: HotPointer) -> bytes:
+    """Deterministic."""
+    document = {"kind": _KIND, "version": _VERSION, **asdict(pointer)}
+    return json.dumps(document, indent=1).encode("ascii") + b"\n"
+
+
+def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
+    """Raises: CorruptError, UnknownFormatError."""
+    document = parse(data, _POINTER_BYTES_MAX, where)
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
+        raise UnknownFormatError(f"{where} is no pointer to a bundle")
+    if document.get("version") != _VERSION:
+        version = str(document.get("version"))[:20]
+        raise UnknownFormatError(f"{where} has version {version}; this release reads {_VERSION}")
+    pointer = HotPointer(
+        digest_in(document, "index_digest", where, SHA256),
+        digest_in(document, "bundle_digest", where, SHA256),
+        count_in(document, "size_bytes", where),
+        count_in(document, "header_bytes", where, HEADER_BYTES_MAX),
+        digest_in(document, "hotset_digest", where, SHA256),
+        count_in(document, "trace_count", where),
+        count_in(document, "created_ns", where, 2**63),
+    )
+    if pointer.index_digest != index_digest or pointer.header_bytes < HEADER_BYTES_MIN:
+        raise CorruptError(f"{where} points to the bundle of another image")
+    return pointer
+
+
+def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer | None:
+    """None where the workload has no bundle yet. Raises: as `decode_pointer`, UnavailableError."""
+    key = pointer_key(index_digest, workload)
+    try:
+        data = store.read(key, 0, _POINTER_BYTES_MAX + 1)
+    except NotFoundError:
+        return None
+    return decode_pointer(data, index_digest, f"{store.url}/{key}")
+
+
+def publish_trace(store: Store, trace: Trace) -> str:
+    """Store a trace under a name of its content; returns its key."""
+    data = trace_format.encode(trace)
+    name = hashlib.sha256(data).hexdigest()[:32]
+    key = trace_prefix(trace.index_digest, trace.workload) + name
+    store.publish(key, data)
+    return key
+
+
+def trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
+    """Keys of a workload's traces, the newest first, at most `MERGED_TRACE_COUNT`."""
+    infos = sorted(
+        store.list(trace_prefix(index_digest, workload)),
+        key=lambda info: (-info.modified_ns, info.path),
+    )
+    return [info.path for info in infos[:MERGED_TRACE_COUNT]]
+
+
+def read_trace(store: Store, key: str) -> Trace:
+    """Raises: NotFoundError, CorruptError, UnknownFormatError."""
+    data = store.read(key, 0, _TRACE_BYTES_MAX + 1)
+    if hashlib.sha256(data).hexdigest()[:32] != key.rpartition("/")[2]:
+        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+    return trace_format.decode(data)
+
+
+def workloads(store: Store, index_digest: str) -> list[str]:
+    """Workloads that have traces of this image."""
+    prefix = f"traces/{_hex(index_digest)}/"
+    return sorted({info.path[len(prefix) :].partition("/")[0] for info in store.list(prefix)})

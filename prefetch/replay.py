@@ -1,0 +1,198 @@
+"""Replay: stream the bundle into the node cache, in the order in which a start wants it.
+
+Alone owns which frames of a bundle are still to come. Planning is pure; the executor moves the
+bytes. A bundle is a help, never a condition: the first thing wrong with it ends its use with one
+warning, and faults go to the blobs.
+
+Threading: `demand` and `is_cached` from any thread; `start` once.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bootseer.blob.tree import Extent
+from bootseer.errors import BootseerError
+from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
+from bootseer.prefetch.cache import BlobCache, sectors_of
+from bootseer.transfer.executor import Batch, Executor
+from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
+
+_log = logging.getLogger(__name__)
+
+_FETCH_BYTES = 2 * 2**20
+"""One request: long enough to run at line rate, short enough that what comes first comes soon."""
+
+
+def chunks_of(bundle: Bundle, key: str) -> list[Chunk]:
+    """The bundle's frames as what the executor fetches. Pure."""
+    return [Chunk(key, frame.offset, frame.length, frame.digest) for frame in bundle.frames]
+
+
+def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> list[Fetch]:
+    """Fetches of the frames that are not here yet, in order of use. Pure (no I/O)."""
+    return plan(
+        chunks,
+        is_cached,
+        priority=Priority.PREFETCH,
+        max_gap_bytes=0,
+        max_fetch_bytes=_FETCH_BYTES,
+    )
+
+
+class Replay:
+    """One bundle on its way into the cache."""
+
+    def __init__(
+        self, bundle: Bundle, key: str, caches: Sequence[BlobCache], executor: Executor
+    ) -> None:
+        self.bundle = bundle
+        self.fetched_bytes = 0
+        """Uncompressed bytes that this replay brought."""
+        self.finished_after_ns: int | None = None
+        """From `start` to the last frame; None while it runs, or when it was given up."""
+        self.error: str | None = None
+        """Why it was given up."""
+        self._caches = caches
+        self._executor = executor
+        self._placement = Placement(bundle.frames, len(caches))
+        self._chunks = chunks_of(bundle, key)
+        self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
+        self._pending = bytearray(b"\1" * len(self._chunks))
+        self._lock = threading.Lock()
+        self._batch: Batch | None = None
+
+    def start(self) -> None:
+        """Begin to fetch; returns at once."""
+        started_ns = time.monotonic_ns()
+        self._pending[:] = bytes(not self.is_cached(chunk) for chunk in self._chunks)
+        fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
+        try:
+            self._batch = self._executor.submit(fetches, self._deliver)
+        except BootseerError as error:
+            self._give_up(error)
+            return
+        threading.Thread(
+            target=self._watch, args=(self._batch, started_ns), name="replay", daemon=True
+        ).start()
+
+    def _watch(self, batch: Batch, started_ns: int) -> None:
+        try:
+            batch.wait()
+        except BootseerError as error:
+            self._give_up(error)
+        else:
+            self.finished_after_ns = time.monotonic_ns() - started_ns
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = str(error)
+            self._pending[:] = bytes(len(self._pending))
+        if self._batch is not None:
+            self._batch.cancel()
+        _log.warning("the bundle is not used any further, the image is read without it: %s", error)
+
+    @property
+    def remaining_count(self) -> int:
+        """Frames still to come."""
+        return self._pending.count(1)
+
+    def _all_here(self, frame: BundleFrame) -> bool:
+        return all(self._caches[e.blob].has(e.offset, e.length) for e in frame.extents)
+
+    def is_cached(self, chunk: Chunk) -> bool:
+        """Whether the cache has all that this frame would bring."""
+        number = self._numbers.get(chunk)
+        return number is not None and self._all_here(self.bundle.frames[number])
+
+    def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
+        """Wait for the pending frames that hold any of this range, moving them to the front.
+
+        False when there are none. Never raises: what did not come is for the caller to see.
+        """
+        waited = False
+        for number in self._placement.frames_for(blob, offset, length):
+            if not self._pending[number]:
+                continue
+            waited = True
+            try:
+                self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
+            except BootseerError as error:
+                self._give_up(error)
+        return waited
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
+        number = self._numbers[chunk]
+        if not self._pending[number]:
+            return
+        frame = self.bundle.frames[number]
+        content = memoryview(decode_frame(frame, data))
+        position = 0
+        for extent in frame.extents:
+            cache = self._caches[extent.blob]
+            piece = content[position : position + extent.length]
+            position += extent.length
+            if not cache.has(extent.offset, extent.length):
+                cache.write(extent.offset, piece)
+        with self._lock:
+            if self._pending[number]:
+                self._pending[number] = 0
+                self.fetched_bytes += frame.stream_length
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """How well a bundle met what a start read. Uncompressed bytes, in whole sectors of 512."""
+
+    bundle_bytes: int
+    asked_bytes: int
+    """What the kernel asked for."""
+    used_bytes: int
+    """In both."""
+
+    @property
+    def precision(self) -> float | None:
+        """Share of the bundle that was used; the rest was wasted."""
+        return self.used_bytes / self.bundle_bytes if self.bundle_bytes else None
+
+    @property
+    def recall(self) -> float | None:
+        """Share of what was asked for that the bundle had; the rest was missed."""
+        return self.used_bytes / self.asked_bytes if self.asked_bytes else None
+
+
+def aim_of(
+    bundle: Bundle | None,
+    stream_lengths: Sequence[int],
+    accesses: Iterable[tuple[int, int, int, int]],
+    extents_of: Callable[[int], Iterable[Extent]],
+) -> Aim:
+    """Compare a bundle with a log of accesses (inode, offset, length, time). Pure."""
+    wanted = [bytearray(-(-length // 512)) for length in stream_lengths]
+    held = [bytearray(len(marks)) for marks in wanted]
+    for inode, offset, length, _ in accesses:
+        for extent in extents_of(inode):
+            start = max(offset, extent.file_offset)
+            stop = min(offset + length, extent.file_offset + extent.length)
+            if start < stop:
+                shift = extent.blob_offset - extent.file_offset
+                first, end = sectors_of(start + shift, stop - start)
+                wanted[extent.blob][first:end] = b"\1" * (end - first)
+    for frame in bundle.frames if bundle else ():
+        for piece in frame.extents:
+            first, end = sectors_of(piece.offset, piece.length)
+            held[piece.blob][first:end] = b"\2" * (end - first)
+    used = 0
+    for marks, others in zip(wanted, held, strict=True):
+        # Both marks of a sector side by side in one long integer: 1 | 2 = 3.
+        both = int.from_bytes(marks, "little") | int.from_bytes(others, "little")
+        used += both.to_bytes(len(marks), "little").count(3)
+    return Aim(
+        512 * sum(marks.count(2) for marks in held),
+        512 * sum(marks.count(1) for marks in wanted),
+        512 * used,
+    )

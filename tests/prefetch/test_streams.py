@@ -1,0 +1,295 @@
+"""Faults, read-ahead, bundles and replay, on a real store and cache, without a mount."""
+
+import hashlib
+import io
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from bootseer.blob.pack import pack_directory
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, CorruptError, UnavailableError
+from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.catalogue import blob_key
+from bootseer.prefetch.replay import Replay, aim_of
+from bootseer.prefetch.streams import BlobStreams
+from bootseer.store import Store, open_store
+
+INDEX = "sha256:" + "77" * 32
+SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
+
+
+@dataclass
+class Image:
+    """A packed directory in a store, and a reader of the store that counts."""
+
+    tree: Tree
+    store: Store
+    contents: dict[str, bytes]
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    before_read: Callable[[str], None] = lambda key: None
+
+    def read_object(self, key: str, offset: int, length: int) -> bytes:
+        self.before_read(key)
+        self.reads.append((key, offset, length))
+        return self.store.read(key, offset, length)
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(length for _, _, length in self.reads)
+
+    def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
+        return BlobStreams(
+            self.tree.blobs, self.read_object, NodeCache(cache_dir), deadline_s=deadline_s
+        )
+
+    def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:
+        number = self.tree.resolve(name.encode())
+        assert number is not None
+        (extent,) = self.tree.inode(number).extents
+        return extent.blob, extent.blob_offset + offset, length
+
+    def publish_bundle(self, ranges: list[tuple[int, int, int]]) -> tuple[str, bytes]:
+        """(key, header) of a bundle with these ranges."""
+        lengths = [blob.stream_length for blob in self.tree.blobs]
+        spool = io.BytesIO()
+        cache = self.streams(Path(self.store.url.removeprefix("file://")).parent / "build")
+        header = write_bundle(
+            INDEX,
+            plan_frames(ranges, lengths, 65536),
+            lambda *piece: bytes(cache.read(*piece)),
+            spool,
+        )
+        cache.close()
+        data = header + spool.getvalue()
+        key = f"bundles/sha256/{hashlib.sha256(data).hexdigest()}"
+        self.store.publish(key, data)
+        self.reads.clear()
+        return key, header
+
+    def replay(self, streams: BlobStreams, key: str, header: bytes) -> Replay:
+        lengths = [blob.stream_length for blob in self.tree.blobs]
+        bundle = decode_header(header, INDEX, lengths)
+        replay = Replay(bundle, key, streams.caches, streams.executor)
+        streams.replay = replay
+        return replay
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    root = tmp_path / "root"
+    root.mkdir()
+    generator = random.Random(7)
+    contents = {name: generator.randbytes(size) for name, size in SIZES.items()}
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+    blob = tmp_path / "blob"
+    with blob.open("wb") as sink:
+        tree = pack_directory(root, sink)
+    store = open_store((tmp_path / "store").as_uri())
+    store.publish(blob_key(tree.blobs[0].digest), blob)
+    return Image(tree, store, contents)
+
+
+def test_every_byte_is_right_and_fetched_once(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    generator = random.Random(3)
+    for _ in range(300):
+        name = generator.choice(list(SIZES))
+        offset = generator.randrange(SIZES[name])
+        length = min(generator.randrange(1, 200_000), SIZES[name] - offset)
+        found = streams.read(*image.place(name, offset, length))
+        assert bytes(found) == image.contents[name][offset : offset + length]
+    assert image.read_bytes <= image.tree.blobs[0].size_bytes
+    streams.close()
+    again = image.streams(tmp_path / "cache")
+    before = len(image.reads)
+    assert bytes(again.read(*image.place("small", 0, 700))) == image.contents["small"]
+    assert len(image.reads) == before
+    again.close()
+
+
+def test_many_readers_at_once(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    wrong: list[int] = []
+
+    def reader(seed: int) -> None:
+        generator = random.Random(seed)
+        for _ in range(60):
+            offset = generator.randrange(SIZES["big"] - 50_000)
+            found = streams.read(*image.place("big", offset, 50_000), reader=seed, end=3_000_000)
+            if bytes(found) != image.contents["big"][offset : offset + 50_000]:
+                wrong.append(offset)
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len({read[1] for read in image.reads}) == len(image.reads)
+    streams.close()
+
+
+def test_reading_on_fetches_ahead(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    blob, start, _ = image.place("big", 0, 1)
+    for offset in range(0, SIZES["big"] - 65536, 65536):
+        data = streams.read(blob, start + offset, 65536, reader=1, end=start + SIZES["big"])
+        assert bytes(data) == image.contents["big"][offset : offset + 65536]
+    figures = streams.figures()
+    assert figures.readahead_frame_count > figures.fault_frame_count
+    streams.close()
+
+
+def test_reading_here_and_there_does_not(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    blob, start, _ = image.place("big", 0, 1)
+    for offset in (2_500_000, 100, 1_200_000, 2_000_000, 600_000):
+        streams.read(blob, start + offset, 4096, reader=1, end=start + SIZES["big"])
+    assert streams.figures().readahead_frame_count == 0
+    streams.close()
+
+
+def test_damaged_frame_is_an_error_never_bytes(image: Image, tmp_path: Path) -> None:
+    path = tmp_path / "store" / blob_key(image.tree.blobs[0].digest)
+    data = bytearray(path.read_bytes())
+    frame = image.tree.blobs[0].frames[3]
+    data[frame.offset + 20] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    streams = image.streams(tmp_path / "cache", deadline_s=3)
+    with pytest.raises(CorruptError):
+        streams.read(0, frame.stream_offset, 100)
+    assert not streams.caches[0].has(frame.stream_offset, 100)
+    streams.close()
+
+
+def test_store_out_of_reach_is_an_error_in_time(image: Image, tmp_path: Path) -> None:
+    def unreachable(key: str) -> None:
+        raise UnavailableError("gone")
+
+    image.before_read = unreachable
+    streams = image.streams(tmp_path / "cache", deadline_s=1)
+    with pytest.raises(BootseerError):
+        streams.read(0, 0, 512)
+    streams.close()
+
+
+def test_store_that_hangs_is_an_error_in_time(image: Image, tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def hang(key: str) -> None:
+        release.wait(30)
+
+    image.before_read = hang
+    streams = image.streams(tmp_path / "cache", deadline_s=0.5)
+    with pytest.raises(BootseerError):
+        streams.read(0, 0, 512)
+    release.set()
+    streams.close()
+
+
+def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Path) -> None:
+    ranges = [image.place("big", offset, 4096) for offset in range(0, 2_000_000, 100_000)]
+    key, header = image.publish_bundle(ranges)
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, key, header)
+    replay.start()
+    for offset in range(0, 2_000_000, 100_000):
+        found = streams.read(*image.place("big", offset, 4096))
+        assert bytes(found) == image.contents["big"][offset : offset + 4096]
+    assert {read[0] for read in image.reads} == {key}
+    assert replay.error is None
+    assert replay.remaining_count == 0
+    # Each range begins wherever its file does, and so may touch one sector more.
+    assert len(ranges) * 4096 <= replay.fetched_bytes <= len(ranges) * (4096 + 512)
+    streams.close()
+    again = image.streams(tmp_path / "cache")
+    image.reads.clear()
+    second = image.replay(again, key, header)
+    second.start()
+    assert second.remaining_count == 0
+    assert not image.reads
+    again.close()
+
+
+def test_what_the_bundle_lacks_comes_from_the_blob(image: Image, tmp_path: Path) -> None:
+    key, header = image.publish_bundle([image.place("big", 0, 4096)])
+    streams = image.streams(tmp_path / "cache")
+    image.replay(streams, key, header).start()
+    found = streams.read(*image.place("big", 0, 20_000))
+    assert bytes(found) == image.contents["big"][:20_000]
+    assert bytes(streams.read(*image.place("middle", 5, 9))) == image.contents["middle"][5:14]
+    streams.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "gone", "short"])
+def test_damaged_bundle_is_left_aside(
+    image: Image, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranges = [image.place("big", offset, 4096) for offset in range(0, 2_000_000, 100_000)]
+    key, header = image.publish_bundle(ranges)
+    path = tmp_path / "store" / key
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(data[: len(header) + 1000])
+    else:
+        data[len(header) + 1000] ^= 1
+        path.write_bytes(data)
+    streams = image.streams(tmp_path / "cache", deadline_s=5)
+    replay = image.replay(streams, key, header)
+    replay.start()
+    for offset in range(0, 2_000_000, 100_000):
+        found = streams.read(*image.place("big", offset, 4096))
+        assert bytes(found) == image.contents["big"][offset : offset + 4096]
+    streams.close()
+    assert replay.error is not None
+    assert sum("not used any further" in message for message in caplog.messages) == 1
+
+
+def test_full_disk_still_serves(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    streams = image.streams(tmp_path / "cache")
+    monkeypatch.setattr(os, "pwrite", refuse)
+    for name, content in image.contents.items():
+        for offset in range(0, len(content), 100_000):
+            length = min(100_000, len(content) - offset)
+            found = streams.read(*image.place(name, offset, length))
+            assert bytes(found) == content[offset : offset + length]
+    assert sum("no space left" in message for message in caplog.messages) == 1
+    streams.close()
+
+
+def test_fill_brings_everything(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    streams.read(0, 0, 512)
+    streams.fill()
+    assert not streams.fill_fetches()
+    assert streams.caches[0].present_bytes() == image.tree.blobs[0].stream_length
+    streams.close()
+
+
+def test_aim_counts_hits_waste_and_misses(image: Image) -> None:
+    _, header = image.publish_bundle([image.place("big", 0, 8192), image.place("small", 0, 700)])
+    lengths = [blob.stream_length for blob in image.tree.blobs]
+    bundle = decode_header(header, INDEX, lengths)
+    number = image.tree.resolve(b"big")
+    assert number is not None
+    aim = aim_of(bundle, lengths, [(number, 4096, 8192, 0)], lambda n: image.tree.inode(n).extents)
+    assert (aim.bundle_bytes, aim.asked_bytes, aim.used_bytes) == (8192 + 1024, 8192, 4096)
+    assert aim.recall == 0.5
+    assert aim_of(None, lengths, [], lambda n: ()).precision is None
