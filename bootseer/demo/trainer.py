@@ -1,0 +1,84 @@
+"""The demo's training job; runs inside the container, or beside the demo without root.
+
+    python trainer.py CHECKPOINT_DIR
+
+Imports what a real job would, loads the newest checkpoint, says that it is ready, and saves the
+next checkpoint the way training code does: under a temporary name, then renamed. Prints one JSON
+line. Uses nothing of Bootseer but `stage` and `ready`.
+"""
+
+import json
+import os
+import sys
+import time
+import zlib
+
+import bootseer
+
+_BLOCK_BYTES = 16 << 20
+# From the environment that the set-up command installed, and from the image.
+_MODULES = ("rich.console", "requests", "fsspec", "pyarrow.parquet", "pyarrow.compute", "numpy")
+
+
+def _import_all() -> list[str]:
+    imported = []
+    for name in _MODULES:
+        try:
+            __import__(name)
+        except ImportError:
+            continue
+        imported.append(name)
+    return imported
+
+
+def _load(path: str) -> tuple[bytearray, int]:
+    size = os.stat(path).st_size
+    weights = bytearray(size)
+    view = memoryview(weights)
+    done = checksum = 0
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        while done < size:
+            count = file.readinto(view[done : done + _BLOCK_BYTES])
+            if not count:
+                raise EOFError(f"{path} ends at {done} of {size} bytes")
+            checksum = zlib.crc32(view[done : done + count], checksum)
+            done += count
+    return weights, checksum
+
+
+def _save(path: str, weights: bytearray) -> None:
+    view = memoryview(weights)
+    with open(path + ".tmp", "wb", buffering=0) as file:  # noqa: PTH123
+        for begin in range(0, len(view), _BLOCK_BYTES):
+            file.write(view[begin : begin + _BLOCK_BYTES])
+        os.fsync(file.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def main(folder: str) -> None:
+    """Load the newest `step-N.bin` of `folder`, save `step-N+1.bin`."""
+    begin_s = time.monotonic()
+    with bootseer.stage("import"):
+        modules = _import_all()
+    imported_s = time.monotonic()
+    names = [name for name in os.listdir(folder) if name.startswith("step-")]
+    newest = max(names, key=lambda name: int(name.split("-")[1].split(".")[0]))
+    with bootseer.stage("load"):
+        weights, checksum = _load(f"{folder}/{newest}")
+    loaded_s = time.monotonic()
+    bootseer.ready()
+    step = int(newest.split("-")[1].split(".")[0]) + 1
+    _save(f"{folder}/step-{step}.bin", weights)
+    result = {
+        "modules": modules,
+        "checkpoint": newest,
+        "checksum": checksum,
+        "import_s": imported_s - begin_s,
+        "load_s": loaded_s - imported_s,
+        "save_s": time.monotonic() - loaded_s,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
