@@ -83,7 +83,7 @@ class Members:
                 continue
             extents.append(Extent(start, 0, self._writer.position, length))
             if hasher:
-                _hash_zeros(hasher, start - hashed)
+                hash_zeros(hasher, start - hashed)
             for offset in range(start, start + length, self._writer.frame_bytes):
                 piece = read(offset, min(self._writer.frame_bytes, start + length - offset))
                 if hasher:
@@ -92,7 +92,7 @@ class Members:
                 self._writer.write(piece if left else piece + padding(stored))
             hashed = start + length
         if hasher:
-            _hash_zeros(hasher, size - hashed)
+            hash_zeros(hasher, size - hashed)
         digest = hasher.digest() if hasher else None
         return self._added(path, dataclasses.replace(inode, extents=tuple(extents), digest=digest))
 
@@ -112,7 +112,8 @@ class Members:
         return number
 
 
-def _hash_zeros(hasher: "hashlib._Hash", count: int) -> None:
+def hash_zeros(hasher: "hashlib._Hash", count: int) -> None:
+    """Hash the bytes of a hole."""
     while count > 0:
         hasher.update(_ZEROS[:count] if count < len(_ZEROS) else _ZEROS)
         count -= len(_ZEROS)

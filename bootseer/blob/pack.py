@@ -15,8 +15,11 @@ from typing import BinaryIO
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import Members, plain_size
 from bootseer.blob.scan import Entry, data_segments, scan, xattrs_of
+from bootseer.blob.tar_pack import pack_tar
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import BootseerError, BusyError, from_oserror
+
+__all__ = ["pack_directory", "pack_tar"]
 
 _log = logging.getLogger(__name__)
 

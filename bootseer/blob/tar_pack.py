@@ -1,0 +1,234 @@
+"""Makes a blob from a tar stream, unchanged: only cut into frames, and read for its tree.
+
+Because the stream is copied byte for byte, the blob of a container layer keeps the layer's
+DiffID. What the tree shows is what unpacking the archive in order would give: a later member
+replaces an earlier one, a path leads through symbolic links inside the root, parents that the
+archive does not mention are made. One call is one packing.
+"""
+
+import hashlib
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO
+
+from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
+from bootseer.blob.tar_header import BLOCK
+from bootseer.blob.tar_reader import Member, TarReader
+from bootseer.blob.tree import Blob, Extent, Inode, Tree, build_tree
+from bootseer.errors import CorruptError, InvalidInputError
+
+_IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
+_SYMLINKS_MAX = 40
+"""As the kernel's own limit for one path."""
+
+
+def pack_tar(
+    stream: BinaryIO,
+    sink: BinaryIO,
+    *,
+    level: int = 3,
+    frame_bytes: int = FRAME_BYTES,
+    threads: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """Write the blob of an uncompressed tar archive to `sink` (buffered); returns its tree.
+
+    Names lose a leading "/" or "./"; whiteouts (".wh.x") are plain files here. `stream` needs
+    only `read` and is read to its end. `on_progress` is called with counts of bytes done.
+
+    Raises: CorruptError for anything malformed: a wrong checksum, a name with "..", a hard link
+    to a name that does not precede it; UnsupportedError for multi-volume archives. What is in
+    `sink` then is garbage.
+    """
+    with FrameWriter(
+        sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
+    ) as writer:
+        reader = TarReader(stream)
+        unpacked = _Unpacked()
+        for member in reader:
+            extents, digest = _copy(reader, writer, member)
+            unpacked.add(member, extents, digest)
+        rest = reader.rest
+        while rest:
+            writer.write(rest)
+            rest = reader.take_up_to(frame_bytes)
+        return unpacked.tree(writer.finish())
+
+
+def _copy(
+    reader: TarReader, writer: FrameWriter, member: Member
+) -> tuple[tuple[Extent, ...], bytes | None]:
+    """Move one member from the reader to the writer: where its content is, and its digest."""
+    stored = member.stored_bytes
+    writer.reserve(len(member.raw) + (stored if stored < writer.frame_bytes else 0))
+    start = writer.position + len(member.raw)
+    if stored < writer.frame_bytes:
+        content = reader.take(stored + -stored % BLOCK)
+        writer.write(member.raw + content)
+        pieces: Iterable[bytes] = (content[:stored],)
+    else:
+        writer.write(member.raw)
+        writer.cut()
+        pieces = _copied_pieces(reader, writer, stored)
+    segments = member.segments if member.segments is not None else [(0, stored)]
+    digest = _digest(pieces, segments, member.size_bytes)
+    extents = []
+    for offset, length in segments:
+        if length:
+            extents.append(Extent(offset, 0, start, length))
+            start += length
+    return tuple(extents), digest
+
+
+def _copied_pieces(reader: TarReader, writer: FrameWriter, stored: int) -> Iterator[bytes]:
+    left = stored
+    while left:
+        piece = reader.take(min(writer.frame_bytes, left))
+        left -= len(piece)
+        yield piece
+        writer.write(piece if left else piece + reader.take(-stored % BLOCK))
+
+
+def _digest(
+    pieces: Iterable[bytes], segments: Iterable[tuple[int, int]], size_bytes: int
+) -> bytes | None:
+    """SHA-256 of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
+    segments = [segment for segment in segments if segment[1]]
+    holes = size_bytes - sum(length for _, length in segments)
+    if holes > ZEROS_HASHED_MAX:
+        for _ in pieces:
+            pass
+        return None
+    hasher = hashlib.sha256()
+    following = iter(segments)
+    position = left = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            if not left:
+                offset, left = next(following)
+                hash_zeros(hasher, offset - position)
+                position = offset
+            part = view[:left]
+            hasher.update(part)
+            position += len(part)
+            left -= len(part)
+            view = view[len(part) :]
+    hash_zeros(hasher, size_bytes - position)
+    return hasher.digest()
+
+
+class _Unpacked:
+    """What the members so far would have made on disk."""
+
+    def __init__(self) -> None:
+        self._names: dict[bytes, int] = {b"": 0}
+        self._inodes: list[Inode] = [_IMPLIED_DIRECTORY]
+
+    def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
+        if member.is_label:
+            return
+        path = self._locate(member.path)
+        known = self._names.get(path)
+        if member.is_hard_link:
+            target = self._names.get(self._locate(member.link))
+            if target is None or stat.S_ISDIR(self._inodes[target].mode) or not path:
+                raise CorruptError(
+                    f"the tar archive links {member.path!r} to {member.link!r}, "
+                    "which is no file that precedes it"
+                )
+            if known != target:
+                self._remove(path)
+                self._names[path] = target
+            return
+        inode = _inode(member, extents, digest)
+        if known is not None and self._is_directory(known) and stat.S_ISDIR(inode.mode):
+            self._inodes[known] = inode
+            return
+        if not path:
+            raise CorruptError("the tar archive replaces its root by something else")
+        self._remove(path)
+        self._names[path] = len(self._inodes)
+        self._inodes.append(inode)
+
+    def tree(self, blob: Blob) -> Tree:
+        """Inodes are numbered in the order of `Tree.walk`, whatever the archive's order was."""
+        numbers: dict[int, int] = {}
+        names = [
+            (path, numbers.setdefault(self._names[path], len(numbers)))
+            for path in sorted(self._names, key=lambda path: path.split(b"/") if path else [])
+        ]
+        try:
+            return build_tree(names, [self._inodes[number] for number in numbers], [blob])
+        except InvalidInputError as error:
+            raise CorruptError(f"the tar archive is malformed: {error}") from error
+
+    def _is_directory(self, number: int | None) -> bool:
+        return number is not None and stat.S_ISDIR(self._inodes[number].mode)
+
+    def _remove(self, path: bytes) -> None:
+        number = self._names.pop(path, None)
+        if self._is_directory(number):
+            prefix = path + b"/"
+            for below in [name for name in self._names if name.startswith(prefix)]:
+                del self._names[below]
+
+    def _locate(self, path: bytes) -> bytes:
+        """Where a member's path leads: its parent exists after this."""
+        parts = [part for part in path.split(b"/") if part not in (b"", b".")]
+        if b".." in parts:
+            raise CorruptError(f'the tar archive holds {path!r}: ".." is not allowed')
+        if not parts:
+            return b""
+        parent = b"/".join(parts[:-1])
+        if not self._is_directory(self._names.get(parent)):
+            parent = self._make_parent(parts[:-1])
+        return parent + b"/" + parts[-1] if parent else parts[-1]
+
+    def _make_parent(self, parts: list[bytes]) -> bytes:
+        """Follow symbolic links inside the root, and make what is missing."""
+        current: list[bytes] = []
+        left = parts[::-1]
+        followed = 0
+        while left:
+            part = left.pop()
+            if part == b"..":
+                current = current[:-1]
+                continue
+            path = b"/".join([*current, part])
+            number = self._names.get(path)
+            if number is None:
+                self._names[path] = len(self._inodes)
+                self._inodes.append(_IMPLIED_DIRECTORY)
+            elif stat.S_ISLNK(self._inodes[number].mode):
+                target = self._inodes[number].link_target
+                followed += 1
+                if followed > _SYMLINKS_MAX:
+                    raise CorruptError(f"the tar archive's {path!r} leads through too many links")
+                if target.startswith(b"/"):
+                    current = []
+                left += [p for p in target.split(b"/")[::-1] if p not in (b"", b".")]
+                continue
+            elif not self._is_directory(number):
+                raise CorruptError(f"the tar archive puts something into {path!r}, a file")
+            current.append(part)
+        return b"/".join(current)
+
+
+def _inode(member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
+    mode = member.mode
+    is_file = stat.S_ISREG(mode)
+    target = member.link if stat.S_ISLNK(mode) else b""
+    return Inode(
+        mode,
+        member.uid,
+        member.gid,
+        member.mtime_ns,
+        member.size_bytes if is_file else plain_size(mode, target),
+        member.rdev,
+        target,
+        member.xattrs,
+        extents if is_file else (),
+        digest if is_file else None,
+    )
