@@ -1,0 +1,100 @@
+"""`python -m bench`: list cases, run one, write the report."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench import report
+from bench.catalogue import all_cases
+from bench.model import SkippedError
+from bench.result import Result, save
+from bench.runner import run_case
+from bench.tables import Row, environment_line, ratio_rows, variant_rows
+
+_HERE = Path(__file__).resolve().parent
+_RESULTS = _HERE / "results"
+_DOCUMENT = _HERE.parent / "docs" / "benchmarks.md"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("case_name", metavar="[CASE]", required=False)
+@click.option("--list", "is_list", is_flag=True, help="List the cases and end.")
+@click.option("--quick", "is_quick", is_flag=True, help="Smaller and fewer runs, for a first look.")
+@click.option("--runs", type=click.IntRange(1, 1000), help="Recorded rounds.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every run, the medians and the ratios to this file.",
+)
+@click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 when a target is missed.")
+@click.option(
+    "--report", "is_report", is_flag=True, help="Write docs/benchmarks.md from bench/results."
+)
+def main(
+    case_name: str | None,
+    *,
+    is_list: bool,
+    is_quick: bool,
+    runs: int | None,
+    json_file: Path | None,
+    is_strict: bool,
+    is_report: bool,
+) -> None:
+    """Measure CASE: its variants side by side, as ratios.
+
+    \b
+    Example:
+      python -m bench fuse-read --quick --json /tmp/fuse-read.json
+    """
+    cases = all_cases()
+    if is_list:
+        for case in cases.values():
+            click.echo(f"{case.name:<12} {case.description}")
+    elif is_report:
+        generated = report.render(report.load_results(_RESULTS), cases)
+        _DOCUMENT.write_text(report.replace_results(_DOCUMENT.read_text(), generated))
+        click.echo("wrote docs/benchmarks.md", err=True)
+    elif case_name is None:
+        raise click.UsageError("name a case, or use --list or --report")
+    elif case_name not in cases:
+        raise click.UsageError(f"there is no case {case_name!r}; --list shows them")
+    else:
+        case = cases[case_name]
+        log = Console(stderr=True, highlight=False, markup=False)
+        try:
+            result = run_case(case, is_quick=is_quick, rounds=runs, say=log.print)
+        except SkippedError as reason:
+            raise click.ClickException(f"{case_name} cannot run here: {reason}") from reason
+        if json_file is not None:
+            save(result, json_file)
+        _show(result, *variant_rows(result, case.columns), *ratio_rows(result.ratios))
+        if is_strict and any(ratio.is_met is False for ratio in result.ratios):
+            sys.exit(1)
+
+
+def _show(
+    result: Result, header: Row, rows: list[Row], ratio_header: Row, ratios: list[Row]
+) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=160)
+    console.print(f"{result.case}: {result.description}")
+    console.print(environment_line(result))
+    for note in result.notes:
+        console.print(note)
+    for titles, lines in ((header, rows), (ratio_header, ratios)):
+        table = Table(box=None, pad_edge=False)
+        for number, title in enumerate(titles):
+            table.add_column(title, justify="left" if number == 0 else "right")
+        for line in lines:
+            table.add_row(*line)
+        console.print()
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m bench")

@@ -1,0 +1,1 @@
+"""One case per module, each named CASE."""

@@ -1,0 +1,178 @@
+"""How fast is a file read through FUSE, and what does the server cost?"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bench.libfuse import build_passthrough
+from bench.model import (
+    Bound,
+    Case,
+    Column,
+    Figure,
+    Ratio,
+    Sample,
+    SkippedError,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+)
+from bench.processes import ROOT, evict_file, mounted, python_command, run_json, tree_cpu_s
+from bench.tmpfs import tmpfs
+
+_BLOCK_BYTES = 2**20
+_FULL_BYTES, _QUICK_BYTES = 2**31, 2**29
+_READ_DEADLINE_S = 120.0
+_NAME = "data"
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    with tmpfs(workspace.directory, size_bytes) as source:
+        block = os.urandom(_BLOCK_BYTES)
+        with (source / _NAME).open("wb") as file:
+            for _ in range(size_bytes // _BLOCK_BYTES):
+                file.write(block)
+        workspace.shared["source"] = source
+        workspace.shared["notes"] = [
+            f"A file of {size_bytes >> 20} MiB in tmpfs, read once from start to end in blocks of "
+            "1 MiB by a process of its own",
+            "Before each read its pages are dropped from FUSE's page cache by "
+            "posix_fadvise(DONTNEED); tmpfs itself stays in memory",
+            "CPU of the server and of the reader are counted apart",
+        ]
+        yield
+
+
+def _read(path: Path, server_pid: int | None) -> Sample:
+    if server_pid is not None:
+        evict_file(path)
+    server_before_s = tree_cpu_s(server_pid) if server_pid is not None else 0.0
+    command = python_command("-m", "bench.reader", str(path), str(_BLOCK_BYTES))
+    reader = run_json(command, timeout_s=_READ_DEADLINE_S)
+    cpu_s = {"reader": float(reader["cpu_s"])}
+    if server_pid is not None:
+        cpu_s["server"] = tree_cpu_s(server_pid) - server_before_s
+    return Sample(reader["wall_s"], cpu_s, moved_bytes=reader["read_bytes"])
+
+
+@contextlib.contextmanager
+def _native(workspace: Workspace) -> Iterator[TakeSample]:
+    path = workspace.shared["source"] / _NAME
+    yield lambda: _read(path, None)
+
+
+def _served(
+    name: str, command: Callable[[Workspace, Path], Sequence[str]]
+) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+    """A session with the server that `command(workspace, mountpoint)` starts."""
+
+    @contextlib.contextmanager
+    def session(workspace: Workspace) -> Iterator[TakeSample]:
+        mountpoint = workspace.directory / f"mount-{name}"
+        log = workspace.directory / f"{name}.log"
+        with mounted(command(workspace, mountpoint), mountpoint, log) as server:
+            path = mountpoint / _NAME
+            if path.stat().st_size != (workspace.shared["source"] / _NAME).stat().st_size:
+                raise SkippedError(f"{name} does not show the file as it is")
+            yield lambda: _read(path, server.pid)
+
+    return session
+
+
+def _ours(mode: str) -> Callable[[Workspace, Path], Sequence[str]]:
+    def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
+        if mode == "passthrough" and os.geteuid() != 0:
+            raise SkippedError("FUSE passthrough needs root")
+        source = str(workspace.shared["source"])
+        return _peer("ours_passthrough", source, str(mountpoint), "--mode", mode)
+
+    return command
+
+
+def _mfusepy(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
+    if importlib.util.find_spec("mfusepy") is None:
+        raise SkippedError("mfusepy is not installed; pip install mfusepy")
+    return _peer("mfusepy_passthrough", str(workspace.shared["source"]), str(mountpoint))
+
+
+def _libfuse(*flags: str) -> Callable[[Workspace, Path], Sequence[str]]:
+    def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
+        program = str(build_passthrough(workspace.directory))
+        source = f"source={workspace.shared['source']}"
+        return [program, "-f", *flags, "-o", source, str(mountpoint)]
+
+    return command
+
+
+def _peer(name: str, *arguments: str) -> Sequence[str]:
+    if not (ROOT / "bench" / "peers" / f"{name}.py").exists():
+        raise SkippedError(f"bench/peers/{name}.py is missing")
+    return python_command("-m", f"bench.peers.{name}", *arguments)
+
+
+def _derive(sample: Sample) -> Mapping[str, float]:
+    gib = (sample.moved_bytes or 0) / 2**30
+    derived = {"gib_per_s": gib / sample.wall_s}
+    for who, seconds in sample.cpu_s.items():
+        derived[f"{who}_cpu_s_per_gib"] = seconds / gib
+    derived["cpu_s_per_gib"] = sum(sample.cpu_s.values()) / gib
+    return derived
+
+
+def _ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
+    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
+
+
+CASE = Case(
+    name="fuse-read",
+    description="Sequential read of a file in memory through FUSE, against no FUSE at all.",
+    prepare=_prepare,
+    variants=(
+        Variant("native", "the tmpfs itself", _native),
+        Variant(
+            "cached",
+            "Bootseer's server, through the page cache",
+            _served("cached", _ours("cached")),
+        ),
+        Variant(
+            "direct_io",
+            "Bootseer's server, FOPEN_DIRECT_IO",
+            _served("direct_io", _ours("direct_io")),
+        ),
+        Variant(
+            "passthrough",
+            "Bootseer's server, FOPEN_PASSTHROUGH: the kernel reads the file behind",
+            _served("passthrough", _ours("passthrough")),
+        ),
+        Variant("mfusepy", "a mirror in Python over libfuse3", _served("mfusepy", _mfusepy)),
+        Variant("libfuse", "C libfuse's passthrough_ll example", _served("libfuse", _libfuse())),
+        Variant(
+            "libfuse_s",
+            "the same with one thread (-s)",
+            _served("libfuse_s", _libfuse("-s")),
+        ),
+    ),
+    ratios=(
+        _ratio("direct_io", "mfusepy", "gib_per_s", "throughput", Target(Bound.AT_LEAST, 2)),
+        _ratio(
+            "direct_io", "mfusepy", "server_cpu_s_per_gib", "server CPU", Target(Bound.AT_MOST, 0.5)
+        ),
+        _ratio("direct_io", "mfusepy", "cpu_s_per_gib", "server and reader CPU"),
+        _ratio("passthrough", "native", "wall_s", "time", Target(Bound.AT_MOST, 1.15)),
+        _ratio("cached", "mfusepy", "gib_per_s", "throughput"),
+        _ratio("direct_io", "libfuse", "gib_per_s", "throughput"),
+        _ratio("direct_io", "libfuse_s", "gib_per_s", "throughput"),
+        _ratio("direct_io", "native", "wall_s", "time"),
+    ),
+    columns=(
+        Column("GiB/s", "gib_per_s"),
+        Column("server CPU s/GiB", "server_cpu_s_per_gib"),
+        Column("reader CPU s/GiB", "reader_cpu_s_per_gib"),
+    ),
+    derive=_derive,
+)

@@ -1,0 +1,95 @@
+"""Where a benchmark ran: enough to judge its numbers, nothing that names the machine."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("bootseer", "fsspec", "hdfs-native", "mfusepy", "pyarrow", "zstandard")
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """Kernel, CPU, memory, Python, packages, commit, and the file system of `directory`."""
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu_model": _cpu_model(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "commit": _commit(),
+        "file_system": file_system_of(directory),
+        "is_root": os.geteuid() == 0,
+    }
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds `path`, e.g. "ext4"; "unknown" if it is not found."""
+    best_length, best_type = -1, "unknown"
+    target = str(path.resolve())
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return best_type
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4]
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        # Later mounts hide earlier ones at the same place, hence the >=.
+        if inside and len(mount) >= best_length:
+            best_length, best_type = len(mount), after.split()[0]
+    return best_type
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("model name", "cpu model")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """The commit of the checkout, "+" behind it when files differ; "unknown" outside of one."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    # Results are written into the checkout, which must not mark the next run as dirty.
+    status = [
+        git,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":!bench/results",
+        ":!docs",
+    ]
+    try:
+        head = subprocess.run(
+            [git, "rev-parse", "--short=12", "HEAD"],
+            cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        dirty = subprocess.run(
+            status, cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

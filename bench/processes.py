@@ -1,0 +1,193 @@
+"""What processes cost, and how to keep a benchmark from hanging on one.
+
+Owns reading CPU time from /proc, running a command with a deadline, serving a FUSE mount for the
+length of a session, and evicting the page cache.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.model import SkippedError
+
+ROOT = Path(__file__).resolve().parent.parent
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOUNT_DEADLINE_S = 15.0
+
+
+def process_tree(pid: int) -> list[int]:
+    """`pid` and all its descendants that live now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat_fields(int(entry.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found.extend(children.get(parent, ()))
+    return found
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU seconds of `pid`, its living descendants, and the dead ones they waited for.
+
+    Granularity: one clock tick, usually 10 ms.
+    """
+    total_ticks = 0
+    for member in process_tree(pid):
+        fields = _stat_fields(member)
+        if fields:
+            # utime, stime, cutime, cstime: fields 14 to 17 of proc_pid_stat(5).
+            total_ticks += sum(int(value) for value in fields[11:15])
+    return total_ticks / _TICKS_PER_S
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; empty when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    # The second field is the command in parentheses and may contain anything.
+    return text.rpartition(")")[2].split()
+
+
+def run_json(
+    command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON that `command` prints, run in the checkout's root.
+
+    Raises: RuntimeError with its last words when it fails or takes longer than `timeout_s`.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A reader stuck in FUSE dies only when its mount is aborted, which the session does next.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=2)
+        raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s") from None
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed ({process.returncode}): {err[-2000:]}")
+    return json.loads(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A FUSE server that is running."""
+
+    pid: int
+    mountpoint: Path
+
+
+@contextlib.contextmanager
+def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Server]:
+    """Run a FUSE server in the foreground until the block ends.
+
+    Raises: SkippedError when it does not mount, with its last words.
+    """
+    mountpoint.mkdir(parents=True, exist_ok=True)
+    outside_device = mountpoint.stat().st_dev
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True
+        )
+    device = outside_device
+    try:
+        deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+        while (device := _device_of(mountpoint, outside_device)) == outside_device:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SkippedError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
+            time.sleep(0.02)
+        yield Server(process.pid, mountpoint)
+    finally:
+        _unmount(mountpoint, device if device != outside_device else None)
+        _end(process)
+
+
+def _device_of(path: Path, otherwise: int) -> int:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        # Mounted, but the server does not answer yet.
+        return otherwise
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _unmount(mountpoint: Path, device: int | None) -> None:
+    """Detach the mount; abort its connection, so that no reader stays stuck."""
+    for command in (["umount", "-l"], ["fusermount3", "-uz"]):
+        if shutil.which(command[0]):
+            done = subprocess.run(
+                [*command, str(mountpoint)], capture_output=True, timeout=20, check=False
+            )
+            if done.returncode == 0:
+                break
+    if device is not None:
+        abort = Path(f"/sys/fs/fuse/connections/{os.minor(device)}/abort")
+        with contextlib.suppress(OSError):
+            abort.write_text("1")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            process.wait(timeout=3)
+            return
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+
+
+def evict_file(path: Path) -> str:
+    """Drop one file's clean pages from the page cache; says how, for the record."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return "posix_fadvise(DONTNEED) on the file"
+
+
+def evict_everything(paths: Sequence[Path]) -> str:
+    """Drop the whole page cache, dentries and inodes when that is allowed, else the clean pages
+    of `paths`; says which, for the record."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        for path in paths:
+            evict_file(path)
+        return "posix_fadvise(DONTNEED) on the files only: not allowed to write drop_caches"
+    return "drop_caches"
+
+
+def python_command(*arguments: str) -> list[str]:
+    """A command line for the running interpreter."""
+    return [sys.executable, *arguments]

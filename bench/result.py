@@ -1,0 +1,130 @@
+"""The result of a case as a file: JSON with every run, from which all tables are made."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.model import Bound, Figure, Ratio, Target
+from bench.summary import RatioResult, Run, spreads
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VariantResult:
+    """A variant, and why it did not run (None: it did)."""
+
+    name: str
+    description: str
+    skipped: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything that one call measured."""
+
+    case: str
+    description: str
+    is_quick: bool
+    started_at_s: float
+    environment: Mapping[str, Any]
+    notes: tuple[str, ...]
+    """What a reader of the numbers must know: how caches were dropped, sizes."""
+    variants: tuple[VariantResult, ...]
+    runs: tuple[Run, ...]
+    ratios: tuple[RatioResult, ...]
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """As a JSON document. `summary` and the ratios' spread are there for readers; loading
+    computes them again from the runs."""
+    summary = {
+        variant: {
+            name: {"median": spread.median, "min": spread.minimum, "max": spread.maximum}
+            for name, spread in figures.items()
+        }
+        for variant, figures in spreads(result.runs).items()
+    }
+    return {
+        "schema": SCHEMA,
+        "case": result.case,
+        "description": result.description,
+        "quick": result.is_quick,
+        "started_at_s": round(result.started_at_s, 3),
+        "environment": dict(result.environment),
+        "notes": list(result.notes),
+        "variants": [
+            {"name": v.name, "description": v.description, "skipped": v.skipped}
+            for v in result.variants
+        ],
+        "runs": [
+            {"round": run.round_number, "variant": run.variant, "figures": dict(run.figures)}
+            for run in result.runs
+        ],
+        "summary": summary,
+        "ratios": [_ratio_to_json(ratio) for ratio in result.ratios],
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> Result:
+    """Raises: ValueError for another schema; KeyError for a document that is none of ours."""
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"this is a result of schema {document['schema']}, not {SCHEMA}")
+    return Result(
+        case=document["case"],
+        description=document["description"],
+        is_quick=document["quick"],
+        started_at_s=document["started_at_s"],
+        environment=document["environment"],
+        notes=tuple(document["notes"]),
+        variants=tuple(
+            VariantResult(v["name"], v["description"], v["skipped"]) for v in document["variants"]
+        ),
+        runs=tuple(Run(r["round"], r["variant"], r["figures"]) for r in document["runs"]),
+        ratios=tuple(_ratio_from_json(ratio) for ratio in document["ratios"]),
+    )
+
+
+def save(result: Result, path: Path) -> None:
+    """Write `result` to `path`, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(to_json(result), indent=1) + "\n")
+    temporary.replace(path)
+
+
+def load(path: Path) -> Result:
+    """Raises: OSError, ValueError, KeyError."""
+    return from_json(json.loads(path.read_text()))
+
+
+def _ratio_to_json(measured: RatioResult) -> dict[str, Any]:
+    ratio, spread = measured.ratio, measured.spread
+    document: dict[str, Any] = {
+        "name": ratio.name,
+        "top": [ratio.top.variant, ratio.top.name],
+        "bottom": [ratio.bottom.variant, ratio.bottom.name],
+        "target": None,
+        "per_round": list(measured.per_round),
+        "median": spread.median if spread else None,
+        "min": spread.minimum if spread else None,
+        "max": spread.maximum if spread else None,
+        "met": measured.is_met,
+    }
+    if ratio.target is not None:
+        document["target"] = {"bound": ratio.target.bound.value, "limit": ratio.target.limit}
+    return document
+
+
+def _ratio_from_json(document: Mapping[str, Any]) -> RatioResult:
+    target = document["target"]
+    return RatioResult(
+        Ratio(
+            document["name"],
+            Figure(*document["top"]),
+            Figure(*document["bottom"]),
+            Target(Bound(target["bound"]), target["limit"]) if target else None,
+        ),
+        tuple(document["per_round"]),
+    )

@@ -1,0 +1,77 @@
+"""Carries out a case: sessions for all variants, then interleaved runs."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import environment
+from bench.model import Case, SkippedError, TakeSample, Workspace, figures_of
+from bench.result import Result, VariantResult
+from bench.summary import Run, Turn, measure_ratio, schedule
+
+
+def run_case(
+    case: Case,
+    *,
+    is_quick: bool,
+    rounds: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Run every variant that can run here, `rounds` times (default: as the case says).
+
+    `say` gets a line per event, for people. A variant that fails in the middle is dropped from
+    there on, with the reason. Raises: SkippedError when the whole case cannot run.
+    """
+    rounds = rounds or (case.quick_runs if is_quick else case.runs)
+    started_at_s = time.time()
+    runs: list[Run] = []
+    skipped: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-bench-")))
+        workspace = Workspace(directory, is_quick)
+        surroundings = environment.describe(directory)
+        stack.enter_context(case.prepare(workspace))
+        takers: dict[str, TakeSample] = {}
+        for variant in case.variants:
+            try:
+                takers[variant.name] = stack.enter_context(variant.session(workspace))
+            except SkippedError as reason:
+                skipped[variant.name] = str(reason)
+                say(f"{variant.name}: skipped: {reason}")
+        for turn in schedule(list(takers), rounds, case.warmups):
+            if turn.variant not in skipped:
+                try:
+                    run = _take(case, turn, takers[turn.variant])
+                except (OSError, RuntimeError, SkippedError) as error:
+                    skipped[turn.variant] = str(error)
+                    say(f"{turn.variant}: dropped: {error}")
+                    continue
+                say(_line(run))
+                if turn.round_number >= 0:
+                    runs.append(run)
+        notes = tuple(workspace.shared.get("notes", ()))
+    return Result(
+        case=case.name,
+        description=case.description,
+        is_quick=is_quick,
+        started_at_s=started_at_s,
+        environment=surroundings,
+        notes=notes,
+        variants=tuple(
+            VariantResult(variant.name, variant.description, skipped.get(variant.name))
+            for variant in case.variants
+        ),
+        runs=tuple(runs),
+        ratios=tuple(measure_ratio(ratio, runs) for ratio in case.ratios),
+    )
+
+
+def _take(case: Case, turn: Turn, take: TakeSample) -> Run:
+    return Run(turn.round_number, turn.variant, figures_of(case, take()))
+
+
+def _line(run: Run) -> str:
+    label = f"round {run.round_number + 1}" if run.round_number >= 0 else "warm-up"
+    return f"{label}: {run.variant}: {run.figures['wall_s']:.3f} s"

@@ -1,0 +1,59 @@
+"""A folder in memory for benchmarks that must not measure a disk."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.environment import file_system_of
+from bench.model import SkippedError
+
+# The one tmpfs that every Linux has.
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def available_memory_bytes() -> int:
+    """What the kernel thinks can be used without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@contextlib.contextmanager
+def tmpfs(workspace: Path, size_bytes: int) -> Iterator[Path]:
+    """A tmpfs folder with room for `size_bytes`: a mount of its own for root, else in /dev/shm.
+
+    Raises: SkippedError when there is not enough memory or no tmpfs.
+    """
+    # As much again is left to everybody else, for instance to caches of what is read.
+    if available_memory_bytes() < 2 * size_bytes + 2**29:
+        raise SkippedError(f"less than {2 * size_bytes + 2**29 >> 20} MiB of memory are available")
+    own = workspace / "tmpfs"
+    own.mkdir()
+    if os.geteuid() == 0 and _mount(own, size_bytes):
+        try:
+            yield own
+        finally:
+            subprocess.run(["umount", "-l", str(own)], timeout=20, check=False)
+        return
+    if file_system_of(_SHARED_MEMORY) != "tmpfs":
+        raise SkippedError("/dev/shm is no tmpfs, and mounting one needs root")
+    if shutil.disk_usage(_SHARED_MEMORY).free < size_bytes + 2**24:
+        raise SkippedError(f"/dev/shm has no room for {size_bytes >> 20} MiB")
+    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY, prefix="bootseer-bench-") as name:
+        yield Path(name)
+
+
+def _mount(target: Path, size_bytes: int) -> bool:
+    options = f"size={size_bytes + 2**24},mode=0700"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "bootseer-bench", str(target)],
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    return done.returncode == 0

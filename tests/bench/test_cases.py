@@ -1,0 +1,127 @@
+"""The declared cases, the command line, and that the published tables are those of the results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.cases.launch import sample_of
+from bench.catalogue import all_cases
+from bench.environment import file_system_of
+from bench.model import Case
+from bench.processes import evict_file, process_tree, run_json, tree_cpu_s
+from bench.summary import problems
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("case", all_cases().values(), ids=lambda case: case.name)
+def test_declaration_is_valid(case: Case) -> None:
+    assert problems(case) == []
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_list_names_every_case() -> None:
+    done = bench("--list")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(all_cases())
+
+
+def test_an_unknown_case_is_a_usage_error() -> None:
+    done = bench("no-such-case")
+    assert done.returncode == 2
+    assert "--list" in done.stderr
+    assert bench().returncode == 2
+
+
+def test_published_tables_are_those_of_the_results() -> None:
+    document = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = report.load_results(ROOT / "bench" / "results")
+    generated = report.render(results, all_cases())
+    assert report.replace_results(document, generated) == document, "run `python -m bench --report`"
+
+
+def test_launch_reads_the_demo_document() -> None:
+    stage = {"first_s": 8.0, "second_s": 2.0, "first_bytes": 300, "second_bytes": 30, "ratio": 4}
+    document = {
+        "stages": {"image": stage, "environment": stage, "checkpoint": stage},
+        "total": {"first_s": 24.0, "second_s": 6.0},
+        "image": {"bytes": 1000, "touched_share": 0.1},
+    }
+    second = sample_of(document, "second")
+    assert (second.wall_s, second.moved_bytes) == (6.0, 90)
+    assert second.figures["image_moved_bytes"] == 30
+    assert second.figures["image_s"] == 2.0
+    assert sample_of(document, "first").wall_s == 24.0
+
+
+SPIN = """
+import subprocess, sys, time
+def spin(seconds):
+    while time.process_time() < seconds:
+        pass
+if len(sys.argv) == 1:
+    # One child that has ended, one that lives, and itself.
+    subprocess.run([sys.executable, __file__, "ends"], check=True)
+    child = subprocess.Popen([sys.executable, __file__, "lives"], stdout=subprocess.PIPE)
+    child.stdout.readline()
+spin(0.3)
+print("done", flush=True)
+if len(sys.argv) == 1 or sys.argv[1] == "lives":
+    sys.stdin.read()
+"""
+
+
+def test_cpu_of_a_process_and_its_children_is_counted(tmp_path: Path) -> None:
+    program = tmp_path / "spin.py"
+    program.write_text(SPIN)
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        while process.stdout.readline() != b"done\n":
+            assert process.poll() is None
+        assert len(process_tree(process.pid)) == 2
+        assert tree_cpu_s(process.pid) >= 0.8
+    finally:
+        process.communicate(timeout=20)
+    assert tree_cpu_s(process.pid) == 0
+
+
+def test_a_command_that_fails_or_hangs_ends_with_a_reason() -> None:
+    printing = [sys.executable, "-c", "import json, sys; json.dump({'a': 1}, sys.stdout)"]
+    assert run_json(printing, timeout_s=30) == {"a": 1}
+    with pytest.raises(RuntimeError, match="no such thing"):
+        run_json([sys.executable, "-c", "raise SystemExit('no such thing')"], timeout_s=30)
+    with pytest.raises(RuntimeError, match="did not end"):
+        run_json(["sleep", "60"], timeout_s=0.1)
+
+
+def test_reader_reads_everything(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(300_000))
+    evict_file(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.reader", str(path), "65536"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["read_bytes"] == 300_000
+
+
+def test_file_system_is_found() -> None:
+    assert file_system_of(Path("/proc")) == "proc"
+    assert file_system_of(Path("/")) != "unknown"
