@@ -68,15 +68,22 @@ def generation_folder(directory: str, generation: str) -> str:
 class FileView:
     """One generation of one file. Immutable."""
 
-    __slots__ = ("_bases", "directory", "identity", "layout", "path", "size_bytes")
+    __slots__ = ("_bases", "directory", "identity", "layout", "modified_ns", "path", "size_bytes")
 
     def __init__(
-        self, path: str, identity: str, size_bytes: int, layout: Layout | None = None
+        self,
+        path: str,
+        identity: str,
+        size_bytes: int,
+        modified_ns: int = 0,
+        layout: Layout | None = None,
     ) -> None:
-        """`identity` differs between any two generations that may be cached at the same time."""
+        """`identity` differs between any two generations that may be cached at the same time;
+        `modified_ns` is that of the file at `path`."""
         self.path = path
         self.identity = identity
         self.size_bytes = size_bytes
+        self.modified_ns = modified_ns
         self.layout = layout
         self.directory = path.rpartition("/")[0]
         self._bases: list[int] = []
@@ -87,7 +94,7 @@ class FileView:
 
     def moved(self, path: str) -> "FileView":
         """The same generation after a rename within its tree."""
-        return FileView(path, self.identity, self.size_bytes, self.layout)
+        return FileView(path, self.identity, self.size_bytes, self.modified_ns, self.layout)
 
     def unit_at(self, offset: int) -> Span:
         """The stripe unit that holds byte `offset`: the unit of read-ahead."""

@@ -1,0 +1,129 @@
+"""Parts that no layout names any more, until nobody reads them.
+
+Owns the list of retired generations and the thread that deletes them. A generation is deleted when
+its grace has passed (readers on other nodes may still hold it) and nothing in this mount has it
+open; at `close`, all that is not open here is deleted without waiting. What a crash leaves behind
+is garbage that `find_garbage` names. Thread-safe.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_header, decode_layout, may_be_layout
+from bootseer.fuse.striped.view import generation_folder, parts_folder
+from bootseer.store.backend import Backend, FileInfo
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class _Grave:
+    directory: str
+    generation: str
+    due_s: float
+
+
+class Graveyard:
+    """Deletes retired generations when their time has come."""
+
+    def __init__(self, backend: Backend, grace_s: float, in_use: Callable[[], set[str]]) -> None:
+        """`in_use` names the generations that are open in this mount."""
+        self._backend = backend
+        self._grace_s = grace_s
+        self._in_use = in_use
+        self._graves: list[_Grave] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def retire(self, directory: str, generations: set[str]) -> None:
+        """These generations' folders in `directory` are named by no layout any more."""
+        due_s = time.monotonic() + self._grace_s
+        with self._lock:
+            self._graves += [_Grave(directory, name, due_s) for name in sorted(generations)]
+            if self._thread is None and not self._closed and self._graves:
+                self._thread = threading.Thread(target=self._run, name="stripe-delete", daemon=True)
+                self._thread.start()
+        if self._grace_s <= 0:
+            self.sweep()
+
+    def moved(self, source: str, target: str) -> None:
+        """Directory `source` is now called `target`."""
+        with self._lock:
+            for grave in self._graves:
+                if grave.directory == source or grave.directory.startswith(source + "/"):
+                    grave.directory = target + grave.directory[len(source) :]
+
+    def take(self, directory: str) -> set[str]:
+        """Hand the graves of one directory, which is about to be removed, to the caller."""
+        with self._lock:
+            mine = {grave.generation for grave in self._graves if grave.directory == directory}
+            self._graves = [grave for grave in self._graves if grave.directory != directory]
+        return mine
+
+    def sweep(self, *, all_due: bool = False) -> None:
+        """Delete what is due and not in use. Failures are logged and tried again later."""
+        now_s = time.monotonic()
+        used = self._in_use()
+        with self._lock:
+            due = [
+                grave
+                for grave in self._graves
+                if (all_due or grave.due_s <= now_s) and grave.generation not in used
+            ]
+            self._graves = [grave for grave in self._graves if grave not in due]
+        for grave in due:
+            folder = generation_folder(grave.directory, grave.generation)
+            try:
+                self._backend.delete(folder, recursive=True)
+            except BootseerError as error:
+                _log.warning("replaced parts stay behind for fsck: %s", error)
+
+    def close(self) -> None:
+        """Delete all that is not in use, now."""
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self.sweep(all_due=True)
+
+    def _run(self) -> None:
+        while not self._wake.wait(_SWEEP_S):
+            self.sweep()
+
+
+def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
+    """What lies in the parts folder of `directory` and is named by no layout there.
+
+    An unfinished save of a living writer looks the same as that of a dead one: the caller decides
+    by age. Raises UnknownFormatError or CorruptError rather than call a file's parts garbage.
+    """
+    named: set[str] = set()
+    for info in backend.list(directory):
+        if info.is_dir or not may_be_layout(info.size_bytes):
+            continue
+        data = backend.read(info.path)
+        if decode_header(data, info.path) is not None:
+            layout = decode_layout(data, info.path)
+            named.update(segment.generation for segment in layout.segments)
+    try:
+        stored = list(backend.list(parts_folder(directory)))
+    except NotFoundError:
+        return
+    for info in stored:
+        if info.path.rpartition("/")[2] not in named:
+            yield info
+
+
+def is_hidden(name: str) -> bool:
+    """Whether the mount hides this name."""
+    return name == PARTS_FOLDER

@@ -1,0 +1,85 @@
+"""One memory budget for a whole mount, shared by all its readers and writers.
+
+Owns the count of bytes in use. Thread-safe. What is held beyond it is bounded and small: the unit
+that each open writer is filling, and replies on their way to the kernel.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from bootseer.errors import DeadlineError
+
+
+class MemoryBudget:
+    """Bytes that may be held; takers wait, or first make others give up what they can spare."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._changed = threading.Condition()
+        self._reclaim: Callable[[int], None] = lambda count: None
+
+    def set_reclaimer(self, reclaim: Callable[[int], None]) -> None:
+        """`reclaim(count)` is called, without any lock held here, to free about `count` bytes; it
+        calls `give` for what it frees."""
+        self._reclaim = reclaim
+
+    @property
+    def used_bytes(self) -> int:
+        """What is held now."""
+        return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever held."""
+        return self._peak_bytes
+
+    def try_take(self, count: int) -> bool:
+        """Take `count` bytes if they are free, or can be freed at once."""
+        for attempt in range(2):
+            with self._changed:
+                if self._fits(count):
+                    self._take(count)
+                    return True
+                missing = self._used_bytes + count - self.limit_bytes
+            if attempt == 0:
+                self._reclaim(missing)
+        return False
+
+    def take(self, count: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Take `count` bytes; wait while nothing is free.
+
+        Raises DeadlineError when nobody gave anything back for `timeout_s`. Returns without having
+        taken anything only by raising. `cancelled` is asked now and then; when it says True the
+        wait ends with InterruptedError.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.try_take(count):
+            with self._changed:
+                before = self._used_bytes
+                self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+                if self._used_bytes < before:
+                    deadline = time.monotonic() + timeout_s
+            if cancelled():
+                raise InterruptedError
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"no memory became free within {timeout_s:.0f} s: the storage takes or gives "
+                    "nothing, or the mount's memory budget is too small"
+                )
+
+    def give(self, count: int) -> None:
+        """Return `count` bytes."""
+        with self._changed:
+            self._used_bytes -= count
+            self._changed.notify_all()
+
+    def _fits(self, count: int) -> bool:
+        # A single taker larger than the whole budget is let through alone, rather than never.
+        return self._used_bytes + count <= self.limit_bytes or self._used_bytes == 0
+
+    def _take(self, count: int) -> None:
+        self._used_bytes += count
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)

@@ -1,0 +1,94 @@
+"""Tells sequential readers from random ones. Pure, but for the state it is about; the caller locks.
+
+One tracker per generation of a file, shared by every descriptor on it: readers that share one
+descriptor, several descriptors, and page faults of an mmap all look alike here: as a set of places
+at which the next read is expected.
+"""
+
+from dataclasses import dataclass
+
+MAX_STREAMS = 32
+# Reads of one sequential reader may be served slightly out of order by several server threads.
+_SLACK_BYTES = 2 * 2**20
+# How far ahead a stream may run, as a multiple of what it has read: a header of a few KiB that is
+# read in small pieces must not start megabytes.
+_GROWTH = 4
+# From here on whole stripe units are fetched.
+_UNITS_FROM_BYTES = 512 * 2**10
+
+
+@dataclass(slots=True)
+class _Stream:
+    next: int
+    read_bytes: int
+    ahead: int
+    used_s: float
+    is_sequential: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do about one read."""
+
+    whole_units: bool
+    """Fetch the units that it touches, not just the blocks."""
+    ahead_start: int
+    ahead_end: int
+    """Read ahead `[ahead_start, ahead_end)`; empty for a random read."""
+
+
+class StreamTracker:
+    """The streams of one file."""
+
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []
+
+    def observe(self, start: int, end: int, window_max_bytes: int, now_s: float) -> Advice:
+        """Note a read of `[start, end)`; returns what to fetch for it and ahead of it."""
+        stream = self._match(start)
+        if stream is None:
+            stream = _Stream(end, end - start, end, now_s, is_sequential=False)
+            self._streams.append(stream)
+            if len(self._streams) > MAX_STREAMS:
+                self._streams.remove(min(self._streams, key=lambda old: old.used_s))
+            # A large first read at the start of a file is a reader of the whole file.
+            if start > 0 or end < _UNITS_FROM_BYTES:
+                return Advice(False, end, end)
+            stream.is_sequential = True
+        else:
+            stream.used_s = now_s
+            if start != stream.next:
+                # Out of order, or a skip within the slack: still the same reader.
+                stream.next = max(stream.next, end)
+                return Advice(stream.read_bytes >= _UNITS_FROM_BYTES, end, end)
+            stream.is_sequential = True
+            stream.read_bytes += end - start
+            stream.next = end
+        if stream.read_bytes < _UNITS_FROM_BYTES:
+            return Advice(False, end, end)
+        ahead_end = end + min(_GROWTH * stream.read_bytes, window_max_bytes)
+        ahead_start = max(stream.ahead, end)
+        stream.ahead = max(ahead_end, ahead_start)
+        return Advice(True, ahead_start, stream.ahead)
+
+    def active_count(self, since_s: float) -> int:
+        """How many sequential streams have read something since then."""
+        return sum(1 for s in self._streams if s.is_sequential and s.used_s >= since_s)
+
+    def fell_short(self, end: int, reached: int) -> None:
+        """The read-ahead that was advised up to `end` was only started up to `reached`."""
+        for stream in self._streams:
+            if stream.ahead == end:
+                stream.ahead = reached
+
+    def _match(self, start: int) -> _Stream | None:
+        best: _Stream | None = None
+        for stream in self._streams:
+            distance = abs(start - stream.next)
+            if distance == 0:
+                return stream
+            # Only a proven stream gets slack: two random reads that lie close are no stream.
+            near = stream.is_sequential and distance <= _SLACK_BYTES
+            if near and (best is None or distance < abs(start - best.next)):
+                best = stream
+        return best
