@@ -123,7 +123,7 @@ def _shebang(script: Path) -> str:
 
 
 def probe(
-    python: str, runner: Runner, *, cwd: str, env: Mapping[str, str] | None
+    python: str, runner: Runner, *, cwd: str | None, env: Mapping[str, str] | None
 ) -> Interpreter | None:
     """What `python` says of itself; None where it cannot be asked."""
     try:

@@ -1,0 +1,290 @@
+"""`bootseer snapshot`: environments, captured once and restored everywhere."""
+
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.output import (
+    current_settings,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+)
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Inode
+    from bootseer.snapshots.manifest import Manifest
+
+
+@click.group()
+def snapshot() -> None:
+    """Environments: capture once, restore everywhere."""
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"bootseer: {sentence}", err=True)
+
+
+@snapshot.command(
+    epilog="Example: bootseer snapshot run --target /opt/env -- "
+    "sh -c 'python3 -m venv /opt/env && /opt/env/bin/pip install -r requirements.txt'",
+)
+@click.option(
+    "--target",
+    "targets",
+    metavar="DIR",
+    multiple=True,
+    help="A directory that the command makes or changes. Without: inferred, and printed.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    metavar="FILE",
+    multiple=True,
+    help="A file or directory that decides the result, besides those named in the command.",
+)
+@click.option(
+    "--env",
+    "variables",
+    metavar="NAME",
+    multiple=True,
+    help="An environment variable that decides the result.",
+)
+@click.option("--salt", metavar="TEXT", default="", help="Another salt, another snapshot.")
+@click.option("--base", metavar="DIGEST", default="", help="The image. Default: BOOTSEER_IMAGE.")
+@click.option(
+    "--wait",
+    "wait_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    default=1800.0,
+    show_default=True,
+    help="How long to wait for another node or process that runs the same set-up.",
+)
+@click.argument("command", nargs=-1, required=True)
+@json_option
+def run(
+    targets: tuple[str, ...],
+    inputs: tuple[str, ...],
+    variables: tuple[str, ...],
+    salt: str,
+    base: str,
+    wait_s: float,
+    command: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Run a set-up COMMAND once; later, and on other nodes, restore what it made.
+
+    Exits with the command's own code when it fails. Trouble with the store only costs the
+    restore: the command then runs as usual.
+    """
+    from bootseer.snapshots.request import Request
+    from bootseer.snapshots.run import run_setup
+
+    request = Request(
+        command=command,
+        targets=targets,
+        inputs=inputs,
+        variables=variables,
+        salt=salt,
+        base=base,
+    )
+    result = run_setup(current_settings(), request, report=_say, wait_s=wait_s)
+    if as_json:
+        emit_json(
+            {
+                "how": result.how,
+                "hit": result.hit,
+                "fingerprint": result.fingerprint,
+                "targets": result.targets,
+                "file_count": result.file_count,
+                "content_bytes": result.content_bytes,
+                "moved_bytes": result.moved_bytes,
+                "seconds": result.seconds,
+                "setup_seconds": result.setup_seconds,
+            }
+        )
+
+
+@snapshot.command(epilog="Example: bootseer snapshot create --target /opt/env --name base-env")
+@click.option(
+    "--target", "targets", metavar="DIR", multiple=True, required=True, help="A directory."
+)
+@click.option("--name", metavar="NAME", default="", help="A name for `restore` and `show`.")
+@json_option
+def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
+    """Capture existing directories as they are."""
+    from bootseer.snapshots.commands import create_snapshot
+
+    manifest = create_snapshot(current_settings(), targets, name)
+    if as_json:
+        emit_json(_summary(manifest))
+    else:
+        click.echo(manifest.fingerprint)
+        _say(
+            f"stored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}, "
+            f"as {human_bytes(manifest.stored_bytes)}"
+        )
+
+
+@snapshot.command(epilog="Example: bootseer snapshot restore base-env")
+@click.argument("key")
+@click.option(
+    "--to",
+    "directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Another place; only for a plain directory, which holds no path of its own.",
+)
+@json_option
+def restore(key: str, directory: Path | None, as_json: bool) -> None:
+    """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
+
+    A directory that exists must be empty, or be as it was before the set-up.
+    """
+    from bootseer.snapshots.commands import restore_snapshot
+
+    manifest = restore_snapshot(current_settings(), key, directory)
+    if as_json:
+        emit_json(_summary(manifest))
+    else:
+        _say(f"restored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}")
+
+
+@snapshot.command("list", epilog="Example: bootseer snapshot list --json")
+@json_option
+def list_(as_json: bool) -> None:
+    """List the snapshots in the store, newest first."""
+    from bootseer.snapshots.catalogue import list_all
+    from bootseer.store import open_store
+
+    with open_store(current_settings().store_url) as store:
+        manifests = list(list_all(store))
+    if as_json:
+        emit_json([_summary(manifest) for manifest in manifests])
+        return
+    emit_table(
+        ("key", "name", "targets", "files", "content", "stored", "set-up s", "created"),
+        (
+            (
+                manifest.fingerprint[:12],
+                manifest.name,
+                ", ".join(_shown(target.path) for target in manifest.targets),
+                manifest.file_count,
+                human_bytes(manifest.content_bytes),
+                human_bytes(manifest.stored_bytes),
+                f"{manifest.setup_ns / 1e9:.1f}",
+                _when(manifest.created_ns),
+            )
+            for manifest in manifests
+        ),
+    )
+
+
+@snapshot.command(epilog="Example: bootseer snapshot show 3f2a91 --files")
+@click.argument("key")
+@click.option("--files", is_flag=True, help="Every name in it, with mode, owner, size.")
+@json_option
+def show(key: str, files: bool, as_json: bool) -> None:
+    """Show what a snapshot was made from and what it holds."""
+    from bootseer.snapshots import catalogue
+    from bootseer.store import open_store
+
+    with open_store(current_settings().store_url) as store:
+        manifest = catalogue.find(store, key)
+        trees = [catalogue.load_tree(store, target) for target in manifest.targets] if files else []
+    document = _details(manifest)
+    rows = [
+        _file_row(target.path, path, tree.inode(number))
+        for target, tree in zip(manifest.targets, trees, strict=False)
+        for path, number in tree.walk()
+    ]
+    if as_json:
+        if files:
+            columns = ("path", "mode", "uid", "gid", "size_bytes", "mtime_ns", "link_target")
+            document["files"] = [dict(zip(columns, row, strict=True)) for row in rows]
+        emit_json(document)
+        return
+    emit_table(("part", "value"), document["parts"].items(), title=manifest.fingerprint)
+    click.echo()
+    emit_table(
+        ("target", "kind", "files", "deleted", "content", "stored"),
+        (
+            (
+                _shown(target.path),
+                "whole" if target.whole else "difference",
+                target.file_count,
+                len(target.deletions),
+                human_bytes(target.content_bytes),
+                human_bytes(target.blob.size_bytes),
+            )
+            for target in manifest.targets
+        ),
+    )
+    if files:
+        click.echo()
+        emit_table(
+            ("path", "mode", "uid", "gid", "size"),
+            (
+                (f"{row[0]} -> {row[6]}" if row[6] else row[0], stat.filemode(row[1]), *row[2:5])
+                for row in rows
+            ),
+        )
+
+
+def _shown(path: bytes) -> str:
+    return path.decode("utf-8", "backslashreplace")
+
+
+def _when(created_ns: int) -> str:
+    return datetime.fromtimestamp(created_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _file_row(target: bytes, path: bytes, inode: "Inode") -> tuple[Any, ...]:
+    return (
+        _shown(target + b"/" + path if path else target),
+        inode.mode,
+        inode.uid,
+        inode.gid,
+        inode.size_bytes,
+        inode.mtime_ns,
+        _shown(inode.link_target),
+    )
+
+
+def _summary(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "fingerprint": manifest.fingerprint,
+        "name": manifest.name,
+        "targets": [_shown(target.path) for target in manifest.targets],
+        "file_count": manifest.file_count,
+        "content_bytes": manifest.content_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "setup_seconds": manifest.setup_ns / 1e9,
+        "created": _when(manifest.created_ns),
+        "node": manifest.node,
+    }
+
+
+def _details(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        **_summary(manifest),
+        "parts": {part.name: part.value for part in manifest.parts},
+        "targets": [
+            {
+                "path": _shown(target.path),
+                "whole": target.whole,
+                "blob": target.blob.digest,
+                "blob_bytes": target.blob.size_bytes,
+                "index": target.index.digest,
+                "file_count": target.file_count,
+                "content_bytes": target.content_bytes,
+                "deletions": [_shown(path) for path in target.deletions],
+            }
+            for target in manifest.targets
+        ],
+    }

@@ -1,0 +1,115 @@
+"""Packs what a set-up did, and publishes it.
+
+Alone owns the way from a diff to blobs in the store. Nothing is visible before the manifest, which
+comes last; what an interrupted capture leaves is unnamed temporary files, gone with the process,
+and blobs that no manifest names.
+"""
+
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import bootseer
+from bootseer.blob import index
+from bootseer.blob.pack import pack_directory
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.progress import Progress
+from bootseer.snapshots.catalogue import publish, publish_target
+from bootseer.snapshots.diff import diff
+from bootseer.snapshots.fingerprint import Part, fingerprint
+from bootseer.snapshots.lock import private_directory
+from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
+from bootseer.snapshots.scan import Scan
+from bootseer.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A target before and after the set-up."""
+
+    path: bytes
+    """Absolute, as the job sees it."""
+    host: Path
+    before: Scan
+    after: Scan
+
+
+def capture(store: Store, cache_dir: Path, change: Change, *, replace: bool = False) -> Target:
+    """Pack one target's difference into the store. Not visible as a snapshot yet.
+
+    Raises: BusyError where something still writes to the target; NoSpaceError; UnavailableError.
+    """
+    difference = diff(change.before, change.after)
+    paths = difference.packed_paths()
+    try:
+        folder = private_directory(cache_dir / "snapshots")
+        # Without a name: it goes with the process, however that ends.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            tree, blob = _pack(change, paths, cast(BinaryIO, file))
+            encoded = index.encode(tree)
+            stored = Stored(index.digest(encoded), len(encoded))
+            data = Path(f"/proc/self/fd/{file.fileno()}")
+            publish_target(store, blob, data, stored, encoded, replace=replace)
+    except BootseerError:
+        raise
+    except OSError as error:
+        raise from_oserror(error, f"capture {text_of(change.path)}") from error
+    return Target(
+        path=change.path,
+        whole=len(change.before) <= 1,
+        blob=blob,
+        index=stored,
+        deletions=difference.deleted,
+        file_count=tree.name_count,
+        content_bytes=sum(
+            tree.columns.size_bytes[number]
+            for number in range(tree.inode_count)
+            if stat.S_ISREG(tree.columns.mode[number])
+        ),
+    )
+
+
+def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO) -> tuple[Tree, Stored]:
+    total = sum(
+        change.after[path].size_bytes for path in paths if stat.S_ISREG(change.after[path].mode)
+    )
+    with Progress(f"packing {text_of(change.path)}", total) as progress:
+        tree = pack_directory(change.host, file, paths=paths, on_progress=progress.advance)
+    file.flush()
+    (blob,) = tree.blobs
+    return tree, Stored(blob.digest, blob.size_bytes)
+
+
+def make_manifest(
+    parts: Sequence[Part], targets: Sequence[Target], *, setup_ns: int, node: str, name: str = ""
+) -> Manifest:
+    """The manifest of captured targets."""
+    return Manifest(
+        fingerprint=fingerprint(parts),
+        parts=tuple(sorted(parts)),
+        targets=tuple(targets),
+        created_ns=time.time_ns(),
+        setup_ns=setup_ns,
+        node=node,
+        name=name,
+        version=bootseer.__version__,
+    )
+
+
+def create(
+    store: Store, cache_dir: Path, changes: Sequence[Change], *, node: str, name: str = ""
+) -> Manifest:
+    """Capture existing directories as they are, and publish them; keyed by what they hold."""
+    targets = [capture(store, cache_dir, change) for change in changes]
+    parts = [Part("kind", "created from directories")]
+    for target in targets:
+        shown = text_of(target.path)
+        parts.append(Part(f"target {shown}", target.index.digest))
+    manifest = make_manifest(parts, targets, setup_ns=0, node=node, name=name)
+    publish(store, manifest)
+    return manifest

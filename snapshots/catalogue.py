@@ -1,0 +1,181 @@
+"""Snapshots in the store: where they lie, how they are found, in which order they are published.
+
+Alone owns the keys. A manifest is published after everything that it names, so a snapshot that
+can be found can be restored. Thread-safe as the store is.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.blob import index
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.snapshots.manifest import (
+    INDEX_BYTES_MAX,
+    MANIFEST_BYTES_MAX,
+    Manifest,
+    Stored,
+    Target,
+    decode,
+    encode,
+    is_name,
+)
+from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "snapshots/"
+_NAMES = "snapshots/names/"
+_MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_PREFIX = re.compile(r"[0-9a-f]{4,64}")
+_POINTER_BYTES_MAX = 4096
+
+
+def manifest_key(fingerprint: str) -> str:
+    """The key of a snapshot's manifest."""
+    return f"{_FOLDER}{fingerprint}.json"
+
+
+def lease_key(fingerprint: str) -> str:
+    """The key of the lease of the node that makes a snapshot."""
+    return f"leases/snapshots/{fingerprint}"
+
+
+def blob_key(blob: Stored) -> str:
+    """The key of a blob."""
+    return f"blobs/sha256/{blob.hex}"
+
+
+def index_key(tree: Stored) -> str:
+    """The key of an encoded tree."""
+    return f"indexes/sha256/{tree.hex}"
+
+
+def load(store: Store, fingerprint: str) -> Manifest | None:
+    """The snapshot with exactly this key, or None.
+
+    Raises: CorruptError, UnknownFormatError, UnavailableError, DeadlineError.
+    """
+    key = manifest_key(fingerprint)
+    try:
+        data = store.read(key, 0, MANIFEST_BYTES_MAX + 1)
+    except NotFoundError:
+        return None
+    return decode(data, fingerprint)
+
+
+def exists(store: Store, fingerprint: str) -> bool:
+    """Whether the snapshot is there, without reading it."""
+    return store.exists(manifest_key(fingerprint))
+
+
+def find(store: Store, text: str) -> Manifest:
+    """The snapshot with this key, beginning of a key (4 digits or more) or name.
+
+    Raises: NotFoundError; InvalidInputError where several keys begin so.
+    """
+    key = text
+    if is_name(text):
+        named = _read_name(store, text)
+        if named is not None:
+            key = named
+        elif not _PREFIX.fullmatch(text):
+            raise NotFoundError(f"there is no snapshot called {text!r} in {store.url}")
+    if not _PREFIX.fullmatch(key):
+        raise InvalidInputError(f"{text!r} is neither a snapshot's name nor the start of its key")
+    keys = [key] if _HEX.fullmatch(key) else list(_keys(store, key))
+    if len(keys) > 1:
+        raise InvalidInputError(f"{len(keys)} snapshots begin with {key}; give more digits")
+    manifest = load(store, keys[0]) if keys else None
+    if manifest is None:
+        raise NotFoundError(f"there is no snapshot {text} in {store.url}; see `snapshot list`")
+    return manifest
+
+
+def _keys(store: Store, prefix: str = "") -> Iterator[str]:
+    for info in store.list(_FOLDER + prefix):
+        if match := _MANIFEST_KEY.fullmatch(info.path):
+            yield match[1]
+
+
+def list_all(store: Store) -> Iterator[Manifest]:
+    """Every snapshot that can be read, newest first; damaged ones are logged and left out."""
+    found = []
+    for key in _keys(store):
+        try:
+            manifest = load(store, key)
+        except BootseerError as error:
+            logger.warning("snapshot %s is left out: %s", key[:12], error)
+            continue
+        if manifest is not None:
+            found.append(manifest)
+    return iter(sorted(found, key=lambda manifest: manifest.created_ns, reverse=True))
+
+
+def _read_name(store: Store, name: str) -> str | None:
+    key = f"{_NAMES}{name}.json"
+    try:
+        data = store.read(key, 0, _POINTER_BYTES_MAX)
+        document = json.loads(data)
+        fingerprint = document["fingerprint"]
+    except NotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew") from None
+    if not isinstance(fingerprint, str) or not _HEX.fullmatch(fingerprint):
+        raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew")
+    return fingerprint
+
+
+def publish_target(
+    store: Store, blob: Stored, data: Path, tree: Stored, encoded: bytes, *, replace: bool
+) -> None:
+    """Store a target's blob and its encoded tree.
+
+    What is there already, by digest, is not sent again; with `replace` it is: a reader found it
+    damaged.
+    """
+    for key, size_bytes, content in (
+        (blob_key(blob), blob.size_bytes, data),
+        (index_key(tree), tree.size_bytes, encoded),
+    ):
+        try:
+            # A cut-off object under the right name must not make every later restore fail.
+            is_damaged = replace or store.size(key) != size_bytes
+        except NotFoundError:
+            is_damaged = False
+        store.publish(key, content, replace=is_damaged)
+
+
+def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
+    """Make the snapshot visible; everything that it names is in the store already.
+
+    False: another node published this key first, and its snapshot stays.
+    """
+    done = store.publish(manifest_key(manifest.fingerprint), encode(manifest), replace=replace)
+    if manifest.name:
+        pointer = json.dumps({"version": 1, "fingerprint": manifest.fingerprint}).encode()
+        store.publish(f"{_NAMES}{manifest.name}.json", pointer, replace=True)
+    return done
+
+
+def load_tree(store: Store, target: Target) -> Tree:
+    """A target's tree, verified against its digest and against the blob that the manifest names.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    """
+    stored = target.index
+    if stored.size_bytes > INDEX_BYTES_MAX:
+        raise CorruptError(f"the index {stored.digest} is too large")
+    data = store.read(index_key(stored), 0, stored.size_bytes + 1)
+    if len(data) != stored.size_bytes or index.digest(data) != stored.digest:
+        raise CorruptError(f"the index {stored.digest} in {store.url} does not match its digest")
+    tree = index.decode(data)
+    blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
+    if blobs != [(target.blob.digest, target.blob.size_bytes)]:
+        raise CorruptError(f"the index {stored.digest} belongs to another blob")
+    return tree

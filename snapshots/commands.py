@@ -1,0 +1,67 @@
+"""What `snapshot create` and `snapshot restore` do: checks, locks, steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.snapshots import capture, catalogue, work
+from bootseer.snapshots.lock import locked
+from bootseer.snapshots.manifest import Manifest, is_name
+from bootseer.snapshots.restore import check_base, place, restore, restore_to
+from bootseer.snapshots.roots import resolve_in_root
+from bootseer.snapshots.scan import base_digest, scan
+from bootseer.snapshots.state import save_state
+from bootseer.snapshots.targets import declared_targets
+from bootseer.store import open_store
+
+_ROOT = Path("/")
+
+
+def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") -> Manifest:
+    """Capture existing directories as they are, and publish them under `name`, if given.
+
+    Raises: InvalidInputError, NotFoundError, BusyError where something writes to them meanwhile.
+    """
+    if name and not is_name(name):
+        raise InvalidInputError(
+            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+    paths = declared_targets(targets, str(Path.cwd())).paths
+    hosts = [resolve_in_root(_ROOT, path) for path in paths]
+    with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
+        work.recover(hosts)
+        changes = []
+        for path, host in zip(paths, hosts, strict=True):
+            after = scan(host)
+            if not after:
+                raise NotFoundError(f"{host} does not exist; name an existing directory")
+            changes.append(capture.Change(path, host, {}, after))
+        with open_store(settings.store_url) as store:
+            return capture.create(store, settings.cache_dir, changes, node=settings.node, name=name)
+
+
+def restore_snapshot(settings: Settings, key: str, directory: Path | None = None) -> Manifest:
+    """Put a snapshot in place, or a plain one into `directory`; returns it.
+
+    Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
+    nothing has changed then.
+    """
+    with open_store(settings.store_url) as store:
+        manifest = catalogue.find(store, key)
+        if directory is not None:
+            restore_to(store, manifest, directory, deadline_s=settings.deadline_s)
+            return manifest
+        placed = place(manifest, _ROOT)
+        hosts = [item.path for item in placed]
+        with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
+            work.recover(hosts)
+            bases = []
+            for item in placed:
+                before = scan(item.path)
+                check_base(manifest, item.target, before)
+                bases.append(base_digest(before))
+            restore(store, manifest, placed, deadline_s=settings.deadline_s)
+            for host, base in zip(hosts, bases, strict=True):
+                save_state(settings.cache_dir, host, manifest.fingerprint, base, scan(host))
+    return manifest

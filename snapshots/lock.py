@@ -1,0 +1,65 @@
+"""One process of a node at a time changes a target.
+
+Alone owns the lock files in the run directory. Locks are flock(2): the kernel lets go of them when
+their holder dies, however it dies.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bootseer.errors import BusyError, from_oserror
+
+_POLL_FIRST_S = 0.01
+_POLL_MAX_S = 0.5
+
+
+def private_directory(path: Path) -> Path:
+    """`path`, made with its parents where missing, for this user only."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"make the directory {path}") from error
+    return path
+
+
+@contextmanager
+def locked(run_dir: Path, targets: Sequence[Path], *, deadline_s: float) -> Iterator[None]:
+    """Holds the locks of all `targets` (host paths) of this node.
+
+    Raises: BusyError where another process holds one of them for longer than `deadline_s`.
+    """
+    folder = private_directory(run_dir / "snapshots")
+    end = time.monotonic() + deadline_s
+    with ExitStack() as stack:
+        # Always in the same order, so that two with overlapping targets cannot wait in a circle.
+        for target in sorted(set(targets)):
+            name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+            path = folder / f"{name}.lock"
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise from_oserror(error, f"open the lock {path}") from error
+            stack.callback(os.close, fd)
+            _take(fd, target, end)
+        yield
+
+
+def _take(fd: int, target: Path, end: float) -> None:
+    pause = _POLL_FIRST_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise BusyError(
+                    f"another process on this node is still setting up {target}; "
+                    "wait for it, or end it"
+                ) from None
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_MAX_S)

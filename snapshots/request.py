@@ -1,0 +1,144 @@
+"""What a set-up is: its command, where it runs, what it reads and writes; and so its key.
+
+Alone decides which parts make the fingerprint of a set-up. Looks at the machine (inputs,
+interpreter, targets) but changes nothing.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError
+from bootseer.snapshots.command import hints_of
+from bootseer.snapshots.fingerprint import (
+    Part,
+    command_part,
+    fingerprint,
+    variable_parts,
+    without_credentials,
+)
+from bootseer.snapshots.inputs import Place, check_declared, collect_inputs
+from bootseer.snapshots.interpreter import Runner, find_python, probe
+from bootseer.snapshots.manifest import text_of
+from bootseer.snapshots.restore import base_part_name
+from bootseer.snapshots.targets import declared_targets, infer_targets, show
+
+Report = Callable[[str], None]
+"""Gets one sentence for people at a time."""
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def run_plainly(
+    args: Sequence[str],
+    /,
+    *,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> "subprocess.CompletedProcess[bytes]":
+    """The runner of a set-up on this host itself."""
+    return subprocess.run(
+        args,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        env=env,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A set-up command and what the user said about it."""
+
+    command: Sequence[str]
+    targets: Sequence[str] = ()
+    """Directories that it makes or changes; none: inferred."""
+    inputs: Sequence[str] = ()
+    """Files and directories that decide its result, besides those that the command names."""
+    variables: Sequence[str] = ()
+    """Environment variables that decide its result."""
+    salt: str = ""
+    """Another salt, another snapshot."""
+    base: str = ""
+    """Digest of the image that it runs in; empty: BOOTSEER_IMAGE."""
+    root: Path = field(default_factory=lambda: Path("/"))
+    """Where the job's "/" lies on this host."""
+    directory: str = ""
+    """Where the command runs, inside the root; empty: here, or "/" of another root."""
+    environ: Mapping[str, str] | None = None
+    """The command's environment; None: this process's."""
+    runner: Runner = run_plainly
+    """Runs it inside the root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A request of which everything is known but what was in the targets before."""
+
+    targets: tuple[bytes, ...]
+    parts: tuple[Part, ...]
+
+    def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
+        """With what was in each target (`scan.base_digest`)."""
+        return [*self.parts, *(Part(base_part_name(t), bases[t]) for t in self.targets)]
+
+    def key(self, bases: Mapping[bytes, str]) -> str:
+        """The fingerprint."""
+        return fingerprint(self.all_parts(bases))
+
+
+def working_directory(request: Request) -> str:
+    """Where the command runs, as it sees it."""
+    if request.directory:
+        return request.directory
+    return str(Path.cwd()) if request.root == Path("/") else "/"
+
+
+def resolve(request: Request, report: Report) -> Resolved:
+    """Find out what decides the result, and say what was not declared.
+
+    Raises: InvalidInputError where a declaration cannot be used or no target can be inferred;
+    NotFoundError for a declared input that is missing.
+    """
+    if not request.command:
+        raise InvalidInputError("there is no set-up command; write it behind --")
+    check_declared(request.inputs)
+    environ = os.environ if request.environ is None else request.environ
+    directory = working_directory(request)
+    place = Place(request.root, directory)
+    hints = hints_of(request.command)
+    python = find_python(place, hints.python_words, environ.get("PATH") or _PATH)
+    interpreter = None
+    if python is not None:
+        env = None if request.environ is None else dict(request.environ)
+        cwd = request.directory or None
+        interpreter = probe(python, request.runner, cwd=cwd, env=env)
+    if request.targets:
+        targets = declared_targets(request.targets, directory)
+    else:
+        targets = infer_targets(hints, interpreter, environ, directory)
+        report(f"targets: {show(targets.paths)} ({targets.reason})")
+    inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
+    if found:
+        report(f"inputs named in the command: {', '.join(found)}")
+    base = request.base or environ.get("BOOTSEER_IMAGE", "")
+    parts = [
+        command_part(request.command),
+        *inputs,
+        *variable_parts(environ, request.variables),
+        *(interpreter.parts() if interpreter else ()),
+        Part("machine", os.uname().machine),
+        Part("image", without_credentials(base)),
+        Part("salt", request.salt),
+        *(Part(f"target {text_of(path)}", "") for path in targets.paths),
+    ]
+    return Resolved(targets.paths, tuple(sorted(parts)))

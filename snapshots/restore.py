@@ -1,0 +1,146 @@
+"""Puts a snapshot's targets in place: fetched, verified, staged beside them, then moved.
+
+Until every target is staged and verified nothing that a job could see has changed. The caller
+holds the locks of the targets and has called `work.recover`.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.blob import index
+from bootseer.blob.extract import extract
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    InvalidInputError,
+)
+from bootseer.progress import Progress
+from bootseer.snapshots import work as working
+from bootseer.snapshots.catalogue import blob_key, load_tree
+from bootseer.snapshots.fetch import FrameSource
+from bootseer.snapshots.manifest import Manifest, Target, text_of
+from bootseer.snapshots.roots import resolve_in_root
+from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
+from bootseer.store import Store
+
+# Names whose directory knows its own path: such a tree works nowhere else.
+_BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A target and where it lies on this host."""
+
+    target: Target
+    path: Path
+
+
+def place(manifest: Manifest, root: Path) -> list[Placed]:
+    """Where each target lies. Raises: InvalidInputError where two are one directory here."""
+    placed = [Placed(target, resolve_in_root(root, target.path)) for target in manifest.targets]
+    paths = [item.path for item in placed]
+    for one in paths:
+        if any(other != one and other.is_relative_to(one) for other in paths) or (
+            paths.count(one) > 1
+        ):
+            raise InvalidInputError(f"two targets of this snapshot meet in {one} on this host")
+    return placed
+
+
+def base_part_name(target: bytes) -> str:
+    """The fingerprint's part that says what was in a target before."""
+    return f"before {text_of(target)}"
+
+
+def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
+    """Whether a snapshot fits on what is there. Raises: AlreadyExistsError where it does not."""
+    wanted = next(
+        (part.value for part in manifest.parts if part.name == base_part_name(target.path)),
+        "nothing",
+    )
+    if target.whole:
+        wanted = "nothing"
+    if base_digest(scanned) != wanted:
+        shown = text_of(target.path)
+        raise AlreadyExistsError(
+            f"{shown} is not empty; move it away first"
+            if target.whole
+            else f"{shown} is not as it was before the set-up; this snapshot does not fit on it"
+        )
+
+
+def restore(
+    store: Store, manifest: Manifest, placed: Sequence[Placed], *, deadline_s: float
+) -> None:
+    """Put all targets of a snapshot in place, or change nothing.
+
+    What is there has been found to fit (`check_base`). Raises: CorruptError, NotFoundError,
+    UnavailableError, DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed,
+    unless the message says that a restore could not be *finished*; the next run goes on with it.
+    """
+    works: list[working.Work] = []
+    try:
+        for item in placed:
+            tree = load_tree(store, item.target)
+            _check_tree(item.target, tree)
+            work = working.make_work(item.path)
+            works.append(work)
+            _extract(store, item.target, tree, work.tree, deadline_s)
+            working.write_plan(
+                work, works[0], manifest.fingerprint, index.encode(tree), item.target.deletions
+            )
+        working.commit(works)
+        for work in works:
+            working.finish(work)
+        working.remove(works)
+    except BaseException:
+        if not working.is_committed(works):
+            working.remove(works)
+        raise
+
+
+def _check_tree(target: Target, tree: Tree) -> None:
+    if any(name.name.startswith(WORK_PREFIX) for name in tree.children(0)):
+        raise CorruptError(f"the snapshot of {text_of(target.path)} holds a reserved name")
+
+
+def _extract(store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float) -> None:
+    with ExitStack() as stack:
+        label = f"restoring {text_of(target.path)}"
+        progress = stack.enter_context(Progress(label, target.blob.size_bytes))
+        source = stack.enter_context(
+            FrameSource(
+                store,
+                blob_key(target.blob),
+                tree,
+                deadline_s=deadline_s,
+                on_progress=progress.advance,
+            )
+        )
+        extract(tree, source.read, directory)
+
+
+def check_relocatable(tree: Tree) -> None:
+    """Whether a tree may be restored to another path. Raises: InvalidInputError."""
+    names = tree.columns.names
+    for bound in _BOUND_NAMES:
+        if bound in names:
+            raise InvalidInputError(
+                f"this snapshot holds {bound.decode()}: it works only at the path where it was "
+                "made; restore it without --to"
+            )
+
+
+def restore_to(store: Store, manifest: Manifest, directory: Path, *, deadline_s: float) -> None:
+    """A snapshot of one plain directory, at another path. Raises: InvalidInputError for more than
+    one target, a difference, or a tree that knows its path; AlreadyExistsError."""
+    if len(manifest.targets) != 1 or not manifest.targets[0].whole:
+        raise InvalidInputError("--to needs a snapshot of one whole directory")
+    target = manifest.targets[0]
+    tree = load_tree(store, target)
+    check_relocatable(tree)
+    _extract(store, target, tree, Path(os.path.abspath(directory)), deadline_s)

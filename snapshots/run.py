@@ -1,0 +1,367 @@
+"""One set-up on one node: restored where its snapshot exists, else run, captured and published.
+
+Alone owns the order of these steps and the promise that a set-up never fails because of Bootseer:
+whatever goes wrong with store, snapshot or capture ends in one warning and the ordinary command.
+Only the command's own failure, and a declaration that cannot be used, are errors.
+"""
+
+import logging
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    SetupFailedError,
+)
+from bootseer.snapshots import catalogue
+from bootseer.snapshots import work as working
+from bootseer.snapshots.capture import Change, capture, make_manifest
+from bootseer.snapshots.keeper import LeaseKeeper
+from bootseer.snapshots.lock import locked
+from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
+from bootseer.snapshots.restore import place, restore
+from bootseer.snapshots.roots import resolve_in_root
+from bootseer.snapshots.scan import Scan, base_digest, scan
+from bootseer.snapshots.state import load_state, save_state
+from bootseer.snapshots.targets import show
+from bootseer.store import Store, open_store
+
+logger = logging.getLogger(__name__)
+
+_POLL_FIRST_S = 0.1
+_POLL_MAX_S = 2.0
+# The set-up's output is not ours to put on stdout, which carries data.
+_STDERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SetupResult:
+    """What `run_setup` did."""
+
+    how: str
+    """"in place" (was there already, untouched), "restored", "captured" (ran, and the snapshot is
+    in the store) or "ran" (ran, nothing stored)."""
+    fingerprint: str
+    """Empty where it could not be computed."""
+    targets: tuple[str, ...]
+    file_count: int
+    content_bytes: int
+    moved_bytes: int
+    """Over the network, to or from the store."""
+    seconds: float
+    setup_seconds: float
+    """Of the command itself, now or when the snapshot was made."""
+
+    @property
+    def hit(self) -> bool:
+        """Whether the command was not needed."""
+        return self.how in ("in place", "restored")
+
+
+def run_setup(
+    settings: Settings,
+    request: Request,
+    *,
+    report: Report = lambda sentence: None,
+    wait_s: float = 1800.0,
+    lease_s: float = 30.0,
+) -> SetupResult:
+    """Make the targets as the set-up command would, by restoring its snapshot if there is one.
+
+    `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
+    bounds the wait for another process or node that is running the same set-up; `lease_s` is how
+    long a node that died holds the others up.
+
+    Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
+    declared targets or inputs that cannot be used.
+    """
+    started = time.monotonic()
+    run = _Run(settings, request, report, wait_s, lease_s, started)
+    try:
+        resolved = resolve(request, report)
+    except InvalidInputError as error:
+        if request.targets or not request.command:
+            raise
+        return run.ordinary(f"{error}")
+    return run.guarded(resolved)
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: Settings,
+        request: Request,
+        report: Report,
+        wait_s: float,
+        lease_s: float,
+        started: float,
+    ) -> None:
+        self.settings = settings
+        self.request = request
+        self.report = report
+        self.wait_s = wait_s
+        self.lease_s = lease_s
+        self.started = started
+        self.end = started + wait_s
+        self.targets: tuple[bytes, ...] = ()
+        self.paths: dict[bytes, Path] = {}
+        self.key = ""
+        self.is_locked = False
+
+    def guarded(self, resolved: Resolved) -> SetupResult:
+        """All of it; anything but the command's own failure ends in `ordinary`."""
+        self.targets = resolved.targets
+        ran = False
+        with ExitStack() as stack:
+            try:
+                self.paths = {
+                    target: resolve_in_root(self.request.root, target) for target in self.targets
+                }
+                hosts = list(self.paths.values())
+                stack.enter_context(locked(self.settings.run_dir, hosts, deadline_s=self.wait_s))
+                self.is_locked = True
+                working.recover(hosts)
+                store = stack.enter_context(open_store(self.settings.store_url))
+                return self._locked(store, resolved)
+            except SetupFailedError:
+                raise
+            except _NotStoredError as error:
+                ran = True
+                reason = str(error.__cause__)
+                setup_s = error.setup_s
+            except (BootseerError, OSError) as error:
+                reason = str(error)
+            if not ran:
+                return self.ordinary(reason)
+        self.report(f"warning: the set-up ran but was not stored: {reason}")
+        return self._result("ran", setup_s=setup_s)
+
+    def ordinary(self, reason: str) -> SetupResult:
+        """The command, as without Bootseer."""
+        self.report(f"warning: running the set-up without a snapshot: {reason}")
+        self._settle()
+        return self._result("ran", setup_s=self._command())
+
+    def _settle(self) -> None:
+        """Before the command writes to the targets: no restore may be pending on them."""
+        if not self.is_locked:
+            return
+        hosts = list(self.paths.values())
+        try:
+            working.recover(hosts)
+        except BootseerError as error:
+            logger.warning("giving up an interrupted restore: %s", error)
+            working.abandon(hosts)
+
+    def _locked(self, store: Store, resolved: Resolved) -> SetupResult:
+        before = self._scan()
+        bases = {target: base_digest(before[target]) for target in self.targets}
+        if self._is_in_place(resolved, before):
+            self.report(f"snapshot {self.key[:12]} is in place already")
+            return self._result("in place", file_count=sum(map(len, before.values())))
+        self.key = resolved.key(bases)
+        pause = _POLL_FIRST_S
+        is_told = False
+        while True:
+            replace = False
+            try:
+                manifest = catalogue.load(store, self.key)
+                if manifest is not None:
+                    return self._restore(store, manifest, bases)
+            except (CorruptError, NotFoundError) as error:
+                self.report(f"warning: {error}; running the set-up to replace the snapshot")
+                self._settle()
+                before = self._scan()
+                replace = True
+            lease = store.lease(
+                catalogue.lease_key(self.key), ttl_s=self.lease_s, owner=self.settings.node
+            )
+            if lease is not None:
+                with LeaseKeeper(lease, self.lease_s):
+                    # It may have been published between our look and our lease.
+                    if not replace and catalogue.exists(store, self.key):
+                        continue
+                    return self._capture(store, resolved, before, bases, replace=replace)
+            if time.monotonic() >= self.end:
+                return self.ordinary(
+                    f"another node was still busy with it after {self.wait_s:.0f} s"
+                )
+            if replace:
+                return self.ordinary("another node is replacing the snapshot")
+            if not is_told:
+                is_told = True
+                self.report(f"another node is running the set-up of {self.key[:12]}; waiting")
+            # Spread, so that a thousand nodes do not ask in step.
+            time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - time.monotonic())))
+            pause = min(1.5 * pause, _POLL_MAX_S)
+
+    def _scan(self) -> dict[bytes, Scan]:
+        return {target: scan(path) for target, path in self.paths.items()}
+
+    def _is_in_place(self, resolved: Resolved, before: Mapping[bytes, Scan]) -> bool:
+        states = {
+            target: load_state(self.settings.cache_dir, self.paths[target], before[target])
+            for target in self.targets
+        }
+        bases = {target: state.base for target, state in states.items() if state is not None}
+        if len(bases) < len(self.targets):
+            return False
+        self.key = resolved.key(bases)
+        return {state.fingerprint for state in states.values() if state} == {self.key}
+
+    def _restore(self, store: Store, manifest: Manifest, bases: Mapping[bytes, str]) -> SetupResult:
+        placed = place(manifest, self.request.root)
+        if any(item.target.path not in self.paths for item in placed):
+            raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
+        restore(store, manifest, placed, deadline_s=self.settings.deadline_s)
+        self._remember(bases)
+        result = self._result(
+            "restored",
+            file_count=manifest.file_count,
+            content_bytes=manifest.content_bytes,
+            moved_bytes=manifest.stored_bytes,
+            setup_s=manifest.setup_ns / 1e9,
+        )
+        self.report(
+            f"restored snapshot {self.key[:12]}: {result.file_count} files in "
+            f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s"
+        )
+        return result
+
+    def _remember(self, bases: Mapping[bytes, str]) -> None:
+        # Other roots are gone after the job.
+        if self.request.root == Path("/"):
+            for target, path in self.paths.items():
+                cache = self.settings.cache_dir
+                save_state(cache, path, self.key, bases[target], scan(path))
+
+    def _command(self) -> float:
+        """Run it, its output on our stderr. Seconds. Raises: SetupFailedError."""
+        started = time.monotonic()
+        command = list(self.request.command)
+        environ = self.request.environ
+        try:
+            done = self.request.runner(
+                command,
+                stdout=_STDERR,
+                stderr=_STDERR,
+                cwd=self.request.directory or None,
+                env=None if environ is None else dict(environ),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            where = working_directory(self.request)
+            raise SetupFailedError(
+                f"cannot start the set-up {command[0]!r} in {where}: {error}", code
+            ) from error
+        code = done.returncode
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            raise SetupFailedError(
+                f"the set-up {command[0]!r} was ended by {name}; nothing was stored", 128 - code
+            )
+        if code:
+            raise SetupFailedError(
+                f"the set-up {command[0]!r} failed with exit code {code}; nothing was stored", code
+            )
+        return time.monotonic() - started
+
+    def _capture(
+        self,
+        store: Store,
+        resolved: Resolved,
+        before: Mapping[bytes, Scan],
+        bases: Mapping[bytes, str],
+        *,
+        replace: bool,
+    ) -> SetupResult:
+        self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
+        setup_s = self._command()
+        try:
+            manifest = self._publish(store, resolved, before, bases, setup_s, replace=replace)
+        except (BootseerError, OSError) as error:
+            raise _NotStoredError(setup_s) from error
+        self._remember(bases)
+        result = self._result(
+            "captured",
+            file_count=manifest.file_count,
+            content_bytes=manifest.content_bytes,
+            moved_bytes=manifest.stored_bytes,
+            setup_s=setup_s,
+        )
+        self.report(
+            f"stored snapshot {self.key[:12]}: {result.file_count} files; the set-up took "
+            f"{setup_s:.1f} s, capturing {result.seconds - setup_s:.1f} s"
+        )
+        return result
+
+    def _publish(
+        self,
+        store: Store,
+        resolved: Resolved,
+        before: Mapping[bytes, Scan],
+        bases: Mapping[bytes, str],
+        setup_s: float,
+        *,
+        replace: bool,
+    ) -> Manifest:
+        targets = []
+        for target in self.targets:
+            # Once more: the command may have made it a symbolic link.
+            host = resolve_in_root(self.request.root, target)
+            after = scan(host)
+            if not after and not before[target]:
+                continue
+            if not after:
+                raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
+            change = Change(target, host, before[target], after)
+            targets.append(capture(store, self.settings.cache_dir, change, replace=replace))
+        if not targets:
+            raise NotFoundError(f"the set-up made none of {show(self.targets)}")
+        manifest = make_manifest(
+            resolved.all_parts(bases),
+            targets,
+            setup_ns=int(setup_s * 1e9),
+            node=self.settings.node,
+        )
+        catalogue.publish(store, manifest, replace=replace)
+        return manifest
+
+    def _result(
+        self,
+        how: str,
+        *,
+        file_count: int = 0,
+        content_bytes: int = 0,
+        moved_bytes: int = 0,
+        setup_s: float = 0.0,
+    ) -> SetupResult:
+        return SetupResult(
+            how=how,
+            fingerprint=self.key,
+            targets=tuple(text_of(target) for target in self.targets),
+            file_count=file_count,
+            content_bytes=content_bytes,
+            moved_bytes=moved_bytes,
+            seconds=time.monotonic() - self.started,
+            setup_seconds=setup_s,
+        )
+
+
+class _NotStoredError(Exception):
+    """The command has run; its snapshot could not be stored. It must not run again."""
+
+    def __init__(self, setup_s: float) -> None:
+        super().__init__()
+        self.setup_s = setup_s

@@ -1,0 +1,72 @@
+"""What this node knows of its targets: which snapshot each holds, untouched since.
+
+Alone owns the small files in the node's cache that say so. They are only hints: a state counts
+only where a fresh scan of the target gives exactly what was recorded, and a missing or damaged
+one means no more than that the work is done again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bootseer.snapshots.lock import private_directory
+from bootseer.snapshots.scan import Scan, exact_digest
+
+_VERSION = 1
+_BYTES_MAX = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A target as a set-up or a restore left it."""
+
+    fingerprint: str
+    """The snapshot that it holds."""
+    base: str
+    """What was there before (`scan.base_digest`)."""
+    exact: str
+    """What is there now (`scan.exact_digest`)."""
+    boot_id: str
+    """After a crash of the node files may be shorter than their sizes tell: another boot's state
+    is not trusted."""
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _file(cache_dir: Path, target: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+    return cache_dir / "snapshots" / "state" / f"{name}.json"
+
+
+def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
+    """What `target` (a host path) holds, or None where it is not known or was touched."""
+    try:
+        with _file(cache_dir, target).open("rb") as file:
+            document = json.loads(file.read(_BYTES_MAX))
+        if document["version"] != _VERSION:
+            return None
+        texts = {name: str(document[name]) for name in State.__dataclass_fields__}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    state = State(**texts)
+    if state.boot_id != _boot_id() or state.exact != exact_digest(scanned):
+        return None
+    return state
+
+
+def save_state(cache_dir: Path, target: Path, fingerprint: str, base: str, after: Scan) -> None:
+    """Remember that `target` holds `fingerprint`. Never raises OSError: it is only a hint."""
+    state = State(fingerprint, base, exact_digest(after), _boot_id())
+    path = _file(cache_dir, target)
+    with contextlib.suppress(OSError):
+        private_directory(path.parent)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}), encoding="utf-8")
+        temporary.replace(path)
