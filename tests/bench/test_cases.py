@@ -79,8 +79,8 @@ if len(sys.argv) == 1:
     child = subprocess.Popen([sys.executable, __file__, "lives"], stdout=subprocess.PIPE)
     child.stdout.readline()
 spin(0.3)
-print("done", flush=True)
-if len(sys.argv) == 1 or sys.argv[1] == "lives":
+if sys.argv[1:] != ["ends"]:
+    print("done", flush=True)
     sys.stdin.read()
 """
 
