@@ -44,7 +44,7 @@ class Call(Generic[Result]):
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the call finished; gives up after `timeout_s` without progress."""
-        seen_count = -1
+        seen_count = 0
         while not self._finished.acquire(timeout=timeout_s):
             if self.progress_count == seen_count:
                 return False
@@ -72,8 +72,8 @@ class DeadlineCaller:
     def run(self, function: Callable[[Call[Result]], Result], timeout_s: float) -> Result:
         """What `function` returns or raises.
 
-        Raises: DeadlineError when it made no progress for `timeout_s` (noticed within twice that
-        time), or found no free helper for as long.
+        Raises: DeadlineError when it made no progress for `timeout_s` (noticed at most twice
+        as late), or found no free helper for as long.
         """
         call: Call[Result] = Call(function)
         with self._lock:

@@ -1,45 +1,36 @@
 """`hdfs://`: HDFS through hdfs-native (Rust, no JVM), as a backend.
 
-Owns the mapping of paths, the deadline of every call, and the work-arounds for hdfs-native
-0.14.7 (each named where it is applied). Options in the URL's query: `deadline_s` (60; no call
-goes on for longer without progress), `block_size_bytes` and `replication` of new files (the
+Owns the mapping of paths, the deadline of every call, and the work-arounds for reading with
+hdfs-native 0.14.7 (writing is in `hdfs_writer`). Options in the URL's query: `deadline_s` (60; no
+call goes on for longer without progress), `block_size_bytes` and `replication` of new files (the
 cluster's defaults). Permissions: those of the root folder; a root made here is private.
 
 Every method is thread-safe.
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from bootseer.errors import (
-    AlreadyExistsError,
-    BootseerError,
-    InvalidInputError,
-    NotFoundError,
-    UnavailableError,
-)
+from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_errors import translate
+from bootseer.store.hdfs_writer import HdfsWriter
 from bootseer.store.paths import public_url, split_path
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileStatus
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
-# A call of `write` takes a few packets' time at this size, and reports progress that often.
-_WRITE_BYTES = 4 << 20
+# HDFS's own default, for a file whose status does not tell.
+_BLOCK_SIZE_BYTES = 128 << 20
 
 
 class HdfsBackend:
@@ -54,6 +45,7 @@ class HdfsBackend:
         self._cluster = f"{parts.scheme}://{parts.netloc}"
         # Hadoop does not percent-decode paths, so neither is done here.
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
+        self.deadline_s = options.deadline_s
         self._options = options
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
         self._lock = threading.Lock()
@@ -63,7 +55,7 @@ class HdfsBackend:
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)
-        status = self._call(lambda client: client.get_file_info(full), "look at", path)
+        status = self.call(lambda client: client.get_file_info(full), "look at", path)
         return _info(path, status)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -79,7 +71,7 @@ class HdfsBackend:
             # One copy; a bytearray turned into bytes would be two.
             return b"".join(chunks)
 
-        return self._run(work, "read", path)
+        return self.run(work, "read", path)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         full = self._full(path)
@@ -95,7 +87,7 @@ class HdfsBackend:
                 call.progress_count += 1
             return done
 
-        return self._run(work, "read", path)
+        return self.run(work, "read", path)
 
     def _stream(self, full: str, offset: int, length: int | None) -> Iterator[bytes]:
         if offset < 0 or (length is not None and length < 0):
@@ -110,20 +102,20 @@ class HdfsBackend:
         stream: Iterator[bytes] = reader.read_range_stream(offset, wanted)
         return stream
 
-    def create(self, path: str, *, overwrite: bool = False) -> "_HdfsWriter":
+    def create(self, path: str, *, overwrite: bool = False) -> HdfsWriter:
         full = self._full(path, file=True)
-        writer = self._call(
+        writer = self.call(
             # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
             # make a half-written file look complete.
             lambda client: client.inner.create(full, self._write_options(overwrite)),
             "create",
             path,
         )
-        return _HdfsWriter(self, path, writer)
+        return HdfsWriter(self, path, full, writer)
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         old, new = self._full(source, file=True), self._full(target, file=True)
-        verb = f"rename {self._name(source)} to"
+        verb = f"rename {self.name(source)} to"
 
         def move(client: "Client") -> None:
             try:
@@ -133,7 +125,7 @@ class HdfsBackend:
                 client.mkdirs(new.rpartition("/")[0] or "/", self._mode(client), True)
                 client.rename(old, new, overwrite)
 
-        self._call(move, verb, target)
+        self.call(move, verb, target)
 
     def list(self, path: str) -> Iterator[FileInfo]:
         full = self._full(path)
@@ -148,21 +140,21 @@ class HdfsBackend:
                 call.progress_count += 1
             return found
 
-        infos = self._run(work, "list", path)
+        infos = self.run(work, "list", path)
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 
     def mkdir(self, path: str) -> None:
         full = self._full(path)
         try:
-            self._call(lambda client: client.mkdirs(full, self._mode(client), True), "create", path)
+            self.call(lambda client: client.mkdirs(full, self._mode(client), True), "create", path)
         except AlreadyExistsError as error:
             raise InvalidInputError(str(error)) from error
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self._full(path, file=True)
         with contextlib.suppress(NotFoundError):
-            self._call(lambda client: client.delete(full, recursive), "delete", path)
+            self.call(lambda client: client.delete(full, recursive), "delete", path)
 
     def space(self) -> Space | None:
         """None: hdfs-native has no call for it, and a content summary walks the whole tree."""
@@ -172,16 +164,18 @@ class HdfsBackend:
         self._caller.close()
         self._client_or_none = None
 
-    def _call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
-        return self._run(lambda _: function(self._client()), verb, path)
+    def call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
+        """What `function` returns, within the deadline; errors say `verb` and `path`."""
+        return self.run(lambda _: function(self._client()), verb, path)
 
-    def _run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
+    def run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
+        """As `call`, for work that reports its progress."""
         try:
-            return self._caller.run(work, self._options.deadline_s)
+            return self._caller.run(work, self.deadline_s)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # PanicException is no Exception
-            raise translate(error, f"{verb} {self._name(path)}") from error
+            raise translate(error, f"{verb} {self.name(path)}") from error
 
     def _client(self) -> "Client":
         """The connection, made by the first call (so that opening a store costs nothing)."""
@@ -189,7 +183,7 @@ class HdfsBackend:
             if self._client_or_none is None:
                 from hdfs_native import Client
 
-                timeout_ms = str(int(self._options.deadline_s * 1000))
+                timeout_ms = str(int(self.deadline_s * 1000))
                 try:
                     # A DataNode that hangs is left in time for another replica to be tried.
                     self._client_or_none = Client(
@@ -227,96 +221,17 @@ class HdfsBackend:
             raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
         return "/".join((self._root.rstrip("/"), *names)) or "/"
 
-    def _name(self, path: str) -> str:
+    def block_size_bytes(self, path: str) -> int:
+        """Bytes per block of new files; `path` is one of them."""
+        if self._block_size_bytes is None:
+            full = self._full(path)
+            status = self.call(lambda client: client.get_file_info(full), "look at", path)
+            self._block_size_bytes = status.blocksize or _BLOCK_SIZE_BYTES
+        return self._block_size_bytes
+
+    def name(self, path: str) -> str:
+        """The full URL, for messages."""
         return f"{self.url}/{path}" if path else self.url
-
-
-class _HdfsWriter:
-    """A new file, block by block.
-
-    At the end of a block the file is closed and opened again for append: hdfs-native does not
-    retry the NotReplicatedYetException with which a NameNode may answer the request for a
-    file's next block, and loses the file then; closing waits until the block is known.
-    """
-
-    def __init__(self, backend: HdfsBackend, path: str, writer: Any) -> None:
-        self._backend = backend
-        self._path = path
-        self._writer = writer
-        self._block_left_bytes: int | None = None
-
-    def write(self, data: bytes) -> None:
-        if self._writer is None:
-            raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
-        data = bytes(data)  # a no-op for bytes, for which alone hdfs-native is fast
-        done = 0
-        while done < len(data):
-            if self._block_left_bytes is None:
-                self._block_left_bytes = self._block_size_bytes()
-            if not self._block_left_bytes:
-                self._next_block()
-            count = min(len(data) - done, self._block_left_bytes, _WRITE_BYTES)
-            piece = data if count == len(data) else data[done : done + count]
-            self._call(self._writer.write, piece)
-            done += count
-            self._block_left_bytes -= count
-
-    def _block_size_bytes(self) -> int:
-        backend = self._backend
-        if backend._block_size_bytes is None:
-            full = backend._full(self._path)
-            status = backend._call(lambda client: client.get_file_info(full), "look at", self._path)
-            backend._block_size_bytes = status.blocksize or 128 << 20
-        return backend._block_size_bytes
-
-    def _next_block(self) -> None:
-        full = self._backend._full(self._path)
-        self._call(self._writer.close)
-        self._writer = self._backend._call(
-            lambda client: client.inner.append(full), "write", self._path
-        )
-        self._block_left_bytes = self._block_size_bytes()
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        try:
-            self._backend._run(lambda _: function(*arguments), "write", self._path)
-        except NotFoundError as error:
-            # Somebody deleted or replaced the file under us; its name is not the news.
-            raise UnavailableError(str(error)) from error
-
-    def close(self) -> None:
-        if self._writer is None:
-            return
-        writer = self._writer
-        try:
-            self._call(writer.close)
-        except BootseerError:
-            self.abort()
-            raise
-        self._writer = None
-
-    def abort(self) -> None:
-        if self._writer is None:
-            return
-        self._writer = None
-        try:
-            self._backend.delete(self._path)
-        except BootseerError as error:
-            logger.warning("left %s behind: %s", self._backend._name(self._path), error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 class _Options:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bootseer.errors import AlreadyExistsError, BootseerError, from_oserror
+from bootseer.errors import AlreadyExistsError, BootseerError, UnavailableError, from_oserror
 from bootseer.store.backend import Backend
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def publish_object(
         return True
     temporary = f"{TEMPORARY}/{secrets.token_hex(16)}"
     try:
-        _write(backend, temporary, data, overwrite=False)
+        _write_hidden(backend, temporary, data)
         backend.rename(temporary, path, overwrite=replace)
     except AlreadyExistsError:
         _forget(backend, temporary)
@@ -49,6 +49,20 @@ def publish_object(
         _forget(backend, temporary)
         raise
     return True
+
+
+def _write_hidden(backend: Backend, path: str, data: bytes | Path | Iterable[bytes]) -> None:
+    """Write a temporary; what can be read again is written again once.
+
+    After a DataNode died, the next write may still be sent to it and fail.
+    """
+    try:
+        _write(backend, path, data, overwrite=False)
+    except UnavailableError as error:
+        if not isinstance(data, bytes | bytearray | memoryview | Path):
+            raise
+        logger.info("writing %s once more: %s", path, error)
+        _write(backend, path, data, overwrite=True)
 
 
 def _write(
