@@ -291,8 +291,7 @@ class Writer:
         mode = columns.mode[number]
         is_link = stat.S_ISLNK(mode)
         if is_link:
-            target = columns.links[columns.link[number] - 1]
-            os.symlink(target, node.name, dir_fd=directory)
+            os.symlink(self._tree.link_target(number), node.name, dir_fd=directory)
         else:
             os.mknod(node.name, mode & ~0o7777 | 0o600, columns.rdev[number], dir_fd=directory)
         uid, gid = columns.uid[number], columns.gid[number]

@@ -262,7 +262,8 @@ class TarReader:
 
 def _check_sum(block: bytes, position: int) -> None:
     """Unsigned as POSIX says, or signed as some old tars did."""
-    expected = _number(block[148:156])
+    text = block[148:156].strip(b" \0")
+    expected = int(text, 8) if text and not text.strip(b"01234567") else -1
     total = sum(block) - sum(block[148:156]) + 256
     if expected != total and expected != total - 256 * sum(byte > 127 for byte in block):
         raise CorruptError(f"not a tar header at byte {position}: its checksum is wrong")

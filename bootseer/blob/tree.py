@@ -123,11 +123,9 @@ class Tree:
             raise IndexError(f"no inode {number} in a tree of {self.inode_count}")
         c = self.columns
         mode = c.mode[number]
-        link = c.link[number]
         xattrs = c.xattr[number]
         digest = c.digest[number]
         size = c.size_bytes[number]
-        first, end = c.extent_start[number], c.extent_start[number + 1]
         return Inode(
             mode,
             c.uid[number],
@@ -135,9 +133,9 @@ class Tree:
             c.mtime_ns[number],
             size,
             c.rdev[number],
-            c.links[link - 1] if link else b"",
+            self.link_target(number),
             c.xattr_sets[xattrs - 1] if xattrs else (),
-            tuple(Extent(*extent) for extent in self.extents(number)) if first != end else (),
+            tuple(Extent(*extent) for extent in self.extents(number)),
             c.digests[32 * (digest - 1) : 32 * digest] if digest else None,
         )
 
@@ -146,10 +144,15 @@ class Tree:
         go through thousands of files. Raises: CorruptError.
         """
         c = self.columns
+        first, end = c.extent_start[number], c.extent_start[number + 1]
+        if first == end:
+            return []
+        if not stat.S_ISREG(c.mode[number]):
+            raise CorruptError(f"inode {number} is no regular file but has content")
         size = c.size_bytes[number]
         found = []
         position = 0
-        for i in range(c.extent_start[number], c.extent_start[number + 1]):
+        for i in range(first, end):
             offset, length = c.extent_file_offset[i], c.extent_length[i]
             blob, blob_offset = c.extent_blob[i], c.extent_blob_offset[i]
             if offset < position or offset + length > size or not length:
@@ -163,6 +166,13 @@ class Tree:
     @cached_property
     def _stream_lengths(self) -> tuple[int, ...]:
         return tuple(blob.stream_length for blob in self.blobs)
+
+    def link_target(self, number: int) -> bytes:
+        """`inode(number).link_target`, without making the rest. Raises: CorruptError."""
+        link = self.columns.link[number]
+        if bool(link) != stat.S_ISLNK(self.columns.mode[number]):
+            raise CorruptError(f"inode {number}: symbolic links, and only they, have a target")
+        return self.columns.links[link - 1] if link else b""
 
     def mode(self, number: int) -> int:
         """`inode(number).mode`, without making the rest."""
@@ -271,11 +281,7 @@ class Tree:
     def validate(self) -> None:
         """Decode and check everything, contents included. Raises: CorruptError."""
         for number in range(self.inode_count):
-            inode = self.inode(number)
-            if inode.extents and not stat.S_ISREG(inode.mode):
-                raise CorruptError(f"inode {number} is no regular file but has content")
-            if bool(inode.link_target) != stat.S_ISLNK(inode.mode):
-                raise CorruptError(f"inode {number}: a link target belongs to symbolic links only")
+            self.inode(number)
 
 
 def build_tree(

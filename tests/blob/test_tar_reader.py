@@ -1,0 +1,200 @@
+"""Tar archives that are odd, hostile or broken."""
+
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bootseer.blob.pack import pack_tar
+from bootseer.blob.read import BlobReader, verify
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, CorruptError, UnsupportedError
+from tests.blob.trees import reader_of
+
+
+def entry(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", **more: object
+) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    info.linkname = link
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info
+
+
+def archive(*entries: tarfile.TarInfo | tuple[tarfile.TarInfo, bytes], pax: bool = True) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(
+        fileobj=out, mode="w", format=tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
+    ) as tar:
+        for item in entries:
+            info, content = item if isinstance(item, tuple) else (item, b"")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def tree_of(data: bytes) -> Tree:
+    sink = io.BytesIO()
+    tree = pack_tar(io.BytesIO(data), sink, threads=1)
+    verify(tree, reader_of(sink.getvalue()))
+    return tree
+
+
+def content_of(data: bytes, path: bytes) -> bytes:
+    sink = io.BytesIO()
+    tree = pack_tar(io.BytesIO(data), sink, threads=1)
+    number = tree.resolve(path)
+    assert number is not None
+    return BlobReader(tree, reader_of(sink.getvalue())).read(number, 0, 10**9)
+
+
+def test_a_later_member_replaces_an_earlier_one() -> None:
+    data = archive(
+        (entry("a"), b"old"), (entry("a"), b"newer"), entry("d/x"), entry("d", tarfile.SYMTYPE, "a")
+    )
+    assert content_of(data, b"a") == b"newer"
+    assert [path for path, _ in tree_of(data).walk()] == [b"", b"a", b"d"]
+    assert tree_of(data).inode_count == 3
+
+
+def test_parents_that_are_not_mentioned_and_directories_that_come_late() -> None:
+    tree = tree_of(archive(entry("x/y/z"), entry("x", tarfile.DIRTYPE, mode=0o700)))
+    number = tree.resolve(b"x")
+    assert number is not None
+    assert tree.inode(number).mode == stat.S_IFDIR | 0o700
+    assert tree.resolve(b"x/y/z") is not None
+
+
+def test_names_are_made_relative_and_whiteouts_kept() -> None:
+    tree = tree_of(archive(entry("/abs"), entry("./dot//x"), entry("./", tarfile.DIRTYPE, mode=0o711),
+                           entry("dot/.wh.y"), entry("dot/.wh..wh..opq")))  # fmt: skip
+    assert [path for path, _ in tree.walk()] == [
+        b"", b"abs", b"dot", b"dot/.wh..wh..opq", b"dot/.wh.y", b"dot/x",
+    ]  # fmt: skip
+    assert tree.inode(0).mode == stat.S_IFDIR | 0o711
+
+
+def test_paths_lead_through_symbolic_links_inside_the_root() -> None:
+    tree = tree_of(archive(entry("lib", tarfile.SYMTYPE, "../../usr/lib"), entry("lib/x"),
+                           entry("abs", tarfile.SYMTYPE, "/usr"), entry("abs/lib/y")))  # fmt: skip
+    assert tree.resolve(b"usr/lib/x") is not None
+    assert tree.resolve(b"usr/lib/y") is not None
+
+
+def test_hard_links() -> None:
+    data = archive((entry("a"), b"1"), entry("b", tarfile.LNKTYPE, "./a"),
+                   entry("c", tarfile.LNKTYPE, "b"), (entry("a"), b"2"))  # fmt: skip
+    tree = tree_of(data)
+    assert tree.resolve(b"b") == tree.resolve(b"c") != tree.resolve(b"a")
+    assert content_of(data, b"c") == b"1"
+    assert content_of(data, b"a") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "empty"),
+        (b"x" * 512, "checksum"),
+        (b"x" * 100, "cut off"),
+        (archive(entry("../x")), r"\.\."),
+        (archive(entry("a/../x")), r"\.\."),
+        (archive(entry("b", tarfile.LNKTYPE, "a"), entry("a")), "precedes"),
+        (archive(entry("b", tarfile.LNKTYPE, "missing")), "precedes"),
+        (archive(entry("d", tarfile.DIRTYPE), entry("b", tarfile.LNKTYPE, "d")), "precedes"),
+        (archive(entry("a"), entry("a/b")), "a file"),
+        (archive(entry("a", tarfile.SYMTYPE, "a"), entry("a/b")), "too many links"),
+        (archive(entry("a", tarfile.SYMTYPE, "")), "symbolic link"),
+        (archive(entry(".", tarfile.SYMTYPE, "x")), "root"),
+        (archive(entry("n" * 256)), "255"),
+        (archive((entry("a"), bytes(10_000)))[:5000], "cut off"),
+        (archive(entry("a", uid=2**32)), "owner"),
+        (archive(entry("a", pax_headers={"size": "-5"})), "number"),
+        (archive(entry("a", pax_headers={"mtime": "1e9"})), "number"),
+        (archive(entry("a", pax_headers={"GNU.sparse.map": "5,1,2,1", "GNU.sparse.size": "9"})),
+         "sparse"),
+        (archive(entry("a", pax_headers={"GNU.sparse.map": "1", "GNU.sparse.size": "9"})), "sparse"),
+        (archive((entry("a", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0",
+                  "GNU.sparse.realsize": "9"}), b"9999999999999999999\n" + bytes(492))), "sparse"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptError, match=message):
+        tree_of(data)
+
+
+def test_multi_volume_archives_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="volumes"):
+        tree_of(archive(entry("a", b"M")))
+
+
+def test_times_numbers_and_global_headers() -> None:
+    data = archive(
+        entry("a", mtime=-1.5), entry("b", pax_headers={"mtime": "1.0000000019"}),
+        entry("c", mtime=-62135596800), entry("d", uid=2**31, gid=2**22),
+    )  # fmt: skip
+    tree = tree_of(data)
+    times = [tree.inode(tree.resolve(name) or 0).mtime_ns for name in (b"a", b"b", b"c")]
+    assert times == [-1_500_000_000, 1_000_000_001, 0]
+    gnu = archive(entry("d", uid=2**31, mtime=-3), pax=False)
+    inode = tree_of(gnu).inode(1)
+    assert (inode.uid, inode.mtime_ns) == (2**31, -3_000_000_000)
+    out = io.BytesIO()
+    with tarfile.open(
+        fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"uid": "77", "mtime": "5.5"}
+    ) as tar:
+        tar.addfile(entry("x"))
+        tar.addfile(entry("y", pax_headers={"uid": "78"}))
+    tree = tree_of(out.getvalue())
+    assert [tree.inode(n).uid for n in (1, 2)] == [77, 78]
+    assert tree.inode(2).mtime_ns == 5_500_000_000
+
+
+def test_labels_and_unknown_types() -> None:
+    tree = tree_of(archive(entry("label", b"V"), (entry("odd", b"Z"), b"content"), entry("last")))
+    assert [path for path, _ in tree.walk()] == [b"", b"last", b"odd"]
+
+
+def test_a_short_reading_stream_and_trailing_bytes() -> None:
+    data = archive((entry("a"), os.urandom(200_000)), (entry("b"), b"b")) + b"trailing"
+
+    class Dribble(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(min(size or 0, 777))
+
+    sink = io.BytesIO()
+    tree = pack_tar(Dribble(data), sink)
+    other = io.BytesIO()
+    pack_tar(io.BytesIO(data), other, threads=3)
+    assert sink.getvalue() == other.getvalue()
+    assert tree.blobs[0].stream_length == len(data)
+
+
+SEED = archive((entry("dir/a", pax_headers={"SCHILY.xattr.user.x": "y"}), b"content" * 99),
+               entry("l", tarfile.SYMTYPE, "n" * 120), entry("h", tarfile.LNKTYPE, "dir/a"))  # fmt: skip
+
+
+def flip(data: bytes, position: int, value: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ value]) + data[position + 1 :]
+
+
+def cut(data: bytes, position: int, value: int) -> bytes:
+    return data[:position]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([flip, cut]), st.integers(0, len(SEED) - 1), st.integers(1, 255))
+def test_damage_is_an_error_of_ours_or_a_valid_tree(
+    damage: Callable[[bytes, int, int], bytes], position: int, value: int
+) -> None:
+    try:
+        tree_of(damage(SEED, position, value))
+    except BootseerError:
+        pass
