@@ -155,6 +155,17 @@ class Engine:
             self._alarm(self._fill_at_s)
         return task
 
+    def _is_late(self, task: Task) -> bool:
+        """Whether `task` waited in the queue beyond its deadline; then it is given up here."""
+        if task.deadline_s is None or time.monotonic() < task.deadline_s:
+            return False
+        late = DeadlineError(
+            f"{task.fetch.key} could not be read within {self._deadline_s:g} s; "
+            "the store answers too slowly"
+        )
+        self.board.fail(task.flights.values(), late)
+        return True
+
     def _start_attempt(self, worker: Worker, task: Task) -> _Attempt:
         now_s = time.monotonic()
         if task.deadline_s is None:
@@ -180,9 +191,10 @@ class Engine:
                     if self._is_closed:
                         return
                     task = self._take(lane)
-                    if task is not None:
+                    if task is None:
+                        lane.sleep()
+                    elif not self._is_late(task):
                         break
-                    lane.sleep()
                 attempt = self._start_attempt(worker, task)
             self._carry_out(attempt)
             # Nothing of the last read may stay alive while the thread is idle.

@@ -32,7 +32,8 @@ class Batch:
         """Until every chunk is delivered. Raises: the first failure; DeadlineError.
 
         Without a timeout it still ends: each read has a deadline of its own, and reads that no
-        thread is left for fail as well. A cancelled batch raises UnavailableError.
+        thread is left for fail as well. A cancelled batch raises UnavailableError. Running into
+        `timeout_s` does not cancel.
         """
         if not self._ticket.wait(timeout_s):
             raise DeadlineError(
@@ -99,6 +100,7 @@ class Executor:
     def submit(self, fetches: Iterable[Fetch], deliver: Deliver) -> Batch:
         """Queue fetches behind everything of the same or a lower priority number.
 
+        Each chunk that waits costs about half a kilobyte of memory.
         Raises: UnavailableError when the executor is closed.
         """
         fetches = list(fetches)

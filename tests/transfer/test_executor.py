@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bootseer.errors import (
     BootseerError,
@@ -15,7 +17,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.transfer.executor import Executor
+from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Priority
 from tests.transfer import faults
 from tests.transfer.faults import COUNT, Cache, FaultyReader, chunk, fetch
@@ -304,6 +306,41 @@ def test_a_failing_delivery_fails_its_requester_only(
     executor.demand(chunk(9), cache.deliver)
 
 
+def test_a_hanging_delivery_takes_nothing_else_down(
+    make: Callable[..., Executor], cache: Cache, gate: threading.Event
+) -> None:
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.1)
+    calls: list[Chunk] = []
+
+    def hang(piece: Chunk, _: memoryview) -> None:
+        calls.append(piece)
+        gate.wait(LONG_S)
+
+    with pytest.raises(DeadlineError):
+        executor.demand(chunk(0), hang)
+    with pytest.raises(DeadlineError):
+        executor.submit([fetch(1, 2)], hang).wait()
+    executor.demand(chunk(3), cache.deliver)
+    executor.submit([fetch(4)], cache.deliver).wait(LONG_S)
+    # Never a second time while the first call may still be at it.
+    assert calls == [chunk(0), chunk(1)]
+
+
+def test_a_retry_that_waits_too_long_in_the_queue_is_given_up(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    executor = make(workers=1, deadline_s=0.2, attempt_deadline_s=LONG_S)
+    entered = threading.Event()
+    reader.script.extend([faults.raising(UnavailableError("down")), faults.blocking(gate, entered)])
+    # Fails at once and rests; meanwhile the only thread goes to the second read, and is kept
+    # there until the first one's deadline is over.
+    first = executor.submit([fetch(0, priority=Priority.FILL), fetch(1)], cache.deliver)
+    with pytest.raises((DeadlineError, UnavailableError)):
+        first.wait()
+    gate.set()
+    executor.demand(chunk(9), cache.deliver, deadline_s=LONG_S)
+
+
 def test_a_chunk_that_landed_meanwhile_is_not_read_again(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache
 ) -> None:
@@ -414,6 +451,62 @@ def test_fifty_threads_read_each_chunk_once(
     assert failures == []
     assert sorted(cache.arrived) == list(range(COUNT))
     assert reader.chunk_reads == dict.fromkeys(range(COUNT), 1)
+
+
+FAULTS: dict[str, faults.Fault] = {
+    "none": lambda data: data,
+    "down": faults.raising(UnavailableError("down")),
+    "gone": faults.raising(NotFoundError("gone")),
+    "bug": faults.raising(KeyError("bug")),
+    "corrupt": faults.corrupt,
+    "short": faults.short,
+}
+ranges = st.tuples(st.integers(0, COUNT - 9), st.integers(1, 8), st.sampled_from(Priority))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.lists(st.sampled_from(sorted(FAULTS)), max_size=12),
+    batches=st.lists(st.tuples(st.lists(ranges, max_size=4), st.booleans()), max_size=5),
+    demands=st.lists(st.integers(0, COUNT - 1), max_size=5),
+)
+def test_every_request_ends_and_success_means_delivered(
+    script: list[str],
+    batches: list[tuple[list[tuple[int, int, Priority]], bool]],
+    demands: list[int],
+) -> None:
+    reader = FaultyReader()
+    reader.script.extend(FAULTS[name] for name in script)
+    with Executor(reader, workers=2, demand_workers=1, retry_base_s=0.0005) as executor:
+        submitted: list[tuple[Batch, set[int], Cache]] = []
+        cancelled: list[Batch] = []
+        for listed, is_cancelled in batches:
+            cache = Cache()  # each with a delivery of its own, which must come exactly once
+            wanted = [fetch(*range(n, n + count), priority=p) for n, count, p in listed]
+            batch = executor.submit(wanted, cache.deliver)
+            numbers = {n for first, count, _ in listed for n in range(first, first + count)}
+            submitted.append((batch, numbers, cache))
+            if is_cancelled:
+                batch.cancel()
+                cancelled.append(batch)
+        for number in demands:
+            cache = Cache()
+            try:
+                executor.demand(chunk(number), cache.deliver, deadline_s=LONG_S)
+                assert cache.arrived == [number]
+            except DeadlineError:
+                raise
+            except BootseerError:
+                assert script
+        for batch, numbers, cache in submitted:
+            try:
+                batch.wait(LONG_S)
+                assert set(cache.arrived) == numbers
+            except DeadlineError:
+                raise
+            except BootseerError:
+                assert script or batch in cancelled
+        assert not reader.concurrent_twice
 
 
 def test_stress_with_faults_and_cancellation(
