@@ -73,8 +73,8 @@ def test_parents_that_are_not_mentioned_and_directories_that_come_late() -> None
 
 
 def test_names_are_made_relative_and_whiteouts_kept() -> None:
-    tree = tree_of(archive(entry("/abs"), entry("./dot//x"), entry("./", tarfile.DIRTYPE, mode=0o711),
-                           entry("dot/.wh.y"), entry("dot/.wh..wh..opq")))  # fmt: skip
+    tree = tree_of(archive(entry("/abs"), entry("./dot//x"),
+                           entry("./", tarfile.DIRTYPE, mode=0o711), entry("dot/.wh.y"), entry("dot/.wh..wh..opq")))  # fmt: skip
     assert [path for path, _ in tree.walk()] == [
         b"", b"abs", b"dot", b"dot/.wh..wh..opq", b"dot/.wh.y", b"dot/x",
     ]  # fmt: skip
@@ -119,9 +119,11 @@ def test_hard_links() -> None:
         (archive(entry("a", pax_headers={"mtime": "1e9"})), "number"),
         (archive(entry("a", pax_headers={"GNU.sparse.map": "5,1,2,1", "GNU.sparse.size": "9"})),
          "sparse"),
-        (archive(entry("a", pax_headers={"GNU.sparse.map": "1", "GNU.sparse.size": "9"})), "sparse"),
+        (archive(entry("a", pax_headers={"GNU.sparse.map": "1", "GNU.sparse.size": "9"})),
+         "sparse"),
         (archive((entry("a", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0",
-                  "GNU.sparse.realsize": "9"}), b"9999999999999999999\n" + bytes(492))), "sparse"),
+                  "GNU.sparse.realsize": "9"}), b"9999999999999999999\n" + bytes(492))),
+         "sparse"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -177,8 +179,11 @@ def test_a_short_reading_stream_and_trailing_bytes() -> None:
     assert tree.blobs[0].stream_length == len(data)
 
 
-SEED = archive((entry("dir/a", pax_headers={"SCHILY.xattr.user.x": "y"}), b"content" * 99),
-               entry("l", tarfile.SYMTYPE, "n" * 120), entry("h", tarfile.LNKTYPE, "dir/a"))  # fmt: skip
+SEED = archive(
+    (entry("dir/a", pax_headers={"SCHILY.xattr.user.x": "y"}), b"content" * 99),
+    entry("l", tarfile.SYMTYPE, "n" * 120),
+    entry("h", tarfile.LNKTYPE, "dir/a"),
+)
 
 
 def flip(data: bytes, position: int, value: int) -> bytes:
