@@ -160,9 +160,11 @@ def _collect(root: _Node, layers: Sequence[LayerTree]) -> _Result:
         if number is None:
             number = result.numbers[key] = len(result.inodes)
             known = node.layer >= 0
-            result.inodes.append(
-                layers[node.layer].tree.inode(node.inode) if known else DEFAULT_ROOT
-            )
+            inode = layers[node.layer].tree.inode(node.inode) if known else DEFAULT_ROOT
+            if stat.S_ISLNK(inode.mode):
+                # Linux keeps no permissions of a symbolic link, whatever a tar says.
+                inode = replace(inode, mode=stat.S_IFLNK | 0o777)
+            result.inodes.append(inode)
         result.names.append((path, number))
         if node.children:
             prefix = path + b"/" if path else b""

@@ -134,7 +134,7 @@ def stacks(draw: st.DrawFn) -> list[ModelLayer]:
             uid += 1
         below = model_merge(layers)
         targets = [p for p, entry in below.items() if not entry.is_dir]
-        if targets and draw(flags):
+        if draw(flags) and targets:
             layer.links.append((draw(NAMES) + "-link", draw(st.sampled_from(targets))))
         layers.append(layer)
     return layers

@@ -9,12 +9,15 @@ import hashlib
 import io
 import json
 import platform
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zstandard
 
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
@@ -61,7 +64,8 @@ def tar_of(members: Sequence[Member], tar_format: int = tarfile.PAX_FORMAT) -> b
         for member in members:
             info = tarfile.TarInfo(member.name)
             info.type = _TYPES[member.kind]
-            info.mode = member.mode if member.mode is not None else 0o755 & ~(member.kind != "d")
+            default = 0o755 if member.kind == "d" else 0o644
+            info.mode = default if member.mode is None else member.mode
             info.uid, info.gid, info.mtime = member.uid, member.gid, member.mtime
             info.linkname = member.link
             info.devmajor, info.devminor = member.device
@@ -218,3 +222,13 @@ NASTY: Sequence[Sequence[Member]] = (
     ),
 )
 """Layers with about everything that real ones have, in forms that `umoci unpack` agrees on."""
+
+
+def run_tool(*command: str | Path) -> None:
+    """Run skopeo or umoci; skips the test where it is not installed."""
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"

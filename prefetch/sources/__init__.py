@@ -1,0 +1,64 @@
+"""Where an image comes from: one file per kind, and `open_source`, which tells them apart.
+
+DIR                       a root file system, or an OCI layout when it has an oci-layout file
+oci:DIR[:TAG]             an OCI layout
+FILE                      an archive of `docker save`, or an OCI layout in a tar
+docker-archive:FILE[:TAG] the same, choosing one of several images (also oci-archive:)
+docker://NAME             an image in the Docker engine
+"""
+
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.sources import oci_layout
+from bootseer.prefetch.sources.directory import open_directory
+from bootseer.prefetch.sources.docker_archive import open_docker_archive
+from bootseer.prefetch.sources.docker_engine import PREFIX as DOCKER
+from bootseer.prefetch.sources.docker_engine import open_docker_image
+from bootseer.prefetch.sources.model import ImageSource, Layer
+
+__all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
+
+_ARCHIVES = ("docker-archive:", "oci-archive:")
+
+
+def open_source(source: str, work_dir: Path) -> ImageSource:
+    """The image that `source` names; close it after use. `work_dir` takes temporary files.
+
+    Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError, UnavailableError,
+    PermissionDeniedError, NoSpaceError.
+    """
+    if source.startswith(DOCKER):
+        return open_docker_image(source.removeprefix(DOCKER), work_dir)
+    if source.startswith(oci_layout.PREFIX):
+        location = source.removeprefix(oci_layout.PREFIX)
+        return oci_layout.open_oci_layout(*oci_layout.split_tag(location, Path.is_dir))
+    for prefix in _ARCHIVES:
+        if source.startswith(prefix):
+            location = source.removeprefix(prefix)
+            return open_docker_archive(*oci_layout.split_tag(location, Path.is_file))
+    if "://" in source:
+        scheme = source.partition("://")[0]
+        raise InvalidInputError(
+            f"images are not read from {scheme}://; give a directory, an OCI layout, an archive "
+            "of docker save, or docker://NAME"
+        )
+    path = Path(source)
+    try:
+        path.stat()
+        is_layout = path.is_dir() and (path / oci_layout.MARKER).exists()
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"there is no file or directory {source}; for an image in the Docker engine write "
+            f"docker://{source}"
+        ) from None
+    except OSError as error:
+        raise from_oserror(error, f"read {source}") from error
+    if is_layout:
+        return oci_layout.open_oci_layout(path, "")
+    if path.is_dir():
+        return open_directory(path)
+    if path.is_file():
+        return open_docker_archive(path)
+    raise InvalidInputError(f"{source} is neither a directory nor a file")

@@ -1,0 +1,47 @@
+"""A root file system in a directory, as one layer: `docker export`, debootstrap, a chroot.
+
+Nothing about a directory says beforehand what is in it, so it is read whole at every indexing;
+the same contents give the same blob, which the store then has already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bootseer.blob.pack import pack_directory
+from bootseer.errors import NotFoundError
+from bootseer.prefetch.merge import LayerTree
+from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.sources.model import ImageSource
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryLayer:
+    """Implements `Layer`."""
+
+    root: Path
+
+    @property
+    def digest(self) -> str | None:
+        """Not known before packing."""
+        return None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Not known before packing."""
+        return None
+
+    def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pack`."""
+        # What is mounted below (/proc, volumes) is not part of an image.
+        tree = pack_directory(self.root, sink, one_file_system=True, on_progress=on_progress)
+        return LayerTree(tree, is_changeset=False)
+
+
+def open_directory(root: Path) -> ImageSource:
+    """Raises: NotFoundError."""
+    if not root.is_dir():
+        raise NotFoundError(f"there is no directory {root}")
+    name = root.resolve().name or "root"
+    return ImageSource(name, None, ImageConfig(), [DirectoryLayer(root)])

@@ -1,0 +1,83 @@
+"""An image in a Docker engine: `docker://NAME`, through the Docker SDK.
+
+The engine streams what `docker save` would write into a private temporary file, which is then
+read as an archive and removed when the source is closed.
+"""
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, from_oserror
+from bootseer.prefetch.sources.docker_archive import open_docker_archive
+from bootseer.prefetch.sources.model import ImageSource
+
+PREFIX = "docker://"
+_CHUNK_BYTES = 2**20
+_DEADLINE_S = 60
+"""Per answer of the engine, not for the whole image; the SDK applies it to each read."""
+
+
+def open_docker_image(name: str, work_dir: Path) -> ImageSource:
+    """Copies the image `name` out of the engine that DOCKER_HOST (or the default) names.
+
+    Raises: UnavailableError without an engine; NotFoundError; NoSpaceError; as
+    `open_docker_archive`.
+    """
+    # Imported late: the SDK costs more than most commands take.
+    import requests
+    from docker.client import DockerClient
+    from docker.errors import APIError, DockerException, ImageNotFound
+
+    if not name:
+        raise InvalidInputError(
+            "docker:// needs the name of an image, such as docker://python:3.12"
+        )
+    with ExitStack() as stack:
+        try:
+            client = DockerClient.from_env(timeout=_DEADLINE_S)
+            stack.callback(client.close)
+            image = client.images.get(name)
+            path = _copy(image.save(_CHUNK_BYTES, named=True), name, work_dir, stack)
+        except ImageNotFound as error:
+            raise NotFoundError(
+                f"the Docker engine has no image {name!r}; docker pull it first"
+            ) from error
+        except APIError as error:
+            raise UnavailableError(f"the Docker engine refused {name!r}: {error}") from error
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(
+                f"no Docker engine answers ({_reason(error)}); start it, or set DOCKER_HOST, or "
+                "index a `docker save` archive instead"
+            ) from error
+        source = open_docker_archive(path)
+        keep = stack.pop_all()
+        return replace(source, reference=_with_tag(name), release=keep.close)
+
+
+def _copy(chunks: object, name: str, work_dir: Path, stack: ExitStack) -> Path:
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=work_dir, prefix="docker-"))
+        path = Path(directory) / "image.tar"
+        with path.open("wb") as file:
+            for chunk in chunks:  # type: ignore[attr-defined]
+                file.write(chunk)
+    except OSError as error:
+        raise from_oserror(error, f"copy the image {name!r} to {work_dir}") from error
+    return path
+
+
+def _with_tag(name: str) -> str:
+    """ "python" -> "python:latest", as the engine understands it."""
+    last = name.rpartition("/")[2]
+    return name if ":" in last or "@" in last else f"{name}:latest"
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause, in a line: the SDK wraps it four times."""
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__

@@ -1,0 +1,98 @@
+"""An OCI image layout, wherever its files lie: in a directory or inside an archive.
+
+Pure but for the `OpenFile` it is given. Follows index.json through nested indexes to this
+machine's manifest, verifying each document against the digest that names it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import BinaryIO
+
+from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
+from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.sources.documents import (
+    DOCUMENT_BYTES_MAX,
+    Descriptor,
+    parse_config,
+    parse_index,
+    parse_manifest,
+    pick_platform,
+    verified,
+)
+from bootseer.prefetch.sources.model import TarLayer, layer_count_checked
+
+OpenFile = Callable[[str], BinaryIO]
+"""Opens a file by its path in the layout. Raises: NotFoundError."""
+
+_NESTING_MAX = 4
+
+
+def read_document(open_file: OpenFile, path: str, where: str) -> bytes:
+    """A whole small file. Raises: CorruptError where it is not small; NotFoundError."""
+    with open_file(path) as file:
+        data = file.read(DOCUMENT_BYTES_MAX + 1)
+    if len(data) > DOCUMENT_BYTES_MAX:
+        raise CorruptError(f"{where}: {path} is larger than {DOCUMENT_BYTES_MAX} bytes")
+    return data
+
+
+def blob_path(digest: str) -> str:
+    """Where a layout keeps the blob `digest` (already checked to be one)."""
+    return "blobs/" + digest.replace(":", "/", 1)
+
+
+def read_layout(
+    open_file: OpenFile, tag: str, where: str
+) -> tuple[str, str, ImageConfig, Sequence[TarLayer]]:
+    """(tag, the configuration's digest, configuration, layers) of the image called `tag`, or of
+    the only one when `tag` is empty.
+
+    Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError.
+    """
+    entries = parse_index(read_document(open_file, "index.json", where), f"{where}/index.json")
+    chosen = _pick_tag(entries, tag, where)
+    name = chosen[0].tag
+
+    def document(descriptor: Descriptor) -> bytes:
+        path = blob_path(descriptor.digest)
+        return verified(read_document(open_file, path, where), descriptor, where)
+
+    descriptor = pick_platform(chosen, where) if len(chosen) > 1 else chosen[0]
+    for _ in range(_NESTING_MAX):
+        if not descriptor.is_index:
+            break
+        nested = parse_index(document(descriptor), f"{where}: {descriptor.digest}")
+        descriptor = pick_platform(nested, where)
+    else:
+        raise CorruptError(f"{where}: indexes are nested too deeply")
+    manifest = parse_manifest(document(descriptor), f"{where}: manifest {descriptor.digest}")
+    config = parse_config(document(manifest.config), f"{where}: {manifest.config.digest}")
+    layer_count_checked(len(manifest.layers), config, where)
+    layers = [
+        TarLayer(
+            diff_id, layer.size_bytes, layer.digest, partial(open_file, blob_path(layer.digest))
+        )
+        for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
+    ]
+    return name, manifest.config.digest, config, layers
+
+
+def _pick_tag(entries: Sequence[Descriptor], tag: str, where: str) -> Sequence[Descriptor]:
+    """The entries of one image: several where an index lists platforms directly."""
+    if not entries:
+        raise InvalidInputError(f"{where} holds no image")
+    if tag:
+        found = [entry for entry in entries if tag in (entry.tag, entry.digest)]
+        if not found:
+            raise NotFoundError(f"{where} has no image {tag!r}; it has {_tags(entries)}")
+        return found
+    if len({entry.tag for entry in entries}) > 1:
+        raise InvalidInputError(
+            f"{where} holds several images; choose one of {_tags(entries)} as oci:DIR:TAG"
+        )
+    return entries
+
+
+def _tags(entries: Sequence[Descriptor]) -> str:
+    tags = sorted({entry.tag or entry.digest for entry in entries})
+    return ", ".join(tags[:20]) + (" and more" if len(tags) > 20 else "")

@@ -1,0 +1,105 @@
+"""What every image source becomes: a reference, a configuration, and layers that can be packed.
+
+The joint between the kinds of source (directory, OCI layout, archive, engine, and whatever comes
+later) and `prefetch.indexing`, which knows none of them. A new kind is one function that returns
+an `ImageSource`, mostly of `TarLayer`s whose `open_stored` reads the layer from wherever it is.
+
+Threading: layers of one source may be packed from several threads at once, each layer by one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+from bootseer.errors import InvalidInputError
+from bootseer.prefetch.merge import LayerTree
+from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.sources.layer_tar import pack_layer
+from bootseer.prefetch.sources.stream import Expected, Limits, TarStream
+
+
+class Layer(Protocol):
+    """One layer of an image, not yet packed."""
+
+    @property
+    def digest(self) -> str | None:
+        """SHA-256 of the uncompressed tar, known beforehand: what the store shares the layer by,
+        however it was compressed. None where only packing tells (a directory)."""
+        ...
+
+    @property
+    def size_bytes(self) -> int | None:
+        """What packing will report as progress in all, where that is known."""
+        ...
+
+    def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
+        """Write the layer to `sink` as a blob; the result's only blob is the one written, whole
+        and with every digest of the source verified. `on_progress` is called from any thread and
+        may raise to end the packing.
+
+        Raises: CorruptError, NotFoundError, UnavailableError, NoSpaceError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TarLayer:
+    """A layer that is kept as a tar, gzip- or zstd-compressed or not."""
+
+    digest: str
+    """The `diff_id` in the image's configuration."""
+    size_bytes: int
+    """Of the stored (compressed) bytes, which progress counts."""
+    stored_digest: str | None
+    """Of the stored bytes; None where the source does not know it."""
+    open_stored: Callable[[], BinaryIO]
+    """Opens the stored bytes for one read from start to end."""
+    limits: Limits = field(default_factory=Limits)
+
+    def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pack`."""
+        expected = Expected(self.digest, self.size_bytes, self.stored_digest)
+        with TarStream(self.open_stored(), expected, self.limits, on_progress) as stream:
+            layer = pack_layer(stream.file, sink)
+            # The digests are compared at the very end, which is reached only by asking for more.
+            stream.finish()
+            return layer
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An opened image. Close it: an engine's image lies in a temporary file until then."""
+
+    reference: str
+    """The name it is catalogued under unless the user gives one."""
+    identity: str | None
+    """Digest of the image's configuration, as Docker shows it; None for a directory."""
+    config: ImageConfig
+    layers: Sequence[Layer]
+    """The lowest first."""
+    release: Callable[[], None] = field(default=lambda: None)
+
+    def close(self) -> None:
+        """Give up files and connections."""
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def layer_count_checked(count: int, config: ImageConfig, where: str) -> None:
+    """Raises InvalidInputError unless each of `count` layers has its digest in `config`."""
+    if count != len(config.diff_ids):
+        raise InvalidInputError(
+            f"{where}: the manifest lists {count} layers, the configuration "
+            f"{len(config.diff_ids)}; it is not a container image"
+        )

@@ -1,0 +1,47 @@
+"""An OCI layout in a directory: `oci:DIR`, `oci:DIR:TAG`, or a directory with an oci-layout file.
+
+What `skopeo copy ... oci:DIR:TAG`, `umoci`, `buildctl --output type=oci,tar=false` and
+`docker buildx` write.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.prefetch.sources.layout import read_layout
+from bootseer.prefetch.sources.model import ImageSource
+
+PREFIX = "oci:"
+MARKER = "oci-layout"
+
+
+def split_tag(location: str, exists: Callable[[Path], bool]) -> tuple[Path, str]:
+    """("path", "tag") of "path:tag"; the path is the shortest one that exists, since both it and
+    the tag may hold colons."""
+    parts = location.split(":")
+    for count in range(1, len(parts) + 1):
+        path = Path(":".join(parts[:count]))
+        if exists(path):
+            return path, ":".join(parts[count:])
+    return Path(location), ""
+
+
+def open_oci_layout(directory: Path, tag: str) -> ImageSource:
+    """Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError,
+    PermissionDeniedError."""
+    where = str(directory)
+
+    def open_file(path: str) -> BinaryIO:
+        try:
+            return (directory / path).open("rb", buffering=0)
+        except OSError as error:
+            raise from_oserror(error, f"read {directory / path}") from error
+
+    if directory.is_dir() and not (directory / "index.json").exists():
+        raise InvalidInputError(f"{where} is not an OCI layout: it has no index.json")
+    name, identity, config, layers = read_layout(open_file, tag, where)
+    base = directory.resolve().name
+    # A tag is either a whole name ("docker.io/library/python:3.12") or only the part after ":".
+    reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
+    return ImageSource(reference, identity, config, layers)
