@@ -1,1 +1,1 @@
-"""To be described."""
+"""File systems: the kernel protocol (`kernel`) and the checkpoint path (`striped`)."""

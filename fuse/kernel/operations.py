@@ -111,10 +111,13 @@ class SetAttributes:
     handle: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made for each request, and a frozen dataclass takes three times as long.
+@dataclass(slots=True, eq=False)
 class Caller:
-    """Who asks: the credentials of the process behind a request. `interrupted` is set when the
-    kernel sends INTERRUPT for it; a long wait should look at it through `Caller.is_interrupted`.
+    """Who asks: the credentials of the process behind a request. Read-only.
+
+    A long wait should look at `is_interrupted`, which becomes true when the kernel sends
+    INTERRUPT for the request, or when the server has answered in the operation's stead.
     """
 
     uid: int
@@ -150,6 +153,15 @@ class Operations:
 
     def forget(self, node: int, count: int) -> None:
         """The kernel dropped `count` lookups of `node`. Must not raise."""
+
+    def dropped(self, node: int) -> None:
+        """The lookup count of `node`, which the server keeps, fell to zero and no request that
+        could raise it is under way: what belongs to the node can be freed. Must not raise, and
+        must not wait: lookups wait for it.
+
+        May be called again if the node was looked up again. Not called for what a crashed
+        predecessor looked up (see `supervise`).
+        """
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
         """The attributes and for how many seconds they may be cached."""

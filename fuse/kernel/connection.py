@@ -1,0 +1,157 @@
+"""What the kernel and we agree on: INIT as a pure function.
+
+Degrades step by step from Linux 6.18 (7.45) to 5.4 (7.31): whatever the kernel does not offer is
+not asked for, and the resulting `Connection` says what holds. Pure: no I/O, no state.
+"""
+
+from dataclasses import dataclass
+
+from bootseer.errors import CorruptError, UnsupportedError
+from bootseer.fuse.kernel import wire
+from bootseer.fuse.kernel.options import MountOptions
+
+
+@dataclass(frozen=True, slots=True)
+class InitRequest:
+    """The kernel's opening message."""
+
+    unique: int
+    major: int
+    minor: int
+    max_readahead_bytes: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The facts both sides agreed on; they hold until the file system is unmounted."""
+
+    kernel_minor: int
+    minor: int
+    flags: int
+    max_write_bytes: int
+    max_readahead_bytes: int
+    max_pages: int
+    offered: int
+    """Every flag the kernel offered, also those we did not take."""
+
+    @property
+    def passthrough(self) -> bool:
+        """Whether an open may hand a file to the kernel (7.40, and CAP_SYS_ADMIN to use it)."""
+        return bool(self.flags & wire.PASSTHROUGH)
+
+    @property
+    def resend(self) -> bool:
+        """Whether NOTIFY_RESEND makes the kernel repeat unanswered requests (7.40)."""
+        return bool(self.flags & wire.HAS_RESEND)
+
+    @property
+    def expire_only(self) -> bool:
+        """Whether an entry can be expired without being dropped (7.38)."""
+        return bool(self.flags & wire.HAS_EXPIRE_ONLY)
+
+    @property
+    def direct_io_mmap(self) -> bool:
+        """Whether files opened with direct_io can be mapped shared (7.39)."""
+        return bool(self.flags & wire.DIRECT_IO_ALLOW_MMAP)
+
+
+def decode_init(request: bytes | memoryview) -> InitRequest:
+    """The kernel's INIT message.
+
+    Raises:
+        CorruptError: the message is not INIT, or cut short.
+    """
+    body = memoryview(request)[wire.IN_HEADER_BYTES :]
+    if len(body) < wire.INIT_IN.size:
+        raise CorruptError(f"the kernel's first message is only {len(request)} bytes long")
+    _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(request)
+    if opcode != wire.INIT:
+        raise CorruptError(f"the kernel's first message is opcode {opcode}, not INIT")
+    major, minor, max_readahead_bytes, flags = wire.INIT_IN.unpack_from(body)
+    # Before 7.36 (INIT_EXT) the message ends here; the second word is undefined without the flag.
+    if flags & wire.INIT_EXT and len(body) >= wire.INIT_IN.size + wire.INIT_EXT_IN.size:
+        flags |= wire.INIT_EXT_IN.unpack_from(body, wire.INIT_IN.size)[0] << 32
+    return InitRequest(unique, major, minor, max_readahead_bytes, flags)
+
+
+def wanted_flags(options: MountOptions) -> int:
+    """Every capability that `options` would use if the kernel had it."""
+    wanted = (
+        wire.ASYNC_READ
+        | wire.BIG_WRITES
+        | wire.ASYNC_DIO
+        | wire.PARALLEL_DIROPS
+        | wire.ABORT_ERROR
+        | wire.MAX_PAGES
+        | wire.INIT_EXT
+        | wire.NO_OPEN_SUPPORT
+        | wire.NO_OPENDIR_SUPPORT
+        | wire.HAS_EXPIRE_ONLY
+        | wire.DIRECT_IO_ALLOW_MMAP
+        | wire.HAS_RESEND
+    )
+    # AUTO_INVAL_DATA drops pages whenever a getattr shows another mtime or size;
+    # EXPLICIT_INVAL_DATA never does. They exclude each other.
+    wanted |= wire.AUTO_INVAL_DATA if options.invalidate_on_change else wire.EXPLICIT_INVAL_DATA
+    optional = (
+        (options.read_directory_plus, wire.DO_READDIRPLUS | wire.READDIRPLUS_AUTO),
+        (options.cache_symlinks, wire.CACHE_SYMLINKS),
+        (options.atomic_truncate, wire.ATOMIC_O_TRUNC),
+        (options.clear_privileges, wire.HANDLE_KILLPRIV_V2),
+        (options.passthrough, wire.PASSTHROUGH),
+    )
+    for chosen, flags in optional:
+        if chosen:
+            wanted |= flags
+    return wanted
+
+
+def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, bytes]:
+    """The agreement, and the reply's body (struct fuse_init_out) that proposes it.
+
+    Raises:
+        UnsupportedError: the kernel speaks another major version, or one older than 7.31.
+    """
+    if request.major != wire.KERNEL_MAJOR or request.minor < wire.KERNEL_MINOR_OLDEST:
+        raise UnsupportedError(
+            f"this kernel speaks FUSE {request.major}.{request.minor}; "
+            f"{wire.KERNEL_MAJOR}.{wire.KERNEL_MINOR_OLDEST} (Linux 5.4) or later is needed"
+        )
+    flags = wanted_flags(options) & request.flags
+    if not flags & wire.INIT_EXT:
+        flags &= 0xFFFFFFFF
+    minor = min(request.minor, wire.KERNEL_MINOR_NEWEST)
+    largest_bytes = max(options.max_read_bytes, options.max_write_bytes)
+    # Without MAX_PAGES a request carries 32 pages (FUSE_DEFAULT_MAX_PAGES_PER_REQ).
+    max_pages = -(-largest_bytes // wire.PAGE_BYTES) if flags & wire.MAX_PAGES else 32
+    max_write_bytes = min(options.max_write_bytes, max_pages * wire.PAGE_BYTES)
+    max_readahead_bytes = max(request.max_readahead_bytes, options.max_readahead_bytes)
+    reply = wire.INIT_OUT.pack(
+        wire.KERNEL_MAJOR,
+        minor,
+        max_readahead_bytes,
+        flags & 0xFFFFFFFF,
+        options.max_background,
+        # The kernel marks the device congested, and stops readahead, at three quarters.
+        max(1, options.max_background * 3 // 4),
+        max_write_bytes,
+        1,  # time_gran: timestamps have nanoseconds
+        max_pages if flags & wire.MAX_PAGES else 0,
+        0,
+        flags >> 32,
+        # Passthrough is refused without a stack depth. 1: the backing file itself may not lie
+        # on another stacking file system, but overlayfs may lie on top of us.
+        1 if flags & wire.PASSTHROUGH else 0,
+        0,
+    )
+    facts = Connection(
+        kernel_minor=request.minor,
+        minor=minor,
+        flags=flags,
+        max_write_bytes=max_write_bytes,
+        max_readahead_bytes=max_readahead_bytes,
+        max_pages=max_pages,
+        offered=request.flags,
+    )
+    return facts, reply

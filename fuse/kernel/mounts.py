@@ -1,0 +1,215 @@
+"""Finding, ending and aborting mounts, without ever touching what is mounted.
+
+A stat of a stuck FUSE mount hangs and cannot be killed, so everything here goes through
+/proc/self/mountinfo and /sys/fs/fuse/connections. Alone knows umount2(2) and the fusectl file
+system. Stateless; safe from any thread.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import BusyError, DeadlineError, InvalidInputError, from_oserror
+
+log = logging.getLogger(__name__)
+
+MNT_FORCE = 1
+MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
+_CONNECTIONS = Path("/sys/fs/fuse/connections")
+_HELPER_DEADLINE_S = 10.0
+_POLL_S = 0.01
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One FUSE mount that this process can see."""
+
+    path: Path
+    device_minor: int
+    """The number of the connection: `/sys/fs/fuse/connections/<device_minor>`."""
+    subtype: str
+    name: str
+    read_only: bool
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field))
+
+
+def parse_mountinfo(text: bytes) -> Iterator[Mount]:
+    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+    for line in text.splitlines():
+        # id parent major:minor root mountpoint options optional... - type source super-options
+        fields, _, rest = line.partition(b" - ")
+        head, tail = fields.split(b" "), rest.split(b" ")
+        if len(head) < 6 or len(tail) < 3:
+            continue
+        kind, _, subtype = tail[0].partition(b".")
+        if kind != b"fuse":
+            continue
+        yield Mount(
+            path=Path(_unescape(head[4])),
+            device_minor=int(head[2].split(b":")[1]),
+            subtype=_unescape(subtype),
+            name=_unescape(tail[1]),
+            read_only=b"ro" in head[5].split(b","),
+        )
+
+
+def fuse_mounts() -> list[Mount]:
+    """Every FUSE mount of this mount namespace, oldest first."""
+    return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))
+
+
+def find_mounts(subtype_prefix: str) -> list[Mount]:
+    """The FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
+    return [mount for mount in fuse_mounts() if mount.subtype.startswith(subtype_prefix)]
+
+
+def absolute(path: Path) -> Path:
+    """`path` as mountinfo spells it, without touching its last component: it may hang."""
+    # Path.resolve() would stat it.
+    parent, name = os.path.split(os.path.abspath(path))
+    return Path(os.path.realpath(parent)) / name if name else Path(parent)
+
+
+def find_mount(path: Path) -> Mount | None:
+    """The topmost FUSE mount on exactly `path`."""
+    wanted = absolute(path)
+    found = [mount for mount in fuse_mounts() if mount.path == wanted]
+    return found[-1] if found else None
+
+
+def connection_alive(device_minor: int) -> bool | None:
+    """Whether the kernel still has this connection; None where fusectl is not mounted."""
+    if not (_CONNECTIONS / str(device_minor)).is_dir():
+        return False if _fusectl_mounted() else None
+    return True
+
+
+def _fusectl_mounted() -> bool:
+    return os.path.ismount(_CONNECTIONS)
+
+
+def abort_connection(device_minor: int, path: Path | None = None) -> bool:
+    """Fail every request of a connection now and for ever; readers get ENOTCONN or ECONNABORTED.
+
+    Falls back to umount2(MNT_FORCE) of `path` where fusectl is missing (most containers).
+    Returns whether the connection is known to be aborted.
+    """
+    control = _CONNECTIONS / str(device_minor) / "abort"
+    try:
+        control.write_bytes(b"1")
+        return True
+    except FileNotFoundError:
+        if _fusectl_mounted():
+            return True
+    except OSError as error:
+        log.debug("cannot write %s: %s", control, error)
+    if path is None:
+        return False
+    # MNT_FORCE aborts the connection even when the mount then stays because it is busy.
+    failed = _umount2(path, MNT_FORCE)
+    return failed is None or failed.errno == errno.EBUSY
+
+
+def abort(path: Path) -> bool:
+    """Abort the FUSE connection mounted on `path`; False if there is none or it is not allowed."""
+    mount = find_mount(path)
+    return mount is not None and abort_connection(mount.device_minor, mount.path)
+
+
+def _umount2(path: Path, flags: int) -> OSError | None:
+    if _libc.umount2(os.fsencode(path), flags | UMOUNT_NOFOLLOW) == 0:
+        return None
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), str(path))
+
+
+def find_helper() -> str | None:
+    """The set-user-id helper that mounts and unmounts for ordinary users."""
+    return shutil.which("fusermount3") or shutil.which("fusermount")
+
+
+def detach(path: Path, *, lazy: bool) -> None:
+    """Take the mount off `path`; `lazy` also while files are open (they live on until closed).
+
+    Raises:
+        BusyError: files are open and `lazy` is False.
+        InvalidInputError: nothing is mounted there.
+        BootseerError: not allowed, or the helper failed.
+    """
+    path = absolute(path)
+    error = _umount2(path, MNT_DETACH if lazy else 0)
+    if error is None:
+        return
+    if error.errno == errno.EPERM and (helper := find_helper()):
+        _detach_with_helper(helper, path, lazy)
+        return
+    if error.errno == errno.EINVAL:
+        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+    raise from_oserror(error, f"unmount {path}") from error
+
+
+def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
+    command = [helper, "-u", *(["-z"] if lazy else []), "--", str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_HELPER_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError(
+            f"{helper} -u {path} did not end in {_HELPER_DEADLINE_S:.0f} s"
+        ) from error
+    if done.returncode == 0:
+        return
+    reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+    if find_mount(path) is None:
+        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+    raise BusyError(f"cannot unmount {path}: {reason}; close the files under it, or detach it")
+
+
+def wait_gone(device_minor: int, timeout_s: float) -> bool:
+    """Wait until the kernel has dropped the connection. True at once without fusectl."""
+    deadline = time.monotonic() + timeout_s
+    while connection_alive(device_minor):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
+    """Unmount the FUSE file system on `path`, whatever state it is in.
+
+    Gives open files `timeout_s` to be closed, then detaches the mount and aborts its connection:
+    when this returns, the path is free and no process waits for a reply.
+
+    Raises:
+        InvalidInputError: no FUSE file system is mounted there.
+        BootseerError: not allowed.
+    """
+    mount = find_mount(path)
+    if mount is None:
+        raise InvalidInputError(f"cannot unmount {path}: no FUSE file system is mounted there")
+    detach(mount.path, lazy=True)
+    if wait_gone(mount.device_minor, timeout_s):
+        return
+    log.warning("%s still has open files after %.1f s: aborting them", mount.path, timeout_s)
+    abort_connection(mount.device_minor)
+    wait_gone(mount.device_minor, 1.0)

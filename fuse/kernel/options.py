@@ -1,0 +1,70 @@
+"""What the caller of a mount may choose. Immutable values, checked when they are made."""
+
+from dataclasses import dataclass
+
+from bootseer.errors import InvalidInputError
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountOptions:
+    """How to mount and serve. Everything the kernel does not offer is left out silently;
+    `Connection` then says what was agreed.
+    """
+
+    name: str = "bootseer"
+    """What mount(8) and df show as the device."""
+    subtype: str = "bootseer"
+    """The file system type becomes `fuse.<subtype>`; `find_mounts` looks for it."""
+    allow_other: bool = False
+    """Let other users in. Without root it needs user_allow_other in /etc/fuse.conf."""
+    default_permissions: bool = True
+    """The kernel checks permissions by mode, uid and gid; `access` is then never asked."""
+    read_only: bool = False
+    allow_suid: bool = False
+    """Honour set-user-id bits and file capabilities (a container's root needs it; root only)."""
+    allow_devices: bool = False
+    """Honour device nodes (root only)."""
+    max_read_bytes: int = _MIB
+    max_write_bytes: int = _MIB
+    max_readahead_bytes: int = 128 * 1024
+    """Values above the kernel's default of 128 KiB take effect only for root."""
+    max_background: int = 64
+    """How many background requests (readahead, asynchronous I/O) the kernel may have open."""
+    threads: int = 8
+    passthrough: bool = False
+    """Agree on passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
+    read_directory_plus: bool = True
+    cache_symlinks: bool = True
+    invalidate_on_change: bool = True
+    """Drop a file's pages when its size or mtime changes. False for trees that never change:
+    pages then live until memory is short or `notify_inval_inode`."""
+    atomic_truncate: bool = False
+    """Pass O_TRUNC to `open`; otherwise the kernel sends a setattr of size 0 after the open."""
+    clear_privileges: bool = False
+    """The file system itself clears set-user-id bits on write, truncate and chown."""
+    request_deadline_s: float | None = None
+    """A request older than this is answered ETIMEDOUT in the operation's stead."""
+    shutdown_s: float = 10.0
+    """How long a stopping server waits for open files before it aborts the connection."""
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("subtype", self.subtype)):
+            # mount(2) and fusermount3 parse these in one comma-separated string.
+            if not text or any(c in text for c in ",\\\0\n") or not text.isprintable():
+                raise InvalidInputError(
+                    f"mount {what} {text!r}: use printable text without commas and backslashes"
+                )
+        if "." in self.subtype or "/" in self.subtype or " " in self.subtype:
+            raise InvalidInputError(f"mount subtype {self.subtype!r}: use letters, digits, dashes")
+        bounds = (
+            ("max_read_bytes", self.max_read_bytes, 4096, _MIB),
+            ("max_write_bytes", self.max_write_bytes, 4096, _MIB),
+            ("max_readahead_bytes", self.max_readahead_bytes, 0, 256 * _MIB),
+            ("max_background", self.max_background, 1, 65535),
+            ("threads", self.threads, 1, 256),
+        )
+        for what, value, low, high in bounds:
+            if not low <= value <= high:
+                raise InvalidInputError(f"mount option {what}={value}: use {low} to {high}")

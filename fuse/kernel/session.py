@@ -1,0 +1,309 @@
+"""The threads that read requests from /dev/fuse and write the replies.
+
+Alone reads the device. READ and WRITE are handled here with as little Python as possible; all
+else goes to the `Dispatcher`. A thread that fails in a way nobody foresaw aborts the connection,
+so that no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
+reply with ENOENT, so the watchdog needs no lock and costs the fast path one store.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from bootseer.fuse.kernel import wire
+from bootseer.fuse.kernel.connection import Connection
+from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
+from bootseer.fuse.kernel.operations import Buffer, Caller
+
+log = logging.getLogger(__name__)
+
+# ENOENT: the request was interrupted while we took it. The others are the usual spurious ends.
+_READ_AGAIN = frozenset({errno.ENOENT, errno.EINTR, errno.EAGAIN})
+# ENODEV: unmounted. ECONNABORTED: aborted (FUSE_ABORT_ERROR).
+_CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
+# A reply that nobody waits for any more, or a connection that is gone.
+_UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
+_IOV_MAX = 1024
+# A deadline is noticed within a quarter of itself.
+_WATCHDOG_TICKS = 4
+# How many threads may be stuck in operations before nobody is left to answer.
+_STUCK_THREADS_MAX_FACTOR = 8
+
+
+class _Slot:
+    """What one server thread is doing. Written by that thread, read by others without a lock."""
+
+    __slots__ = ("seen", "surplus", "thread", "ticks", "unique")
+
+    def __init__(self) -> None:
+        self.unique = 0
+        self.seen = 0
+        self.ticks = 0
+        self.surplus = False
+        self.thread: threading.Thread | None = None
+
+
+class Session:
+    """Serves one connection until the kernel ends it."""
+
+    def __init__(
+        self,
+        device: int,
+        dispatcher: Dispatcher,
+        connection: Connection,
+        *,
+        threads: int,
+        request_deadline_s: float | None,
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        """`on_end` is called once, from a server thread, when the connection ended (None) or a
+        thread failed (why); it must make sure that the connection is aborted."""
+        self._device = device
+        self._dispatcher = dispatcher
+        self._buffer_bytes = connection.max_write_bytes + wire.REQUEST_OVERHEAD_BYTES
+        self._thread_count = threads
+        self._request_deadline_s = request_deadline_s
+        self._on_end = on_end
+        self._interrupts: set[int] = set()
+        self._lock = threading.Lock()
+        self._slots: list[_Slot] = []
+        self._ended = threading.Event()
+        self._watchdog: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the threads."""
+        for _ in range(self._thread_count):
+            self._start_thread()
+        if self._request_deadline_s is not None:
+            self._watchdog = threading.Thread(
+                target=self._watch, args=(self._request_deadline_s,), name="fuse-watchdog"
+            )
+            self._watchdog.daemon = True
+            self._watchdog.start()
+
+    def _start_thread(self) -> None:
+        slot = _Slot()
+        # Daemons: a thread stuck in an operation must not keep the process from ending.
+        thread = threading.Thread(target=self._run, args=(slot,), name="fuse", daemon=True)
+        slot.thread = thread
+        with self._lock:
+            self._slots.append(slot)
+        thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end; False if some are still in an operation."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            threads = [slot.thread for slot in self._slots] + [self._watchdog]
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread is not None and thread.is_alive() for thread in threads)
+
+    @property
+    def requests_under_way(self) -> int:
+        """How many threads are in a request now."""
+        with self._lock:
+            return sum(1 for slot in self._slots if slot.unique)
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def _run(self, slot: _Slot) -> None:
+        failure: BaseException | None = None
+        try:
+            self._serve(slot)
+        except BaseException as error:
+            log.critical("a FUSE server thread failed: aborting the connection", exc_info=error)
+            failure = error
+        slot.unique = 0
+        with self._lock:
+            if slot in self._slots:
+                self._slots.remove(slot)
+        if failure is not None or not slot.surplus:
+            self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        with self._lock:
+            first = not self._ended.is_set()
+            self._ended.set()
+        if first:
+            self._on_end(failure)
+
+    def _serve(self, slot: _Slot) -> None:
+        device = self._device
+        memory = mmap.mmap(-1, self._buffer_bytes)
+        view = memoryview(memory)
+        into = [view]
+        out = bytearray(wire.OUT_HEADER_BYTES)
+        readv, writev = os.readv, os.writev
+        unpack, pack_into = wire.FAST_IN.unpack_from, wire.OUT_HEADER.pack_into
+        interrupts = self._interrupts
+        do_read = self._dispatcher.operations.read
+        read_opcode, write_opcode = wire.READ, wire.WRITE
+        data: Buffer | Sequence[Buffer]
+        vector: Sequence[Buffer]
+        while True:
+            try:
+                length = readv(device, into)
+            except OSError as error:
+                if error.errno in _READ_AGAIN:
+                    continue
+                if error.errno in _CONNECTION_ENDED:
+                    return
+                raise
+            _, opcode, unique, node, uid, gid, pid, handle, offset, size = unpack(view)
+            slot.unique = unique
+            caller = Caller(uid, gid, pid, unique, interrupts)
+            if opcode == read_opcode:
+                try:
+                    data = do_read(caller, node, handle, offset, size)
+                    kind = type(data)
+                    if kind is bytes or kind is bytearray:
+                        count = len(data)
+                        vector = (out, data)  # type: ignore[assignment]
+                    else:
+                        vector, count = _gather(out, data)
+                    if count > size:
+                        raise ValueError(f"Operations.read returned {count} bytes for {size}")
+                    pack_into(out, 0, 16 + count, 0, unique)
+                except BaseException as error:
+                    self._refuse(read_opcode, unique, error)
+                else:
+                    try:
+                        writev(device, vector)
+                    except OSError as error:
+                        self._lost(read_opcode, unique, error)
+                # The buffers belong to the operation: a thread that waits must not pin them.
+                data, vector = b"", ()
+            elif opcode == write_opcode:
+                self._write(caller, node, handle, offset, size, view)
+            else:
+                self._other(opcode, caller, node, view[wire.IN_HEADER_BYTES : length])
+            slot.unique = 0
+            if interrupts:
+                interrupts.discard(unique)
+            if slot.surplus:
+                return
+
+    def _write(
+        self, caller: Caller, node: int, handle: int, offset: int, size: int, view: memoryview
+    ) -> None:
+        (flags,) = wire.IO_FLAGS_IN.unpack_from(view, wire.IN_HEADER_BYTES)
+        data = view[wire.WRITE_DATA_OFFSET : wire.WRITE_DATA_OFFSET + size]
+        try:
+            taken = self._dispatcher.operations.write(caller, node, handle, offset, data, flags)
+            body = wire.WRITE_OUT.pack(taken, 0)
+        except BaseException as error:
+            self._refuse(wire.WRITE, caller.unique, error)
+            return
+        self._send(wire.WRITE, caller.unique, Answer(body))
+
+    def _other(self, opcode: int, caller: Caller, node: int, body: memoryview) -> None:
+        if opcode == wire.INTERRUPT:
+            self._interrupt(caller.unique, wire.INTERRUPT_IN.unpack_from(body)[0])
+            return
+        answer = self._dispatcher.answer(opcode, caller, node, body)
+        if answer is not None:
+            self._send(opcode, caller.unique, answer)
+
+    # ---- replies ----------------------------------------------------------------------------
+
+    def _send(self, opcode: int, unique: int, answer: Answer) -> None:
+        header = wire.OUT_HEADER.pack(
+            wire.OUT_HEADER_BYTES + len(answer.body), -answer.error, unique
+        )
+        try:
+            os.writev(self._device, (header, answer.body))
+        except OSError as error:
+            self._lost(opcode, unique, error)
+            if answer.undelivered is not None:
+                try:
+                    answer.undelivered()
+                except BaseException as undo_error:
+                    self._dispatcher.report(opcode, undo_error)
+        if answer.afterwards is not None:
+            answer.afterwards()
+
+    def _refuse(self, opcode: int, unique: int, error: BaseException) -> None:
+        self._send(opcode, unique, Answer(error=self._dispatcher.errno_for(opcode, error)))
+
+    def _lost(self, opcode: int, unique: int, error: OSError) -> None:
+        """A reply could not be sent. If the kernel found it malformed, the request still waits."""
+        if error.errno in _UNDELIVERABLE:
+            return
+        self._dispatcher.report(opcode, error)
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.EIO, unique)
+        try:
+            os.write(self._device, header)
+        except OSError as second:
+            # The kernel ends a request itself when its reply was too long (EINVAL, then ENOENT).
+            if second.errno not in _UNDELIVERABLE:
+                raise
+
+    # ---- interrupts and deadlines -----------------------------------------------------------
+
+    def _interrupt(self, unique: int, target: int) -> None:
+        with self._lock:
+            slots = list(self._slots)
+        for slot in slots:
+            if slot.unique == target:
+                self._interrupts.add(target)
+                if slot.unique != target:
+                    self._interrupts.discard(target)
+                return
+        # Another thread has taken the request but not noted it yet: EAGAIN makes the kernel ask
+        # again, and it says ENOENT if the request is answered.
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.EAGAIN, unique)
+        try:
+            os.write(self._device, header)
+        except OSError as error:
+            if error.errno not in _UNDELIVERABLE:
+                raise
+
+    def _watch(self, deadline_s: float) -> None:
+        try:
+            while not self._ended.wait(deadline_s / _WATCHDOG_TICKS):
+                with self._lock:
+                    slots = list(self._slots)
+                for slot in slots:
+                    self._check(slot, deadline_s)
+        except BaseException as error:
+            log.critical("the FUSE watchdog failed: aborting the connection", exc_info=error)
+            self._end(error)
+
+    def _check(self, slot: _Slot, deadline_s: float) -> None:
+        unique = slot.unique
+        if unique != slot.seen or not unique:
+            slot.seen, slot.ticks = unique, 0
+            return
+        slot.ticks += 1
+        if slot.ticks < _WATCHDOG_TICKS or slot.surplus:
+            return
+        slot.surplus = True
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.ETIMEDOUT, unique)
+        try:
+            os.write(self._device, header)
+        except OSError as error:
+            if error.errno not in _UNDELIVERABLE:
+                raise
+        self._interrupts.add(unique)
+        log.warning("a request took longer than %.1f s: answered ETIMEDOUT", deadline_s)
+        with self._lock:
+            stuck = sum(1 for other in self._slots if other.surplus)
+        if stuck >= self._thread_count * _STUCK_THREADS_MAX_FACTOR:
+            raise TimeoutError(f"{stuck} operations do not end")
+        # The stuck thread ends when its operation does; this one takes its place.
+        self._start_thread()
+
+
+def _gather(out: bytearray, data: Buffer | Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """The buffers to send, header first, and how many bytes they hold without it."""
+    parts: list[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
+    count = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+    if len(parts) >= _IOV_MAX:
+        parts = [b"".join(parts)]
+    return [out, *parts], count
