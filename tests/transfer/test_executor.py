@@ -115,11 +115,11 @@ def test_fetches_of_one_priority_run_in_order_and_lower_numbers_first(
 def test_demand_does_not_wait_behind_prefetch(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
-    entered = threading.Event()
-    reader.script.extend([faults.blocking(gate, entered), faults.blocking(gate)])
+    both = [threading.Event(), threading.Event()]
+    reader.script.extend([faults.blocking(gate, entered) for entered in both])
     executor = make(workers=2, demand_workers=1)
     batch = executor.submit([fetch(n) for n in range(10)], cache.deliver)
-    assert entered.wait(LONG_S)
+    assert all(entered.wait(LONG_S) for entered in both)
     executor.demand(chunk(40), cache.deliver, deadline_s=LONG_S)  # not queued
     executor.demand(chunk(9), cache.deliver, deadline_s=LONG_S)  # queued last
     assert cache.arrived == [40, 9]
@@ -258,7 +258,7 @@ def test_hung_threads_are_replaced(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     reader.script.extend([faults.blocking(gate)] * 3)
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.05)
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
     batch = executor.submit([fetch(0, 1)], cache.deliver)
     executor.demand(chunk(5), cache.deliver)
     batch.wait(LONG_S)
@@ -309,7 +309,7 @@ def test_a_failing_delivery_fails_its_requester_only(
 def test_a_hanging_delivery_takes_nothing_else_down(
     make: Callable[..., Executor], cache: Cache, gate: threading.Event
 ) -> None:
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.1)
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
     calls: list[Chunk] = []
 
     def hang(piece: Chunk, _: memoryview) -> None:
@@ -329,7 +329,7 @@ def test_a_hanging_delivery_takes_nothing_else_down(
 def test_a_retry_that_waits_too_long_in_the_queue_is_given_up(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
-    executor = make(workers=1, deadline_s=0.2, attempt_deadline_s=LONG_S)
+    executor = make(workers=1, deadline_s=1.0, attempt_deadline_s=LONG_S)
     entered = threading.Event()
     reader.script.extend([faults.raising(UnavailableError("down")), faults.blocking(gate, entered)])
     # Fails at once and rests; meanwhile the only thread goes to the second read, and is kept
