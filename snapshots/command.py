@@ -222,7 +222,8 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             return Hints((program,))
         links = _values(words, _LINKS_OPTIONS)
         options = _FILE_OPTIONS - _LINKS_OPTIONS
-        files = [*_values(words, options), *_positional(words, _PIP_VALUE_OPTIONS | _LINKS_OPTIONS)]
+        skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
+        files = [*_values(words, options), *_positional(words, skipped)]
         places = _values(words, {"-t", "--target", "--prefix"})
         return Hints(
             python_words=(program,),

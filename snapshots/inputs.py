@@ -53,6 +53,7 @@ class _Collected:
     parts: dict[str, Part] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
     """Inputs that nobody declared."""
+    has_directory: bool = False
 
 
 def collect_inputs(
@@ -72,7 +73,11 @@ def collect_inputs(
         _add(collected, name, is_declared=False)
     for name in hints.link_dirs:
         _add_links(collected, name)
-    return sorted(collected.parts.values()), collected.found
+    parts = sorted(collected.parts.values())
+    if collected.has_directory:
+        # A project that is installed from its source may record where that lies.
+        parts.append(Part("directory", place.directory))
+    return parts, collected.found
 
 
 def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
@@ -90,6 +95,7 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
     try:
         if stat.S_ISDIR(mode):
             value = _tree_digest(path, limited=not is_declared)
+            collected.has_directory |= value is not None
         elif stat.S_ISREG(mode):
             if not is_declared and path.stat().st_size > _GUESSED_BYTES_MAX:
                 return

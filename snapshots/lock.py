@@ -21,7 +21,9 @@ _POLL_MAX_S = 0.5
 def private_directory(path: Path) -> Path:
     """`path`, made with its parents where missing, for this user only."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.exists():
+            private_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise from_oserror(error, f"make the directory {path}") from error
     return path

@@ -1,0 +1,80 @@
+"""The diff against a model: putting it on what was there gives what is there."""
+
+import stat
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.snapshots.diff import diff
+from bootseer.snapshots.scan import Entry, Scan
+
+_ENTRIES = st.builds(
+    Entry,
+    mode=st.sampled_from([stat.S_IFREG | 0o644, stat.S_IFREG | 0o755, stat.S_IFLNK | 0o777]),
+    uid=st.integers(0, 1),
+    gid=st.just(0),
+    size_bytes=st.integers(0, 2),
+    mtime_ns=st.integers(0, 2),
+    ctime_ns=st.integers(0, 2),
+    inode=st.integers(1, 3),
+    device=st.just(1),
+    link_count=st.integers(1, 2),
+)
+_PATHS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4).map(b"/".join)
+
+
+@st.composite
+def _scans(draw: st.DrawFn) -> Scan:
+    """A possible tree: what has something below it is a directory."""
+    found: dict[bytes, Entry] = {}
+    for path in draw(st.lists(_PATHS, max_size=8)):
+        parts = path.split(b"/")
+        for depth in range(len(parts)):
+            above = b"/".join(parts[:depth])
+            entry = draw(_ENTRIES)
+            found[above] = entry._replace(mode=stat.S_IFDIR | 0o755)
+        found.setdefault(path, draw(_ENTRIES))
+    return found
+
+
+@given(_scans(), _scans())
+def test_the_difference_leads_from_one_to_the_other(before: Scan, after: Scan) -> None:
+    difference = diff(before, after)
+    result = dict(before)
+    for path in difference.deleted:
+        del result[path]
+    for path in (*difference.created, *difference.changed, *difference.remoded):
+        result[path] = after[path]
+    assert result.keys() == after.keys()
+    for path, entry in result.items():
+        wanted = after[path]
+        if stat.S_ISDIR(wanted.mode):
+            # Sizes, inodes and link counts of directories follow from what is in them.
+            assert entry[:3] == wanted[:3]
+            assert entry.mtime_ns == wanted.mtime_ns
+        else:
+            assert entry == wanted
+
+
+@given(_scans(), _scans())
+def test_each_path_is_in_one_list_and_its_parents_are_packed(before: Scan, after: Scan) -> None:
+    difference = diff(before, after)
+    lists = [difference.created, difference.changed, difference.remoded, difference.deleted]
+    paths = [path for one in lists for path in one]
+    assert len(paths) == len(set(paths))
+    packed = set(difference.packed_paths())
+    for path in packed:
+        assert path in after
+        parent = path.rpartition(b"/")[0]
+        assert not parent or parent in packed
+
+
+@given(_scans())
+def test_nothing_happened(scanned: Scan) -> None:
+    assert diff(scanned, dict(scanned)).is_empty
+
+
+def test_a_rewrite_that_restores_size_and_times_is_seen() -> None:
+    """Only ctime betrays it: reproducible builds set the times of everything they write."""
+    then = Entry(stat.S_IFREG | 0o644, 0, 0, 5, 100, 100, 1, 1, 1)
+    assert diff({b"x": then}, {b"x": then._replace(ctime_ns=200)}).remoded == (b"x",)
