@@ -95,6 +95,16 @@ class FileWriter:
         return self._sent_bytes + self._tail.length
 
     @property
+    def sent_bytes(self) -> int:
+        """What lies before this cannot be changed any more."""
+        return self._sent_bytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an earlier call failed, so that every later one will."""
+        return self._error is not None
+
+    @property
     def needs_publishing(self) -> bool:
         """Whether something would be lost if the writer were forgotten now."""
         return self._is_dirty and self._error is None and not self._is_detached

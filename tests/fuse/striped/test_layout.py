@@ -107,7 +107,7 @@ def test_a_view_finds_and_verifies_every_byte(made: list[tuple[bytes, Segment]])
             segment.parts, deal(data, segment.stripe_unit_bytes, len(segment.parts)), strict=True
         )
     }
-    view = FileView("d/file", "x", layout.size_bytes, layout)
+    view = FileView("d/file", "x", layout.size_bytes, 0, layout)
     for cut in (view.unit_at, view.block_at):
         rebuilt = bytearray()
         while len(rebuilt) < len(whole):

@@ -1,0 +1,156 @@
+"""Node ids and open handles of a mounted tree.
+
+Owns both tables. A node stands for one generation of a file as far as readers go: when a name
+comes to mean another generation, it gets a new node and the old one is *detached*, so that pages
+the kernel keeps for a node never belong to other bytes. Not thread-safe: the file system holds its
+lock around every call.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bootseer.fuse.kernel.operations import ROOT_NODE
+from bootseer.fuse.striped.reader import OpenFile
+from bootseer.fuse.striped.tree import FileStatus
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writer import FileWriter
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A file or directory that the kernel knows."""
+
+    id: int
+    parent: "Node | None"
+    """None for the root, and for a detached node."""
+    name: str
+    status: FileStatus
+    """As last seen."""
+    seen_s: float
+    """When, by the monotonic clock."""
+    is_local: bool = False
+    """A file that was created here and never published: no other node sees it."""
+    had_readers: bool = False
+    """Whether the kernel may hold pages of it."""
+    handles: "list[Handle]" = field(default_factory=list)
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the node's name is gone, or means something else now."""
+        return self.parent is None and self.id != ROOT_NODE
+
+    @property
+    def path(self) -> str:
+        """The path from the root, "" for the root itself."""
+        names: list[str] = []
+        node = self
+        while node.parent is not None:
+            names.append(node.name)
+            node = node.parent
+        return "/".join(reversed(names))
+
+    def writer(self) -> FileWriter | None:
+        """The writer that was opened last, if any is at work."""
+        for handle in reversed(self.handles):
+            if handle.writer is not None:
+                return handle.writer
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One open file."""
+
+    id: int
+    node: Node
+    flags: int
+    file: OpenFile | None = None
+    """What it reads."""
+    base: FileView | None = None
+    """What it appends to, before the first write."""
+    writer: FileWriter | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether write(2) is allowed."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+class NodeTable:
+    """All nodes and handles."""
+
+    def __init__(self, root: FileStatus, now_s: float) -> None:
+        self.root = Node(ROOT_NODE, None, "", root, now_s)
+        self.by_id: dict[int, Node] = {ROOT_NODE: self.root}
+        self.handles: dict[int, Handle] = {}
+        self._by_name: dict[tuple[int, str], Node] = {}
+        self._ids = itertools.count(ROOT_NODE + 1)
+        self._handle_ids = itertools.count(1)
+
+    def child(self, parent: Node, name: str) -> Node | None:
+        """The node that now has this name."""
+        return self._by_name.get((parent.id, name))
+
+    def add(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
+        """A new node for a name; the one that had it before is detached."""
+        old = self.child(parent, name)
+        if old is not None:
+            self.detach(old)
+        node = Node(next(self._ids), parent, name, status, now_s)
+        self.by_id[node.id] = node
+        self._by_name[parent.id, name] = node
+        return node
+
+    def detach(self, node: Node) -> None:
+        """The name no longer means this node."""
+        if node.parent is not None:
+            self._by_name.pop((node.parent.id, node.name), None)
+            node.parent = None
+
+    def move(self, node: Node, parent: Node, name: str) -> None:
+        """The node has another name now; what had that name is detached."""
+        replaced = self.child(parent, name)
+        if replaced is not None and replaced is not node:
+            self.detach(replaced)
+        self.detach(node)
+        node.parent, node.name = parent, name
+        self._by_name[parent.id, name] = node
+
+    def forget(self, node_id: int) -> None:
+        """The kernel does not know the node any more."""
+        node = self.by_id.get(node_id)
+        if node is None or node.handles or node.id == ROOT_NODE:
+            return
+        # A directory whose children are still known stays: their paths lead through it.
+        if any(parent_id == node_id for parent_id, _ in self._by_name):
+            return
+        del self.by_id[node_id]
+        self.detach(node)
+
+    def open(self, node: Node, flags: int) -> Handle:
+        """A new handle of a node."""
+        handle = Handle(next(self._handle_ids), node, flags)
+        self.handles[handle.id] = handle
+        node.handles.append(handle)
+        return handle
+
+    def close(self, handle: Handle) -> None:
+        """The handle is gone."""
+        self.handles.pop(handle.id, None)
+        handle.node.handles.remove(handle)
+
+    def writers(self) -> Iterator[FileWriter]:
+        """Every writer at work."""
+        for handle in self.handles.values():
+            if handle.writer is not None:
+                yield handle.writer
+
+    def local_children(self, parent: Node) -> list[Node]:
+        """Files of a directory that only this mount knows."""
+        return [
+            node
+            for (parent_id, _), node in self._by_name.items()
+            if parent_id == parent.id and node.is_local
+        ]

@@ -1,0 +1,73 @@
+"""Everything that one process needs to read and write striped files of one URL.
+
+Owns the parts' assembly and their end: backend, memory, threads, reader, tree. The mount, the copy
+functions and the warm-up all stand on it. Thread-safe as its parts are.
+"""
+
+from types import TracebackType
+from typing import Self
+
+from bootseer.errors import InvalidInputError
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.pool import FetchPool
+from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.tree import StripedTree
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writer import FileWriter, StripeSettings
+from bootseer.store.backend import Backend
+
+DEFAULT_GRACE_S = 30.0
+"""How long the parts of a replaced file stay for readers on other nodes."""
+
+# Every server thread may hold two units at once while it waits for a third.
+_MIN_UNITS = 16
+
+
+class StripedStorage:
+    """Striped files over one backend, which is closed with it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: StripeSettings,
+        *,
+        memory_bytes: int,
+        grace_s: float = DEFAULT_GRACE_S,
+        thread_count: int = 16,
+    ) -> None:
+        """Raises InvalidInputError where the memory is too small for the stripe unit."""
+        least = _MIN_UNITS * settings.stripe_unit_bytes
+        if memory_bytes < least:
+            raise InvalidInputError(
+                f"{memory_bytes} bytes of memory are too few for stripe units of "
+                f"{settings.stripe_unit_bytes} bytes; give at least {least}"
+            )
+        self.backend = backend
+        self.settings = settings
+        self.budget = MemoryBudget(memory_bytes)
+        self._pool = FetchPool(thread_count, max(1, thread_count // 4))
+        self.reader = StripedReader(backend, self.budget, self._pool, settings.deadline_s)
+        self.tree = StripedTree(
+            backend, self.reader, grace_s=grace_s, deadline_s=settings.deadline_s
+        )
+
+    def writer(self, path: str, base: FileView | None = None) -> FileWriter:
+        """A writer of `path`: of a new content, or from `base` on."""
+        return FileWriter(self.tree, path, self.budget, self.settings, base=base)
+
+    def close(self) -> None:
+        """Delete what was replaced and is not open; stop the threads; close the backend."""
+        self.tree.close()
+        self._pool.close()
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,144 @@
+"""The striped file system driven directly, as the kernel would, without a mount."""
+
+import errno
+import os
+from pathlib import Path
+
+from bootseer.errors import errno_of
+from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
+from bootseer.fuse.striped.file_system import StripedFileSystem
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.store.backend import Backend
+from bootseer.store.local import LocalBackend
+
+UNIT = 8 * 2**10
+CALLER = Caller(0, 0, 0)
+
+
+def storage_on(
+    backend: Backend | Path,
+    *,
+    unit: int = UNIT,
+    count: int = 3,
+    memory_bytes: int | None = None,
+    deadline_s: float = 20.0,
+    grace_s: float = 0.0,
+) -> StripedStorage:
+    """A small storage: files of a few KiB are striped already."""
+    if isinstance(backend, Path):
+        backend = LocalBackend(backend)
+    return StripedStorage(
+        backend,
+        StripeSettings(unit, count, deadline_s),
+        memory_bytes=memory_bytes or 64 * unit,
+        grace_s=grace_s,
+        thread_count=6,
+    )
+
+
+class Driver:
+    """open, read, write, ... by path, through the Operations of one file system."""
+
+    def __init__(self, storage: StripedStorage) -> None:
+        self.storage = storage
+        self.fs = StripedFileSystem(storage.tree, storage.budget, storage.settings)
+
+    def node(self, path: str) -> int:
+        node = ROOT_NODE
+        for name in path.split("/") if path else ():
+            entry = self.fs.lookup(CALLER, node, name.encode())
+            assert entry.attributes is not None
+            node = entry.attributes.node
+        return node
+
+    def parent(self, path: str) -> tuple[int, bytes]:
+        directory, _, name = path.rpartition("/")
+        return self.node(directory), name.encode()
+
+    def open(self, path: str, flags: int) -> tuple[int, int]:
+        """As open(2), with the kernel's second try after ESTALE."""
+        for attempt in range(2):
+            try:
+                node = self.node(path)
+            except OSError as error:
+                if error.errno != errno.ENOENT or not flags & os.O_CREAT:
+                    raise
+                parent, name = self.parent(path)
+                entry, opened = self.fs.create(CALLER, parent, name, 0o644, flags)
+                assert entry.attributes is not None
+                return entry.attributes.node, opened.handle
+            try:
+                return node, self.fs.open(CALLER, node, flags).handle
+            except OSError as error:
+                if error.errno != errno.ESTALE or attempt:
+                    raise
+        raise AssertionError("unreachable")
+
+    def pread(self, file: tuple[int, int], offset: int, length: int) -> bytes:
+        data = self.fs.read(CALLER, *file, offset, length)
+        return bytes(data) if isinstance(data, bytes) else b"".join(bytes(d) for d in data)
+
+    def pwrite(self, file: tuple[int, int], offset: int, data: bytes) -> None:
+        assert self.fs.write(CALLER, *file, offset, memoryview(data), 0) == len(data)
+
+    def close(self, file: tuple[int, int]) -> None:
+        try:
+            self.fs.flush(CALLER, *file)
+        finally:
+            self.fs.release(*file, 0)
+
+    def write(self, path: str, data: bytes, flags: int = os.O_TRUNC, step: int = 5000) -> None:
+        file = self.open(path, os.O_WRONLY | os.O_CREAT | flags)
+        start = self.size(path) if flags & os.O_APPEND else 0
+        try:
+            for at in range(0, len(data), step):
+                self.pwrite(file, start + at, data[at : at + step])
+        except BaseException:
+            self.fs.release(*file, 0)
+            raise
+        self.close(file)
+
+    def read(self, path: str, step: int = 3000) -> bytes:
+        file = self.open(path, os.O_RDONLY)
+        result = bytearray()
+        try:
+            while piece := self.pread(file, len(result), step):
+                result += piece
+        finally:
+            self.close(file)
+        return bytes(result)
+
+    def size(self, path: str) -> int:
+        return self.fs.getattr(CALLER, self.node(path), None)[0].size_bytes
+
+    def names(self, path: str) -> list[str]:
+        node = self.node(path)
+        handle = self.fs.opendir(CALLER, node, 0).handle
+        found: list[str] = []
+        offset = 0
+        while entries := self.fs.readdir(CALLER, node, handle, offset, False):
+            found += [entry.name.decode() for entry in entries]
+            offset = entries[-1].offset
+        self.fs.releasedir(node, handle)
+        return sorted(found)
+
+    def unlink(self, path: str) -> None:
+        self.fs.unlink(CALLER, *self.parent(path))
+
+    def mkdir(self, path: str) -> None:
+        self.fs.mkdir(CALLER, *self.parent(path), 0o755)
+
+    def rmdir(self, path: str) -> None:
+        self.fs.rmdir(CALLER, *self.parent(path))
+
+    def rename(self, source: str, target: str, flags: int = 0) -> None:
+        self.fs.rename(CALLER, *self.parent(source), *self.parent(target), flags)
+
+    def truncate(self, path: str, size: int) -> None:
+        self.fs.setattr(CALLER, self.node(path), SetAttributes(size_bytes=size))
+
+
+def code_of(error: BaseException) -> int:
+    """The errno that the kernel would be told."""
+    return errno_of(error)
