@@ -107,30 +107,34 @@ def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Ser
     Raises: SkippedError when it does not mount, with its last words.
     """
     mountpoint.mkdir(parents=True, exist_ok=True)
-    outside_device = mountpoint.stat().st_dev
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True
         )
-    device = outside_device
+    connection: int | None = None
     try:
         deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
-        while (device := _device_of(mountpoint, outside_device)) == outside_device:
+        while (connection := fuse_connection(mountpoint)) is None:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise SkippedError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
             time.sleep(0.02)
         yield Server(process.pid, mountpoint)
     finally:
-        _unmount(mountpoint, device if device != outside_device else None)
+        _unmount(mountpoint, connection)
         _end(process)
 
 
-def _device_of(path: Path, otherwise: int) -> int:
-    try:
-        return path.stat().st_dev
-    except OSError:
-        # Mounted, but the server does not answer yet.
-        return otherwise
+def fuse_connection(mountpoint: Path) -> int | None:
+    """The number under /sys/fs/fuse/connections of what is mounted there; None: nothing.
+
+    From the mount table, since a stat of the mount hangs when its server does.
+    """
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if fields[4] == str(mountpoint.absolute()) and after.startswith("fuse"):
+            return int(fields[2].partition(":")[2])
+    return None
 
 
 def _last_words(log: Path) -> str:
@@ -138,17 +142,15 @@ def _last_words(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _unmount(mountpoint: Path, device: int | None) -> None:
+def _unmount(mountpoint: Path, connection: int | None) -> None:
     """Detach the mount; abort its connection, so that no reader stays stuck."""
     for command in (["umount", "-l"], ["fusermount3", "-uz"]):
-        if shutil.which(command[0]):
-            done = subprocess.run(
+        if fuse_connection(mountpoint) is not None and shutil.which(command[0]):
+            subprocess.run(
                 [*command, str(mountpoint)], capture_output=True, timeout=20, check=False
             )
-            if done.returncode == 0:
-                break
-    if device is not None:
-        abort = Path(f"/sys/fs/fuse/connections/{os.minor(device)}/abort")
+    if connection is not None:
+        abort = Path(f"/sys/fs/fuse/connections/{connection}/abort")
         with contextlib.suppress(OSError):
             abort.write_text("1")
 
@@ -163,29 +165,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 os.killpg(process.pid, number)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=3)
-
-
-def evict_file(path: Path) -> str:
-    """Drop one file's clean pages from the page cache; says how, for the record."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    return "posix_fadvise(DONTNEED) on the file"
-
-
-def evict_everything(paths: Sequence[Path]) -> str:
-    """Drop the whole page cache, dentries and inodes when that is allowed, else the clean pages
-    of `paths`; says which, for the record."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        for path in paths:
-            evict_file(path)
-        return "posix_fadvise(DONTNEED) on the files only: not allowed to write drop_caches"
-    return "drop_caches"
 
 
 def python_command(*arguments: str) -> list[str]:

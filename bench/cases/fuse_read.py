@@ -20,7 +20,8 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.processes import ROOT, evict_file, mounted, python_command, run_json, tree_cpu_s
+from bench.page_cache import evict_everything
+from bench.processes import ROOT, mounted, python_command, run_json, tree_cpu_s
 from bench.tmpfs import tmpfs
 
 _BLOCK_BYTES = 2**20
@@ -38,32 +39,35 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             for _ in range(size_bytes // _BLOCK_BYTES):
                 file.write(block)
         workspace.shared["source"] = source
+        workspace.shared["size_bytes"] = size_bytes
         workspace.shared["notes"] = [
             f"A file of {size_bytes >> 20} MiB in tmpfs, read once from start to end in blocks of "
             "1 MiB by a process of its own",
             "Before each read its pages are dropped from FUSE's page cache by "
             "posix_fadvise(DONTNEED); tmpfs itself stays in memory",
+            f"Page cache dropped at the start of the case: {evict_everything([source / _NAME])}",
             "CPU of the server and of the reader are counted apart",
         ]
         yield
 
 
-def _read(path: Path, server_pid: int | None) -> Sample:
-    if server_pid is not None:
-        evict_file(path)
+def _read(workspace: Workspace, path: Path, server_pid: int | None) -> Sample:
     server_before_s = tree_cpu_s(server_pid) if server_pid is not None else 0.0
     command = python_command("-m", "bench.reader", str(path), str(_BLOCK_BYTES))
     reader = run_json(command, timeout_s=_READ_DEADLINE_S)
+    size_bytes = workspace.shared["size_bytes"]
+    if reader["read_bytes"] != size_bytes:
+        raise RuntimeError(f"read {reader['read_bytes']} of {size_bytes} bytes")
     cpu_s = {"reader": float(reader["cpu_s"])}
     if server_pid is not None:
         cpu_s["server"] = tree_cpu_s(server_pid) - server_before_s
-    return Sample(reader["wall_s"], cpu_s, moved_bytes=reader["read_bytes"])
+    return Sample(reader["wall_s"], cpu_s, moved_bytes=size_bytes)
 
 
 @contextlib.contextmanager
 def _native(workspace: Workspace) -> Iterator[TakeSample]:
     path = workspace.shared["source"] / _NAME
-    yield lambda: _read(path, None)
+    yield lambda: _read(workspace, path, None)
 
 
 def _served(
@@ -76,10 +80,7 @@ def _served(
         mountpoint = workspace.directory / f"mount-{name}"
         log = workspace.directory / f"{name}.log"
         with mounted(command(workspace, mountpoint), mountpoint, log) as server:
-            path = mountpoint / _NAME
-            if path.stat().st_size != (workspace.shared["source"] / _NAME).stat().st_size:
-                raise SkippedError(f"{name} does not show the file as it is")
-            yield lambda: _read(path, server.pid)
+            yield lambda: _read(workspace, mountpoint / _NAME, server.pid)
 
     return session
 

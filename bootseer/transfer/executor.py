@@ -1,9 +1,9 @@
 """Carries out fetches: in parallel, bounded, verified, shared, with deadlines.
 
 The public face of transfers; threads and clock are the `Engine`'s, the sharing of what is under way
-is the `Board`'s. All methods may be called from any thread, except that
-callbacks (`deliver`, `on_progress`, `is_cached`) must not wait for this executor. An executor does
-not survive fork(2): make it in the process that uses it.
+is the `Board`'s. All methods may be called from any thread, except that callbacks (`deliver`,
+`on_progress`, `is_cached`) must not wait for this executor. An executor does not survive fork(2):
+make it in the process that uses it.
 """
 
 import time

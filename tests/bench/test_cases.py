@@ -12,7 +12,7 @@ from bench.cases.launch import sample_of
 from bench.catalogue import all_cases
 from bench.environment import file_system_of
 from bench.model import Case
-from bench.processes import evict_file, process_tree, run_json, tree_cpu_s
+from bench.processes import process_tree, run_json, tree_cpu_s
 from bench.summary import problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,14 +114,54 @@ def test_a_command_that_fails_or_hangs_ends_with_a_reason() -> None:
 def test_reader_reads_everything(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(300_000))
-    evict_file(path)
     done = subprocess.run(
         [sys.executable, "-m", "bench.reader", str(path), "65536"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout)["read_bytes"] == 300_000
+    figures = json.loads(done.stdout)
+    assert figures["read_bytes"] == figures["size_bytes"] == 300_000
 
 
 def test_file_system_is_found() -> None:
     assert file_system_of(Path("/proc")) == "proc"
     assert file_system_of(Path("/")) != "unknown"
+
+
+MOUNT = """
+import pathlib, sys
+from bench.libfuse import build_passthrough
+from bench.model import SkippedError
+from bench.processes import fuse_connection, mounted, run_json, tree_cpu_s
+work = pathlib.Path(sys.argv[1])
+try:
+    program = str(build_passthrough(work))
+    command = [program, "-f", "-o", f"source={work / 'source'}", str(work / "mount")]
+    with mounted(command, work / "mount", work / "log") as server:
+        reader = [sys.executable, "-m", "bench.reader", str(work / "mount" / "data"), "4096"]
+        assert run_json(reader, timeout_s=20)["read_bytes"] == 10_000
+        assert tree_cpu_s(server.pid) >= 0
+except SkippedError as reason:
+    print("skipped:", reason)
+assert fuse_connection(work / "mount") is None
+try:
+    with mounted([sys.executable, "-c", "raise SystemExit('no luck')"], work / "m2", work / "l2"):
+        raise AssertionError("mounted?")
+except SkippedError as reason:
+    assert "no luck" in str(reason)
+"""
+
+
+@pytest.mark.fuse
+def test_a_server_is_mounted_measured_and_unmounted(tmp_path: Path) -> None:
+    if not Path("/dev/fuse").exists():
+        pytest.skip("there is no /dev/fuse")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "data").write_bytes(bytes(10_000))
+    # In a process of its own: should a mount get stuck, this one does not.
+    done = subprocess.run(
+        [sys.executable, "-c", MOUNT, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if done.stdout.startswith("skipped:"):
+        pytest.skip(done.stdout.strip())
