@@ -8,6 +8,7 @@ make it in the process that uses it.
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -120,25 +121,36 @@ class Executor:
         at once on the demand lane, which prefetch and fill never occupy.
         Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError; what `deliver` raised.
         """
+        self.demand_all((covering((chunk,), Priority.DEMAND),), deliver, deadline_s=deadline_s)
+
+    def demand_all(
+        self, fetches: Iterable[Fetch], deliver: Deliver, *, deadline_s: float | None = None
+    ) -> None:
+        """`demand` for several chunks at once, read as `fetches` say, in parallel.
+
+        The fetches' own priority does not matter. Raises: as `demand`, at the first failure.
+        """
         started_ns = time.monotonic_ns()
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        ticket = Ticket(1, is_urgent=True)
+        urgent = [replace(fetch, priority=Priority.DEMAND) for fetch in fetches]
+        ticket = Ticket(sum(len(set(fetch.chunks)) for fetch in urgent), is_urgent=True)
         with self._engine.lock:
             self._engine.check_open()
             self._engine.recorder.demand_count += 1
-            fetch = covering((chunk,), Priority.DEMAND)
-            self._engine.board.request(fetch, ticket, deliver, self._is_cached)
+            for fetch in urgent:
+                self._engine.board.request(fetch, ticket, deliver, self._is_cached)
         arrived = ticket.wait(deadline_s)
         with self._engine.lock:
             self._engine.recorder.demand_done(time.monotonic_ns() - started_ns)
-            if not arrived:
+            if not arrived or ticket.error is not None:
                 self._engine.board.leave(ticket)
         if ticket.error is not None:
             raise fresh_copy(ticket.error)
         if not arrived and not ticket.is_settled:
+            keys = ", ".join(dict.fromkeys(fetch.key for fetch in urgent))
             raise DeadlineError(
-                f"bytes {chunk.offset} to {chunk.end} of {chunk.key} were not there after "
-                f"{deadline_s} s; the store may be overloaded or out of reach"
+                f"{ticket.remaining_count} chunks of {keys} were not there after {deadline_s} s; "
+                "the store may be overloaded or out of reach"
             )
 
     def statistics(self) -> Statistics:

@@ -145,6 +145,21 @@ def test_demand_waits_for_a_chunk_in_flight(
     assert executor.statistics().joined_count == 1
 
 
+def test_several_chunks_are_demanded_at_once(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache
+) -> None:
+    executor = make(attempts=1)
+    executor.demand_all([fetch(0, 1, priority=Priority.FILL), fetch(9)], cache.deliver)
+    assert sorted(cache.arrived) == [0, 1, 9]
+    assert len(reader.reads) == 2
+    assert executor.statistics().demand_count == 1
+    executor.demand_all([], cache.deliver)
+    # The failure of one is reported at once.
+    reader.script.append(faults.raising(NotFoundError("gone")))
+    with pytest.raises(NotFoundError):
+        executor.demand_all([fetch(20), fetch(21)], cache.deliver)
+
+
 def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
