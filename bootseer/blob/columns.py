@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, compress, islice
-from operator import lt
+from operator import ge, le
 from typing import TYPE_CHECKING, TypeVar
 
 from bootseer.errors import CorruptError
@@ -237,13 +237,16 @@ def check_names(c: Columns) -> None:
         raise CorruptError('a name is empty, ".", "..", or contains "/"')
     if c.names and max(map(len, c.names)) > NAME_BYTES_MAX:
         raise CorruptError(f"a name is longer than {NAME_BYTES_MAX} bytes")
-    pairs = list(zip(c.name_parent, c.names, strict=True))
-    if not all(map(lt, pairs, islice(pairs, 1, None))):
+    # Loops over all inodes or names run in C here: this is most of what opening a tree costs.
+    names, parents = c.names, c.name_parent.tolist()
+    sorted_here = all(map(le, parents, islice(parents, 1, None)))
+    backwards = compress(range(len(names)), map(ge, names, islice(names, 1, None)))
+    if not sorted_here or any(parents[i] == parents[i + 1] for i in backwards):
         raise CorruptError("the names are not sorted, or one occurs twice in a directory")
     named = set(c.name_inode)
     if 0 in named:
         raise CorruptError("the root directory is named inside itself")
-    if named and max(named) >= c.inode_count:
+    if named and max(c.name_inode) >= c.inode_count:
         raise CorruptError("a name refers to an inode that is not there")
     if len(named) != c.inode_count - 1:
         raise CorruptError("an inode has no name")
@@ -252,7 +255,6 @@ def check_names(c: Columns) -> None:
 
 def _check_directories(c: Columns) -> None:
     """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    # Loops over all inodes or names run in C here: this is most of what opening a tree costs.
     modes = frozenset(filter(stat.S_ISDIR, set(c.mode)))
     directories = set(compress(range(c.inode_count), map(modes.__contains__, c.mode)))
     if not directories.issuperset(c.name_parent):

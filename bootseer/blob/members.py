@@ -3,7 +3,6 @@
 Alone owns how a member is laid out and cut into frames. Not thread-safe: one caller.
 """
 
-import dataclasses
 import hashlib
 import stat
 from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ class Members:
         self._writer.write(member)
         extents = (Extent(0, 0, offset, len(content)),) if content else ()
         digest = hashlib.sha256(content).digest()
-        return self._added(path, dataclasses.replace(inode, extents=extents, digest=digest))
+        return self._added(path, _with_content(inode, extents, digest))
 
     def add_large(
         self,
@@ -94,7 +93,7 @@ class Members:
         if hasher:
             hash_zeros(hasher, size - hashed)
         digest = hasher.digest() if hasher else None
-        return self._added(path, dataclasses.replace(inode, extents=tuple(extents), digest=digest))
+        return self._added(path, _with_content(inode, tuple(extents), digest))
 
     def finish(self) -> Tree:
         """Write the end of the archive; the tree of all that was added."""
@@ -110,6 +109,14 @@ class Members:
         number = len(self._inodes) - 1
         self._names.append((path, number))
         return number
+
+
+def _with_content(inode: Inode, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
+    """dataclasses.replace takes three times as long, which shows at 100,000 files."""
+    return Inode(
+        inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.size_bytes, inode.rdev,
+        inode.link_target, inode.xattrs, extents, digest,
+    )  # fmt: skip
 
 
 def hash_zeros(hasher: "hashlib._Hash", count: int) -> None:

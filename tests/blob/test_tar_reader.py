@@ -74,7 +74,8 @@ def test_parents_that_are_not_mentioned_and_directories_that_come_late() -> None
 
 def test_names_are_made_relative_and_whiteouts_kept() -> None:
     tree = tree_of(archive(entry("/abs"), entry("./dot//x"),
-                           entry("./", tarfile.DIRTYPE, mode=0o711), entry("dot/.wh.y"), entry("dot/.wh..wh..opq")))  # fmt: skip
+                           entry("./", tarfile.DIRTYPE, mode=0o711), entry("dot/.wh.y"),
+                           entry("dot/.wh..wh..opq")))  # fmt: skip
     assert [path for path, _ in tree.walk()] == [
         b"", b"abs", b"dot", b"dot/.wh..wh..opq", b"dot/.wh.y", b"dot/x",
     ]  # fmt: skip
