@@ -4,10 +4,12 @@
 Other modules of this package are its inside.
 """
 
+from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.mounts import Mount, abort, find_mounts, unmount
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Server, serve
+from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.supervisor import supervise
 
 __all__ = [
     "Mount",
@@ -17,5 +19,6 @@ __all__ = [
     "abort",
     "find_mounts",
     "serve",
+    "supervise",
     "unmount",
 ]

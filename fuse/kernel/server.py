@@ -1,20 +1,18 @@
 """A mounted file system: its life from mount to unmount.
 
-`Server` runs in the background of a process; `serve` is the foreground with signals. Alone ties
-mount, negotiation, session and shutdown together. `Server` is thread-safe.
+`Server` serves from background threads of this process; `serve` and `supervise` build on it.
+Alone ties mount, negotiation, session and shutdown together. `Server` is thread-safe.
 """
 
 import logging
 import os
 import select
-import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from bootseer.errors import BusyError, InvalidInputError, UnavailableError, from_oserror
 from bootseer.fuse.kernel import mounts, wire
@@ -96,13 +94,16 @@ class Server:
         options: MountOptions,
         *,
         on_end: Callable[[], None] | None = None,
+        abort_on_failure: bool = True,
     ) -> None:
+        """`abort_on_failure=False` is for a process that somebody replaces when it fails."""
         self.operations = operations
         self.mountpoint = mountpoint
         self.options = options
         self.failure: BaseException | None = None
         """Why serving ended, if a server thread failed."""
         self._on_end = on_end
+        self._abort_on_failure = abort_on_failure
         self._attached: Attached | None = None
         self._session: Session | None = None
         self._dispatcher: Dispatcher | None = None
@@ -133,11 +134,12 @@ class Server:
         try:
             self.operations.mounted()
         except BaseException:
-            self.detach()
-            self.abort()
             self._closed = True
+            if self._abort_on_failure:
+                self.detach()
+                self.abort()
+                os.close(attached.device)
             self._end(None)
-            os.close(attached.device)
             raise
         self._session = Session(
             attached.device,
@@ -232,7 +234,8 @@ class Server:
     def _end(self, failure: BaseException | None) -> None:
         if failure is not None:
             self.failure = failure
-            self.abort()
+            if self._abort_on_failure and not self.abort():
+                log.critical("%s cannot be aborted: end this process", self.attached.path)
         self._ended.set()
         if self._on_end is not None:
             self._on_end()
@@ -304,71 +307,3 @@ class Server:
         if done:
             # A thread that is still in an operation would reply on a reused descriptor.
             os.close(attached.device)
-
-
-def serve(
-    operations: Operations,
-    mountpoint: Path,
-    options: MountOptions,
-    *,
-    on_ready: Callable[[], None] | None = None,
-) -> None:
-    """Mount and serve in the foreground until unmounted, SIGTERM or SIGINT. Main thread only.
-
-    A signal detaches the mount, waits `shutdown_s` for open files to be closed and aborts the
-    rest. `on_ready` is called once the mount works.
-
-    Raises:
-        BootseerError: the mount failed, or a server thread did (UnavailableError).
-    """
-    with _Foreground() as foreground:
-        server = Server(operations, mountpoint, options, on_end=foreground.wake)
-        server.mount()
-        run_foreground(server, foreground, on_ready)
-
-
-def run_foreground(
-    server: Server, foreground: "_Foreground", on_ready: Callable[[], None] | None
-) -> None:
-    """Wait for the end of a started `server`, or for a signal, then release it."""
-    try:
-        if on_ready is not None:
-            on_ready()
-        foreground.wait()
-    finally:
-        server.unmount()
-
-
-class _Foreground:
-    """Waits for "ended" or a signal without taking a lock inside a signal handler."""
-
-    def __init__(self) -> None:
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._previous: dict[int, signal._HANDLER] = {}
-
-    def __enter__(self) -> "_Foreground":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.close(self._event)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.wake()
-
-    def wake(self) -> None:
-        """End `wait`, now or as soon as it is called."""
-        os.eventfd_write(self._event, 1)
-
-    def wait(self) -> None:
-        """Until `wake`."""
-        while not select.select([self._event], [], [], None)[0]:
-            time.sleep(0)

@@ -1,0 +1,104 @@
+"""The files of one directory, read-only and without any state: what our server serves in the
+benchmark, and what the tests kill and restart under supervision.
+
+Node ids come from the sorted listing, handles are always 0; so every process means the same by
+them. Thread-safe.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from bootseer.fuse.kernel.operations import (
+    ROOT_NODE,
+    Attributes,
+    Buffer,
+    Caller,
+    DirectoryEntry,
+    Entry,
+    Opened,
+    Operations,
+)
+
+_TTL_S = 3600.0
+_FIRST_COOKIE = 3
+_DIRECTORY_MODE = 0o040755
+
+
+class Mode(StrEnum):
+    """How files are opened."""
+
+    CACHED = "cached"
+    DIRECT_IO = "direct_io"
+    PASSTHROUGH = "passthrough"
+
+
+class FlatDirectory(Operations):
+    """Serves the regular files directly in `root`; the set is fixed when this is made."""
+
+    def __init__(self, root: Path, mode: Mode) -> None:
+        self._mode = mode
+        paths = sorted(path for path in root.iterdir() if path.is_file())
+        self._names = [os.fsencode(path.name) for path in paths]
+        self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._local = threading.local()
+
+    def destroyed(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+    def _attributes(self, node: int) -> Attributes:
+        if node == ROOT_NODE:
+            return Attributes(node, _DIRECTORY_MODE, 0, link_count=2)
+        status = os.fstat(self._fds[node - 2])
+        return Attributes(
+            node,
+            status.st_mode,
+            status.st_size,
+            uid=status.st_uid,
+            gid=status.st_gid,
+            mtime_ns=status.st_mtime_ns,
+        )
+
+    def _entry(self, number: int) -> Entry:
+        return Entry(self._attributes(number + 2), _TTL_S, _TTL_S)
+
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+        number = self._numbers.get(name)
+        if parent != ROOT_NODE or number is None:
+            return Entry(None, _TTL_S)
+        return self._entry(number)
+
+    def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
+        return self._attributes(node), _TTL_S
+
+    def open(self, caller: Caller, node: int, flags: int) -> Opened:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if self._mode is Mode.PASSTHROUGH:
+            return Opened(keep_cache=True, no_flush=True, passthrough_fd=self._fds[node - 2])
+        direct_io = self._mode is Mode.DIRECT_IO
+        return Opened(direct_io=direct_io, keep_cache=not direct_io, no_flush=True)
+
+    def read(
+        self, caller: Caller, node: int, handle: int, offset: int, length: int
+    ) -> Buffer | Sequence[Buffer]:
+        # One buffer for each server thread: the reply is written before the thread reads again.
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < length:
+            buffer = self._local.buffer = memoryview(bytearray(length))
+        count = os.preadv(self._fds[node - 2], [buffer[:length]], offset)
+        return buffer[:count]
+
+    def readdir(
+        self, caller: Caller, node: int, handle: int, offset: int, plus: bool
+    ) -> Sequence[DirectoryEntry]:
+        start = max(0, offset - _FIRST_COOKIE + 1)
+        return [
+            DirectoryEntry(name, number + 2, 0o100000, number + _FIRST_COOKIE, self._entry(number))
+            for number, name in enumerate(self._names[start : start + 64], start)
+        ]

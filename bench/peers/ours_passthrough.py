@@ -1,0 +1,35 @@
+"""Our own kernel server on one directory, for the case `fuse-read`.
+
+    python -m bench.peers.ours_passthrough SOURCE MOUNTPOINT --mode cached|direct_io|passthrough
+
+Serves in the foreground until unmounted or terminated.
+"""
+
+import argparse
+from pathlib import Path
+
+from bench.peers.flat_directory import FlatDirectory, Mode
+from bootseer.fuse.kernel import MountOptions, serve
+
+
+def main() -> None:
+    """Serve until the end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("source", type=Path)
+    parser.add_argument("mountpoint", type=Path)
+    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.CACHED)
+    parser.add_argument("--threads", type=int, default=8)
+    arguments = parser.parse_args()
+    options = MountOptions(
+        name="bench",
+        subtype="bootseer-bench",
+        read_only=True,
+        invalidate_on_change=False,
+        passthrough=arguments.mode is Mode.PASSTHROUGH,
+        threads=arguments.threads,
+    )
+    serve(FlatDirectory(arguments.source, arguments.mode), arguments.mountpoint, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""A mount that survives the death of the process that serves it.
+
+The supervisor mounts, holds the /dev/fuse descriptor and forks a worker that serves. When the
+worker dies, another takes over and makes the kernel repeat what was not answered
+(FUSE_NOTIFY_RESEND, protocol 7.40): readers notice nothing but a pause. Where the kernel cannot
+do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
+hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
+
+What `Operations` must keep to under supervision: node ids, handles and directory cookies mean the
+same in every worker, derived without state of the process (the image tree: node = inode number
++ 1, handle 0); and a request may run twice, so one that changes something must bear repetition.
+
+Alone forks. The supervisor stays single-threaded, and imports nothing heavy.
+"""
+
+import logging
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from bootseer.errors import InvalidInputError, UnavailableError
+from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.server import Attached, Server, attach
+
+log = logging.getLogger(__name__)
+
+_WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
+_READY_DEADLINE_S = 120.0
+_STOP_GRACE_S = 15.0
+
+
+class RestartPolicy:
+    """How often a worker may die: at most `limit` times in `window_s`, with growing pauses."""
+
+    def __init__(self, limit: int = 5, window_s: float = 10.0) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._deaths: deque[float] = deque()
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Note a death at `now_s`; how long to wait before the next worker, None: give up."""
+        while self._deaths and now_s - self._deaths[0] > self._window_s:
+            self._deaths.popleft()
+        self._deaths.append(now_s)
+        count = len(self._deaths)
+        if count > self._limit:
+            return None
+        # A single crash costs nothing; a worker that dies at its start does not spin.
+        return 0.0 if count == 1 else min(0.05 * 2.0 ** (count - 2), 1.0)
+
+
+def supervise(
+    factory: Callable[[], Operations],
+    mountpoint: Path,
+    options: MountOptions,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    restart: RestartPolicy | None = None,
+) -> None:
+    """Mount, and serve `factory()` from a worker process until unmounted, SIGTERM or SIGINT.
+
+    `factory` is called in each worker, after the fork. `on_ready` is called once, here, when the
+    first worker serves. Main thread of a single-threaded process only.
+
+    Raises:
+        InvalidInputError: this process has other threads.
+        BootseerError: the mount failed.
+        UnavailableError: the first worker did not start, or workers kept dying.
+    """
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise InvalidInputError(
+            f"supervise() forks, but this process has {threads} threads: call it before anything "
+            "starts threads, or in a process of its own"
+        )
+    with StopSignal() as stop:
+        attached = attach(mountpoint, options)
+        supervisor = _Supervisor(factory, options, attached, stop, restart or RestartPolicy())
+        try:
+            supervisor.run(on_ready)
+        finally:
+            os.close(attached.device)
+
+
+class _Supervisor:
+    """The loop of one supervised mount."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Operations],
+        options: MountOptions,
+        attached: Attached,
+        stop: StopSignal,
+        restart: RestartPolicy,
+    ) -> None:
+        self._factory = factory
+        self._options = options
+        self._attached = attached
+        self._stop = stop
+        self._restart = restart
+
+    def run(self, on_ready: Callable[[], None] | None) -> None:
+        """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
+        worker = -1
+        try:
+            worker, ready = self._start(resend=False)
+            self._await_ready(ready)
+            if on_ready is not None:
+                on_ready()
+            while True:
+                if self._await_death(worker):
+                    return
+                code = _reap(worker)
+                worker = -1
+                if code == 0:
+                    return
+                worker = self._replace(code)
+                if worker < 0:
+                    return
+        finally:
+            self._clean_up(worker)
+
+    def _start(self, *, resend: bool) -> tuple[int, int]:
+        """Fork a worker; its pid, and a pipe on which it says that it serves."""
+        ready, tell = os.pipe2(os.O_CLOEXEC)
+        # A signal between the fork and the worker's own handlers would reach ours in the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _work(self._factory, self._options, self._attached, tell, resend)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        os.close(tell)
+        return pid, ready
+
+    def _await_ready(self, ready: int) -> None:
+        try:
+            stop = self._stop.fileno()
+            readable, _, _ = select.select([ready, stop], [], [], _READY_DEADLINE_S)
+            said = os.read(ready, 1) if ready in readable else b""
+        finally:
+            os.close(ready)
+        if not said and not readable:
+            raise UnavailableError(
+                f"the file system on {self._attached.path} did not start within "
+                f"{_READY_DEADLINE_S:.0f} s"
+            )
+        if not said and stop not in readable:
+            raise UnavailableError(
+                f"the file system on {self._attached.path} failed to start; its log says why"
+            )
+
+    def _await_death(self, worker: int) -> bool:
+        """Until the worker ends (False) or we are told to stop (True)."""
+        pidfd = os.pidfd_open(worker)
+        try:
+            # Without a deadline: this is the life of the mount.
+            readable, _, _ = select.select([pidfd, self._stop.fileno()], [], [])
+        finally:
+            os.close(pidfd)
+        return pidfd not in readable
+
+    def _replace(self, code: int) -> int:
+        """Start the successor of a worker that died; -1 if told to stop meanwhile."""
+        path = self._attached.path
+        if not self._attached.connection.resend:
+            raise UnavailableError(
+                f"the process that served {path} died ({_died_of(code)}), and this kernel cannot "
+                "hand its requests to another (Linux 6.9 can): unmounted"
+            )
+        pause_s = self._restart.pause_s(time.monotonic())
+        if pause_s is None:
+            raise UnavailableError(
+                f"the processes that serve {path} keep dying ({_died_of(code)}): unmounted"
+            )
+        log.warning("the process that served %s died (%s): restarting", path, _died_of(code))
+        if pause_s and select.select([self._stop], [], [], pause_s)[0]:
+            return -1
+        worker, ready = self._start(resend=True)
+        os.close(ready)
+        return worker
+
+    def _clean_up(self, worker: int) -> None:
+        """End the worker within its time, and see that no reader is left waiting."""
+        attached = self._attached
+        if worker >= 0:
+            os.kill(worker, signal.SIGTERM)
+        if worker >= 0 and not _ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
+            log.warning("the process that serves %s does not end: killing it", attached.path)
+            os.kill(worker, signal.SIGKILL)
+            _reap(worker)
+        mounted = mounts.find_mount(attached.path)
+        if mounted is not None and mounted.device_minor == attached.device_minor:
+            mounts.abort_connection(attached.device_minor, attached.path)
+            mounts.detach(attached.path, lazy=True)
+        elif mounts.connection_alive(attached.device_minor):
+            mounts.abort_connection(attached.device_minor)
+
+
+def _work(
+    factory: Callable[[], Operations],
+    options: MountOptions,
+    attached: Attached,
+    tell: int,
+    resend: bool,
+) -> NoReturn:
+    """The worker's life, from the fork to its exit."""
+    code = _WORKER_FAILED
+    try:
+        with StopSignal() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            server = Server(
+                factory(), attached.path, options, on_end=stop.wake, abort_on_failure=False
+            )
+            server.adopt(attached, resend=resend)
+            # After a restart nobody listens.
+            try:
+                os.write(tell, b"1")
+            except BrokenPipeError:
+                pass
+            os.close(tell)
+            stop.wait()
+            if server.failure is None:
+                server.unmount()
+                code = 0
+    except BaseException:
+        log.critical("the process that serves %s failed", attached.path, exc_info=True)
+    finally:
+        logging.shutdown()
+        # Not sys.exit: everything above this frame belongs to the supervisor.
+        os._exit(code)
+
+
+def _ends_within(pid: int, timeout_s: float) -> bool:
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], timeout_s)[0]:
+            return False
+    finally:
+        os.close(pidfd)
+    _reap(pid)
+    return True
+
+
+def _reap(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _died_of(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
