@@ -105,10 +105,15 @@ def _of_script(script: str) -> list[list[str]]:
     lexer = shlex.shlex(script.replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
+    is_redirected = False
     try:
         for token in lexer:
             if token in _SEPARATORS:
                 commands.append([])
+            elif is_redirected:
+                is_redirected = False  # a file that is written, or "1" of "2>&1"
+            elif set(token) <= set("<>&|"):
+                is_redirected = bool(token)
             else:
                 commands[-1].append(token)
     except ValueError:
@@ -189,7 +194,8 @@ def _hints_of_simple(words: list[str]) -> Hints:
     if _PYTHON.fullmatch(program):
         module = _module(words)
         if module is None:
-            return Hints(python_words=(words[0],), files=tuple(words[1:]))
+            script = _positional(words[1:], {"-W", "-X", "-c"})[:1]
+            return Hints(python_words=(words[0],), files=tuple(script))
         name, rest_words = module
         return _hints_of_tool(name, words[0], rest_words)
     if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv", "sync"):
@@ -238,6 +244,7 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             environment_dirs=tuple(_values(words, {"-p", "--prefix"})),
             files=tuple(_values(words, _FILE_OPTIONS)),
         )
-    # A program of the user's: what it is given may be what it reads, and it may itself be a script.
-    script = (program,) if program.startswith(("./", "../")) else ()
-    return Hints(files=(*script, *words))
+    if tool in _SHELLS:
+        return Hints(files=tuple(_positional(words, {"-o", "-O"})[:1]))
+    # A program of the user's: what its words mean is unknown, but it may be a script beside him.
+    return Hints(files=(program,) if program.startswith(("./", "../")) else ())

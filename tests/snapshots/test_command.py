@@ -39,7 +39,7 @@ from bootseer.snapshots.command import Hints, hints_of, simple_commands
             ["bash", "-ec", ". env/bin/activate; X=1 pip install a"],
             Hints(("pip",), ("env",), files=("a",), uses_pip=True),
         ),
-        (["bash", "setup.sh", "x"], Hints(files=("setup.sh", "x"))),
+        (["bash", "setup.sh", "x"], Hints(files=("setup.sh",))),
         (
             ["uv", "pip", "install", "a"],
             Hints(("python3",), files=("a",), uses_pip=True, uses_uv=True),
@@ -56,6 +56,15 @@ from bootseer.snapshots.command import Hints, hints_of, simple_commands
 )
 def test_hints(command: list[str], expected: Hints) -> None:
     assert hints_of(command) == expected
+
+
+def test_redirections_are_no_words() -> None:
+    script = "pip install 'a<2' -r r.txt > log && ./more.sh x"
+    assert simple_commands(["sh", "-c", script]) == [
+        ["pip", "install", "a<2", "-r", "r.txt"],
+        ["./more.sh", "x"],
+    ]
+    assert hints_of(["sh", "-c", script]).files == ("r.txt", "a<2", "./more.sh")
 
 
 def test_shells_inside_shells_are_read() -> None:
