@@ -1,0 +1,274 @@
+"""Mounting an image: start its server, wait until it is ready, talk to it, take it down.
+
+The caller's side of `prefetch.serve`. `MountedImage` may be used from any thread.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bootseer import errors
+from bootseer.config import Settings
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    from_oserror,
+)
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.catalogue import find_image, load_tree
+from bootseer.prefetch.control import ask, new_ready_name
+from bootseer.prefetch.mount_state import (
+    MountState,
+    live_mounts,
+    log_path,
+    new_mount_dir,
+    wait_released,
+)
+from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.serve import plan_to_json
+from bootseer.prefetch.server import RECORD_MODES, ServePlan
+from bootseer.prefetch.settings_json import python_environment
+from bootseer.store import open_store
+
+READAHEAD_BYTES = 64 * 1024
+"""The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
+
+WINDOW_S = 120.0
+"""A start that has not said `ready()` after two minutes is taken for over."""
+
+_START_S = 30.0
+_LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class MountedImage:
+    """An image's tree, mounted and served by a process of its own."""
+
+    settings: Settings
+    record: ImageRecord
+    state: MountState
+    state_dir: Path
+    ready_name: str
+    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the tree is."""
+        return Path(self.state.directory)
+
+    def status(self) -> dict[str, Any]:
+        """See `server.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
+        return ask(self.state_dir, "status")
+
+    def ready(self) -> None:
+        """End the record now. Raises: UnavailableError, DeadlineError."""
+        ask(self.state_dir, "ready")
+
+    def detach(self) -> None:
+        """Take the mount off this namespace; copies in other namespaces keep it alive."""
+        ask(self.state_dir, "detach")
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Unmount and wait for the server to end. Idempotent. Raises: BootseerError."""
+        if self.state_dir.exists():
+            _unmount(self.state_dir, self.state, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def mount_image(
+    settings: Settings,
+    reference: str,
+    directory: Path,
+    *,
+    workload: str | None = None,
+    record: str = "auto",
+    prefetch: bool = True,
+    window_s: float = WINDOW_S,
+    readahead_bytes: int = READAHEAD_BYTES,
+    purpose: str = "mount",
+    state_dir: Path | None = None,
+    scratch: str = "",
+    watch_pid: int | None = None,
+    owner: tuple[int, int] | None = None,
+) -> MountedImage:
+    """Mount the image `reference` on `directory`, an existing one. It works when this returns.
+
+    The bundle of `workload` (default: the settings') is on its way by then. `record`: "auto"
+    records where there is no bundle yet or where it missed much; "always"; "never".
+    `watch_pid`: unmount when that process ends.
+
+    Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
+    DeadlineError, CorruptError.
+    """
+    if record not in RECORD_MODES:
+        raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
+    path = mounts.absolute(directory)
+    if mounts.find_mount(path) is not None:
+        raise BusyError(f"cannot mount on {path}: a FUSE file system is mounted there")
+    if not path.is_dir():
+        raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
+    with open_store(settings.store_url) as store:
+        image = find_image(store, reference)
+        # Leaves the index in the node's cache, where the server takes it from without the store.
+        load_tree(store, image, settings.cache_dir)
+    state_dir = state_dir or new_mount_dir(settings)
+    state = MountState(
+        id=state_dir.name,
+        reference=image.reference,
+        index_digest=image.index_digest,
+        workload=workload or settings.workload,
+        directory=str(path),
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=purpose,
+        scratch=scratch,
+    )
+    plan = ServePlan(
+        settings=settings,
+        state=state,
+        state_dir=state_dir,
+        ready_name=new_ready_name(),
+        record=record,
+        prefetch=prefetch,
+        window_s=window_s,
+        readahead_bytes=readahead_bytes,
+        watch_pid=watch_pid,
+        owner=owner,
+        # Other users' processes in a container are let in; without root the kernel refuses.
+        allow_other=os.geteuid() == 0,
+    )
+    try:
+        _start_server(plan)
+    except BaseException:
+        shutil.rmtree(state_dir, ignore_errors=True)
+        raise
+    return MountedImage(settings, image, state, state_dir, plan.ready_name)
+
+
+def _start_server(plan: ServePlan) -> None:
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    log = log_path(plan.settings, plan.state.id)
+    try:
+        document = {**plan_to_json(plan), "report_fd": write_fd}
+        with log.open("ab") as sink:
+            starter = subprocess.Popen(
+                [sys.executable, "-m", "bootseer.prefetch.serve"],
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=[write_fd],
+                start_new_session=True,
+                env=python_environment(),
+                cwd="/",
+            )
+        os.close(write_fd)
+        write_fd = -1
+        starter.communicate(json.dumps(document).encode(), timeout=_START_S)
+        _check_report(_read_report(read_fd, plan.state.directory), log)
+    except subprocess.TimeoutExpired as error:
+        starter.kill()
+        starter.wait()
+        raise DeadlineError(f"the image's server did not start in {_START_S:g} s") from error
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, "start the image's server") from error
+    finally:
+        os.close(read_fd)
+        if write_fd >= 0:
+            os.close(write_fd)
+
+
+def _read_report(fd: int, directory: str) -> bytes:
+    deadline_s = time.monotonic() + _START_S
+    report = b""
+    while not report.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
+            raise DeadlineError(f"the server of {directory} was not ready in {_START_S:g} s")
+        part = os.read(fd, 65536)
+        if not part:
+            break
+        report += part
+    return report
+
+
+def _check_report(report: bytes, log: Path) -> None:
+    """Raises what the server reported, if it is not ready."""
+    # Worker and supervisor may both say what failed: the first is nearer to the cause.
+    first = report.partition(b"\n")[0]
+    document: Mapping[str, Any] = json.loads(first) if first else {}
+    if document.get("ready"):
+        return
+    if "error" in document:
+        kind = getattr(errors, document["error"], BootseerError)
+        if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
+            kind = UnavailableError
+        raise kind(document["message"])
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - _LOG_TAIL_BYTES, 0))
+        tail = file.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise UnavailableError(f"the image's server died before it was ready; {log}: {tail}")
+
+
+def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
+    """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
+    path = str(mounts.absolute(directory))
+    for state_dir, state in live_mounts(settings):
+        if state.directory == path:
+            return state_dir, state
+    raise NotFoundError(
+        f"no image is mounted on {path}; `bootseer image status` shows what is mounted"
+    )
+
+
+def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:
+    """Unmount what `mount_image` mounted on `directory`, whatever state its server is in.
+
+    Raises: NotFoundError, BootseerError.
+    """
+    try:
+        state_dir, state = find_live_mount(settings, directory)
+    except NotFoundError:
+        left_over = mounts.find_mount(directory)
+        if left_over is None or not left_over.subtype.startswith("bootseer"):
+            raise
+        # Its server died: the mount answers nothing but can be taken off.
+        mounts.unmount(directory, timeout_s=timeout_s)
+        return
+    _unmount(state_dir, state, timeout_s)
+
+
+def _unmount(state_dir: Path, state: MountState, timeout_s: float) -> None:
+    path = Path(state.directory)
+    try:
+        mounts.unmount(path, timeout_s=timeout_s)
+    except InvalidInputError:
+        pass  # Detached, or unmounted by somebody else: the server ends by itself.
+    if not wait_released(state_dir, timeout_s):
+        raise DeadlineError(
+            f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
+        )

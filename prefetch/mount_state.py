@@ -1,0 +1,187 @@
+"""What is mounted on this node: one folder per mount under `run_dir/mounts`, while it lives.
+
+Alone owns that folder's layout: `state.json` (who, what, where), `control` (the server's socket),
+and `lock`, held for as long as the server lives. A folder whose lock is free belongs to a server
+that died: `sweep` takes it away, and what it left mounted. Edge module; any thread.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.fuse.kernel import mounts
+
+_log = logging.getLogger(__name__)
+
+_LOGS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MountState:
+    """One mount, as `state.json` has it."""
+
+    id: str
+    reference: str
+    index_digest: str
+    workload: str
+    directory: str
+    """Where the image's tree is mounted."""
+    pid: int
+    """Of the server; the supervisor, where there is one."""
+    started_ns: int
+    purpose: str
+    """"mount" or "run"."""
+    scratch: str = ""
+    """A folder of the run's own, removed with it."""
+
+
+def mounts_dir(settings: Settings) -> Path:
+    """Where the mounts' folders are."""
+    return settings.run_dir / "mounts"
+
+
+def log_path(settings: Settings, identity: str) -> Path:
+    """The log of a mount's server and of what it starts."""
+    return settings.run_dir / "logs" / f"{identity}.log"
+
+
+def make_private(path: Path) -> Path:
+    """The folder, made for us alone if it is not there. Raises: BootseerError."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {path}") from error
+    return path
+
+
+def new_mount_dir(settings: Settings) -> Path:
+    """A new folder for a mount; its name is the mount's identity."""
+    path = mounts_dir(settings) / secrets.token_hex(8)
+    make_private(path)
+    make_private(settings.run_dir / "logs")
+    return path
+
+
+def take_lock(directory: Path) -> int:
+    """The lock of a folder, as a descriptor that holds it until closed in every process.
+
+    Raises: BlockingIOError when another process has it; OSError.
+    """
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_alive(directory: Path) -> bool:
+    """Whether somebody holds the folder's lock."""
+    try:
+        os.close(take_lock(directory))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def wait_released(directory: Path, timeout_s: float) -> bool:
+    """Wait until the folder's holder is gone; False when it is not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while directory.exists() and is_alive(directory):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def write_state(directory: Path, state: MountState) -> None:
+    """Atomically. Raises: OSError."""
+    temporary = directory / ".state.new"
+    temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
+    temporary.rename(directory / "state.json")
+
+
+def read_state(directory: Path) -> MountState | None:
+    """None where there is none, or none that can be read."""
+    try:
+        document = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        return MountState(**{field.name: document[field.name] for field in fields(MountState)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def live_mounts(settings: Settings) -> Iterator[tuple[Path, MountState]]:
+    """Each mount whose server lives, the oldest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for directory in mounts_dir(settings).iterdir():
+            state = read_state(directory)
+            if state is not None and is_alive(directory):
+                found.append((directory, state))
+    yield from sorted(found, key=lambda pair: pair[1].started_ns)
+
+
+def sweep(settings: Settings) -> int:
+    """Remove what dead servers left: mounts, folders, old logs. Returns how many mounts."""
+    count = 0
+    with contextlib.suppress(FileNotFoundError):
+        for directory in mounts_dir(settings).iterdir():
+            count += _sweep_one(directory)
+    _sweep_logs(settings)
+    return count
+
+
+def _sweep_one(directory: Path) -> bool:
+    # Without the grace a folder that is being made this moment would go.
+    if not (directory / "lock").exists():
+        with contextlib.suppress(OSError):
+            if time.time() - directory.stat().st_mtime < 60:
+                return False
+    try:
+        lock = take_lock(directory)
+    except OSError:
+        return False
+    try:
+        state = read_state(directory)
+        if state is not None:
+            _unmount_left_over(Path(state.directory))
+            if state.scratch:
+                shutil.rmtree(state.scratch, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
+    _log.info("removed what the dead mount %s left", directory.name)
+    return True
+
+
+def _unmount_left_over(path: Path) -> None:
+    """Unmount our dead file system there; a live one of somebody else stays."""
+    mount = mounts.find_mount(path)
+    if mount is None or not mount.subtype.startswith("bootseer"):
+        return
+    try:
+        mounts.detach(path, lazy=True)
+    except BootseerError as error:
+        _log.warning("cannot unmount %s, which a dead server left: %s", path, error)
+
+
+def _sweep_logs(settings: Settings) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        logs = sorted(
+            (settings.run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime
+        )
+        for path in logs[:-_LOGS_KEPT]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,258 @@
+"""After a recorded start: trace, hot set and bundle, made and published in the background.
+
+Runs as a process of its own (`python -m bootseer.prefetch.publish`), at the lowest priority, so
+that it neither disturbs the job whose start it recorded nor ends with it. The recorder hands it a
+folder under `run_dir/publishing`, whose lock is held until all is published. Whatever happens
+here costs later launches their bundle and nothing else; nothing is visible that is not whole.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bootseer.blob.index import decode as decode_index
+from bootseer.blob.index import digest as digest_of
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, CorruptError, from_oserror
+from bootseer.prefetch import hot_store, hotset
+from bootseer.prefetch.bundle import plan_frames, write_bundle
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.hot_store import HotPointer
+from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
+from bootseer.prefetch.settings_json import (
+    python_environment,
+    settings_from_json,
+    settings_to_json,
+)
+from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.trace import Trace, accesses_of
+from bootseer.store import Store, open_store
+
+_log = logging.getLogger(__name__)
+
+_ENTRY = struct.Struct("<QQQQ")
+_LEASE_S = 600.0
+_PIECE_BYTES = 4 * 2**20
+_NICENESS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class RecordInfo:
+    """What a publisher must know besides the accesses."""
+
+    index_digest: str
+    workload: str
+    node: str
+    started_ns: int
+    ended: str
+    readahead_bytes: int
+
+
+def index_path(settings: Settings, index_digest: str) -> Path:
+    """Where the node keeps an image's index (written by `catalogue.load_tree`)."""
+    return settings.cache_dir / "indexes" / index_digest.partition(":")[2]
+
+
+def load_local_tree(settings: Settings, index_digest: str) -> Tree:
+    """The tree from the node's own copy of the index. Raises: NotFoundError, CorruptError."""
+    path = index_path(settings, index_digest)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise from_oserror(error, f"read the image's index {path}") from error
+    if digest_of(data) != index_digest:
+        raise CorruptError(f"{path} does not match the digest in its name; remove it")
+    return decode_index(data)
+
+
+def publishing_dir(settings: Settings) -> Path:
+    """Where records wait for being published."""
+    return settings.run_dir / "publishing"
+
+
+def start_publisher(
+    settings: Settings,
+    identity: str,
+    info: RecordInfo,
+    entries: Sequence[tuple[int, int, int, int]],
+) -> subprocess.Popen[bytes]:
+    """Hand a record to a new publisher process and return at once. Raises: OSError."""
+    directory = publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}"
+    make_private(directory)
+    lock = take_lock(directory)
+    try:
+        (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
+        job = {"settings": settings_to_json(settings), "info": asdict(info)}
+        (directory / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        with log_path(settings, identity).open("ab") as log:
+            return subprocess.Popen(
+                # The lock goes along: there is no moment at which nobody holds it.
+                [sys.executable, "-m", "bootseer.prefetch.publish", str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock],
+                start_new_session=True,
+                env=python_environment(),
+                cwd="/",
+            )
+    finally:
+        os.close(lock)
+
+
+def wait_published(settings: Settings, timeout_s: float) -> bool:
+    """Wait until no record of this node is being published; False when that takes too long.
+
+    What dead publishers left is removed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        busy = False
+        with contextlib.suppress(FileNotFoundError):
+            for directory in publishing_dir(settings).iterdir():
+                if is_alive(directory):
+                    busy = True
+                elif time.time() - directory.stat().st_mtime > 60:
+                    shutil.rmtree(directory, ignore_errors=True)
+        if not busy:
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+
+
+def publish_record(
+    settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
+) -> HotPointer | None:
+    """Publish the trace; then, unless another node is at it, hot set, bundle and pointer.
+
+    Raises: BootseerError.
+    """
+    tree = load_local_tree(settings, info.index_digest)
+    files, accesses = accesses_of(tree, entries)
+    trace = Trace(
+        info.index_digest,
+        info.workload,
+        info.node,
+        info.started_ns,
+        info.ended,
+        info.readahead_bytes,
+        files,
+        accesses,
+    )
+    with open_store(settings.store_url) as store:
+        key = hot_store.publish_trace(store, trace)
+        _log.info("published the trace %s with %d accesses", key, len(accesses))
+        owner = f"{settings.node}:{os.getpid()}"
+        lease = store.lease(
+            hot_store.lease_key(info.index_digest, info.workload), ttl_s=_LEASE_S, owner=owner
+        )
+        if lease is None:
+            _log.info("another node builds the bundle of %s", info.workload)
+            return None
+        with lease:
+            return build_bundle(settings, store, tree, info.index_digest, info.workload)
+
+
+def build_bundle(
+    settings: Settings, store: Store, tree: Tree, index_digest: str, workload: str
+) -> HotPointer | None:
+    """Merge the workload's traces and publish hot set, bundle and pointer.
+
+    None when there is nothing hot. Raises: BootseerError.
+    """
+    traces = []
+    for key in hot_store.trace_keys(store, index_digest, workload):
+        try:
+            traces.append(hot_store.read_trace(store, key))
+        except BootseerError as error:
+            _log.warning("the trace %s is left out: %s", key, error)
+    hot = hotset.merge(index_digest, workload, traces)
+    lengths = [blob.stream_length for blob in tree.blobs]
+    frames = plan_frames(hotset.stream_ranges(hot, tree), lengths)
+    if not frames:
+        return None
+    hot_data = hotset.encode(hot)
+    hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
+    store.publish(hot_store.hotset_key(hot_digest), hot_data)
+    streams = BlobStreams(
+        tree.blobs,
+        store.read,
+        NodeCache(settings.cache_dir),
+        deadline_s=settings.deadline_s,
+        workers=2,
+    )
+    try:
+        with tempfile.TemporaryFile(dir=make_private(settings.cache_dir / "tmp")) as spool:
+            header = write_bundle(
+                index_digest, frames, lambda *piece: bytes(streams.read(*piece)), spool
+            )
+            size_bytes = len(header) + spool.tell()
+            hasher = hashlib.sha256()
+            for piece in _pieces(header, spool):
+                hasher.update(piece)
+            digest = f"sha256:{hasher.hexdigest()}"
+            store.publish(hot_store.bundle_key(digest), _pieces(header, spool))
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, "build the bundle") from error
+    finally:
+        streams.close()
+    pointer = HotPointer(
+        index_digest,
+        digest,
+        size_bytes,
+        len(header),
+        hot_digest,
+        len(traces),
+        time.time_ns(),
+    )
+    store.publish(
+        hot_store.pointer_key(index_digest, workload),
+        hot_store.encode_pointer(pointer),
+        replace=True,
+    )
+    _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
+    return pointer
+
+
+def _pieces(header: bytes, spool: BinaryIO) -> Iterator[bytes]:
+    yield header
+    spool.seek(0)
+    while piece := spool.read(_PIECE_BYTES):
+        yield piece
+
+
+def main(directory: Path) -> int:
+    """Publish the record in `directory` and remove it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
+    os.nice(_NICENESS)
+    try:
+        job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
+        publish_record(settings_from_json(job["settings"]), RecordInfo(**job["info"]), entries)
+    except BootseerError as error:
+        _log.warning("the record of this start is lost: %s", error)
+        return 1
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,157 @@
+"""The process behind a mounted image: `python -m bootseer.prefetch.serve`, started by
+`mount.mount_image`, with its plan as JSON on standard input.
+
+The process itself holds the mount and restarts its worker (`fuse.kernel`'s supervisor); workers
+are `server.ImageServer`s. It reports once, on the descriptor named in the plan: ready, or why not.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import BootseerError, UnavailableError, from_oserror
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.supervisor import supervise
+from bootseer.prefetch.mount_state import MountState, sweep, take_lock, write_state
+from bootseer.prefetch.publish import load_local_tree
+from bootseer.prefetch.server import ImageServer, ServePlan
+from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
+from bootseer.prefetch.trace import AccessLog
+from bootseer.prefetch.tree_fs import TreeFileSystem
+
+_log = logging.getLogger(__name__)
+
+SUBTYPE = "bootseer-image"
+
+
+def plan_to_json(plan: ServePlan) -> dict[str, Any]:
+    """For the server's standard input."""
+    return {
+        **{name: getattr(plan, name) for name in _PLAIN},
+        "settings": settings_to_json(plan.settings),
+        "state": asdict(plan.state),
+        "state_dir": str(plan.state_dir),
+    }
+
+
+_PLAIN = (
+    "ready_name",
+    "record",
+    "prefetch",
+    "window_s",
+    "readahead_bytes",
+    "watch_pid",
+    "owner",
+    "allow_other",
+)
+
+
+def plan_from_json(document: Mapping[str, Any]) -> ServePlan:
+    """The inverse; the document is our own."""
+    plain = {name: document[name] for name in _PLAIN}
+    owner = plain["owner"]
+    plain["owner"] = None if owner is None else (owner[0], owner[1])
+    return ServePlan(
+        settings=settings_from_json(document["settings"]),
+        state=MountState(**document["state"]),
+        state_dir=Path(document["state_dir"]),
+        **plain,
+    )
+
+
+class Report:
+    """One message to whoever started us; later ones go nowhere. Survives a fork."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def send(self, document: Mapping[str, Any]) -> None:
+        """Never raises: who started us may be gone."""
+        with contextlib.suppress(OSError):
+            os.write(self._fd, json.dumps(document).encode() + b"\n")
+        self.close()
+
+    def send_error(self, error: BaseException) -> None:
+        """The class by name, so that the other side raises the same."""
+        self.send({"error": type(error).__name__, "message": str(error)})
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def serve_image(plan: ServePlan, report: Report) -> None:
+    """Mount and serve until unmounted. Raises: BootseerError."""
+    try:
+        lock = take_lock(plan.state_dir)
+    except OSError as error:
+        raise from_oserror(error, f"lock {plan.state_dir}") from error
+    try:
+        sweep(plan.settings)
+        plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
+        state = plan.state
+        write_state(plan.state_dir, state)
+        tree = load_local_tree(plan.settings, state.index_digest)
+        log = AccessLog()
+
+        def worker() -> TreeFileSystem:
+            try:
+                return ImageServer(plan, tree, log).operations
+            except (BootseerError, OSError) as error:
+                report.send_error(error)
+                raise
+            finally:
+                # Ours is a copy: the supervisor reports when a worker serves.
+                report.close()
+
+        options = MountOptions(
+            name=state.reference.replace(",", "_"),
+            subtype=SUBTYPE,
+            read_only=True,
+            allow_other=plan.allow_other,
+            max_readahead_bytes=plan.readahead_bytes,
+            invalidate_on_change=False,
+        )
+        supervise(
+            worker, Path(state.directory), options, on_ready=lambda: report.send({"ready": True})
+        )
+    finally:
+        shutil.rmtree(plan.state_dir, ignore_errors=True)
+        if plan.state.scratch:
+            shutil.rmtree(plan.state.scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def main() -> int:
+    """The exit code: 0 after an unmount."""
+    document = json.loads(sys.stdin.buffer.read())
+    # The job that replaces whoever started us must not find a child that it never made.
+    if os.fork():
+        os._exit(0)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s serve: %(message)s")
+    report = Report(document["report_fd"])
+    try:
+        plan = plan_from_json(document)
+        serve_image(plan, report)
+    except BootseerError as error:
+        _log.error("%s", error)
+        report.send_error(error)
+        return 1
+    except Exception as error:
+        _log.exception("the server failed")
+        report.send_error(UnavailableError(f"the image's server failed: {error!r}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The worker of a mounted image: streams, replay, record and control around one tree.
+
+Alone decides when a record begins and ends and whether it is worth publishing. Made anew in each
+worker process (a killed worker has a successor), around a tree and an access log that outlive it.
+"""
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.blob.tree import Extent, Tree
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch import hot_store
+from bootseer.prefetch.bundle import decode_header
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.control import ControlServer
+from bootseer.prefetch.hot_store import HotPointer
+from bootseer.prefetch.mount_state import MountState
+from bootseer.prefetch.publish import RecordInfo, start_publisher
+from bootseer.prefetch.replay import Aim, Replay, aim_of
+from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.trace import AccessLog
+from bootseer.prefetch.tree_fs import TreeFileSystem
+from bootseer.store import Store, open_store
+
+_log = logging.getLogger(__name__)
+
+RECORD_MODES = ("auto", "always", "never")
+
+_RECALL_ENOUGH = 0.95
+"""A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
+_UNMOUNT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """What one server is to do."""
+
+    settings: Settings
+    state: MountState
+    state_dir: Path
+    ready_name: str
+    record: str
+    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed much."""
+    prefetch: bool
+    window_s: float
+    """A record ends after this many seconds at the latest."""
+    readahead_bytes: int
+    watch_pid: int | None
+    """Unmount when this process ends."""
+    owner: tuple[int, int] | None
+    """Show everything as this user's: for user namespaces, which lack the image's owners."""
+    allow_other: bool
+
+
+class ImageServer:
+    """One worker's life: `operations` for the kernel, `destroyed` at its end."""
+
+    def __init__(self, plan: ServePlan, tree: Tree, log: AccessLog) -> None:
+        """Raises: BootseerError, OSError."""
+        self._plan = plan
+        self._tree = tree
+        self._log = log
+        self._started_ns = time.monotonic_ns()
+        self._store: Store = open_store(plan.settings.store_url)
+        self._pointer: HotPointer | None = None
+        self._publisher: subprocess.Popen[bytes] | None = None
+        self._record = "recording" if log.is_open else "ended"
+        self._streams = BlobStreams(
+            tree.blobs,
+            self._store.read,
+            NodeCache(plan.settings.cache_dir),
+            deadline_s=plan.settings.deadline_s,
+        )
+        commands = {
+            "status": self.status,
+            "ready": self._ready_command,
+            "detach": self._detach_command,
+        }
+        self._control = ControlServer(plan.state_dir, plan.ready_name, commands)
+        if plan.watch_pid is not None:
+            self._control.watch(plan.watch_pid, self._unmount)
+        self.operations = TreeFileSystem(
+            tree,
+            self._streams,
+            on_access=None if plan.record == "never" and not plan.prefetch else log.append,
+            owner=plan.owner,
+            on_mounted=self._mounted,
+            on_destroyed=self._destroyed,
+        )
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def _mounted(self) -> None:
+        elapsed_s = (time.monotonic_ns() - self._log.started_ns) / 1e9
+        window_s = max(self._plan.window_s - elapsed_s, 0)
+        self._control.start(
+            lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
+        )
+        # Before the mount is announced, so that the bundle is on its way before the first read.
+        if self._plan.prefetch:
+            threading.Thread(target=self._begin_replay, name="bundle", daemon=True).start()
+        threading.Thread(target=self._trim, name="trim", daemon=True).start()
+
+    def _destroyed(self) -> None:
+        try:
+            self._end_record("unmount")
+        except (BootseerError, OSError) as error:
+            _log.warning("the record of this start is lost: %s", error)
+        self._control.close()
+        self._streams.close()
+        self._store.close()
+
+    def _unmount(self) -> None:
+        _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
+        try:
+            mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
+        except InvalidInputError:
+            # Taken off already: it lives on in a container's mounts only.
+            _log.debug("%s is not mounted any more", self._plan.state.directory)
+
+    def _detach_command(self) -> dict[str, Any]:
+        """Take the mount off our own namespace: whoever copied it (a container) keeps it, and with
+        the last of those the kernel ends the connection."""
+        mounts.detach(Path(self._plan.state.directory), lazy=True)
+        return {"detached": True}
+
+    def _trim(self) -> None:
+        freed = NodeCache(self._plan.settings.cache_dir).trim(self._plan.settings.cache_limit_bytes)
+        if freed:
+            _log.info("removed %d bytes of unused images from the cache", freed)
+
+    # ---- replay ---------------------------------------------------------------------------
+
+    def _begin_replay(self) -> None:
+        index, workload = self._plan.state.index_digest, self._plan.state.workload
+        try:
+            self._pointer = hot_store.read_pointer(self._store, index, workload)
+            if self._pointer is None:
+                _log.info("no bundle for %s yet", workload)
+                return
+            key = hot_store.bundle_key(self._pointer.bundle_digest)
+            header = self._store.read(key, 0, self._pointer.header_bytes)
+            bundle = decode_header(header, index, self._lengths)
+            replay = Replay(bundle, key, self._streams.caches, self._streams.executor)
+            self._streams.replay = replay
+            replay.start()
+        except BootseerError as error:
+            _log.warning("no bundle is used: %s", error)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [blob.stream_length for blob in self._tree.blobs]
+
+    def _extents(self, inode: int) -> tuple[Extent, ...]:
+        return self._tree.inode(inode).extents
+
+    def _aim(self) -> Aim:
+        replay = self._streams.replay
+        return aim_of(
+            replay.bundle if replay else None, self._lengths, self._log.entries(), self._extents
+        )
+
+    # ---- record ---------------------------------------------------------------------------
+
+    def _ready_command(self) -> dict[str, Any]:
+        self._end_record("ready")
+        return {"record": self._record}
+
+    def _end_record(self, ended: str) -> None:
+        if not self._log.close():
+            return
+        self._record = "ended"
+        plan = self._plan
+        entries = self._log.entries()
+        if plan.record == "never" or not entries:
+            return
+        replay = self._streams.replay
+        if plan.record == "auto" and replay is not None and replay.error is None:
+            recall = self._aim().recall or 0.0
+            if recall >= _RECALL_ENOUGH:
+                self._record = "not needed"
+                return
+        info = RecordInfo(
+            plan.state.index_digest,
+            plan.state.workload,
+            plan.settings.node,
+            plan.state.started_ns,
+            ended,
+            plan.readahead_bytes,
+        )
+        self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
+        self._record = "publishing"
+
+    # ---- status ---------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Everything that `image status` shows, as JSON values."""
+        if self._publisher is not None and self._publisher.poll() is not None:
+            self._record = "failed" if self._publisher.returncode else "published"
+        times = os.times()
+        return {
+            **asdict(self._plan.state),
+            "worker_pid": os.getpid(),
+            "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
+            "cpu_s": times.user + times.system,
+            "cached_bytes": sum(cache.present_bytes() for cache in self._streams.caches),
+            "image_bytes": sum(self._lengths),
+            "cache_is_full": any(cache.is_full for cache in self._streams.caches),
+            "faults": asdict(self._streams.figures()),
+            "moved": asdict(self._streams.statistics()),
+            "record": self._record,
+            "access_count": len(self._log),
+            "prefetch": self._prefetch_status(),
+        }
+
+    def _prefetch_status(self) -> dict[str, Any] | None:
+        replay = self._streams.replay
+        if replay is None:
+            return None
+        aim = self._aim()
+        finished_ns = replay.finished_after_ns
+        return {
+            "bundle": self._pointer.bundle_digest if self._pointer else None,
+            "bundle_size_bytes": replay.bundle.size_bytes,
+            "bundle_stream_bytes": aim.bundle_bytes,
+            "fetched_stream_bytes": replay.fetched_bytes,
+            "remaining_frame_count": replay.remaining_count,
+            "finished_after_s": None if finished_ns is None else finished_ns / 1e9,
+            "error": replay.error,
+            "asked_bytes": aim.asked_bytes,
+            "used_bytes": aim.used_bytes,
+            "wasted_bytes": aim.bundle_bytes - aim.used_bytes,
+            "missed_bytes": aim.asked_bytes - aim.used_bytes,
+            "precision": aim.precision,
+            "recall": aim.recall,
+        }

@@ -1,0 +1,102 @@
+"""Image root file systems for tests, and trees with one of everything.
+
+`python_root` is a real, small root: the running interpreter with its standard library, a shell,
+and the packages asked for. `odd_tree` has every kind of name and attribute. `tree_of` is what one
+compares: each path's attributes and content.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from bootseer.demo.root_file_system import build_base, site_packages_in_image
+
+
+def python_root(root: Path, packages: Sequence[str] = ()) -> Path:
+    """A root file system in which `python3` runs and can import `packages`."""
+    root.mkdir(parents=True, exist_ok=True)
+    build_base(root)
+    target = root / site_packages_in_image().relative_to("/")
+    target.mkdir(parents=True, exist_ok=True)
+    installed = Path(sysconfig.get_path("platlib"))
+    for package in packages:
+        for folder in (installed / package, installed / f"{package}.libs"):
+            if folder.is_dir():
+                shutil.copytree(folder, target / folder.name, symlinks=True)
+    return root
+
+
+def odd_tree(root: Path) -> Path:
+    """Names, kinds and attributes that a file system gets wrong first."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "empty").touch()
+    (root / "empty-dir").mkdir(mode=0o711)
+    (root / "deep/er/and/deeper").mkdir(parents=True)
+    (root / "deep/er/file").write_bytes(os.urandom(300_001))
+    (root / "many").mkdir()
+    for i in range(3000):
+        (root / "many" / f"name-{i:05}").write_bytes(b"%d" % i)
+    os.link(root / "deep/er/file", root / "hard-link")
+    (root / "link").symlink_to("deep/er/file")
+    (root / "dangling").symlink_to("/no/such/" + "x" * 200)
+    (root / "long-\u00e4-name-" / ("y" * 200)).mkdir(parents=True)
+    Path(os.fsdecode(os.fsencode(root) + b"/not-utf8-\xff\xfe")).write_bytes(b"?")
+    with (root / "sparse").open("wb") as file:
+        file.seek(1_000_000)
+        file.write(b"middle")
+        file.truncate(3_000_000)
+    (root / "script").write_text("#!/bin/sh\necho hi\n")
+    (root / "script").chmod(0o4755)
+    os.mkfifo(root / "fifo", 0o622)
+    for path in (root / "empty", root / "deep/er", root):
+        os.utime(path, ns=(1_500_000_000_123_456_789, 1_400_000_000_987_654_321))
+    if os.geteuid() == 0:
+        os.chown(root / "deep/er/file", 1234, 4321)
+        os.lchown(root / "link", 77, 78)
+        os.mknod(root / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        os.setxattr(root / "deep", "trusted.example", b"root only")
+    os.setxattr(root / "script", "user.comment", b"\0binary\xff")
+    return root
+
+
+def tree_of(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """path -> (mode, owner, links, size, mtime, device, link target, xattrs, content digest)."""
+    found: dict[bytes, tuple[object, ...]] = {}
+    first_names: dict[int, bytes] = {}
+    top = os.fsencode(root)
+    pending = [b""]
+    while pending:
+        path = pending.pop()
+        full = top + b"/" + path if path else top
+        status = os.lstat(full)
+        mode = status.st_mode
+        target = os.readlink(full) if stat.S_ISLNK(mode) else b""
+        content = ""
+        if stat.S_ISREG(mode):
+            with Path(os.fsdecode(full)).open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        xattrs = tuple(
+            (name, os.getxattr(full, name, follow_symlinks=False))
+            for name in sorted(os.listxattr(full, follow_symlinks=False))
+        )
+        is_dir = stat.S_ISDIR(mode)
+        found[path] = (
+            mode,
+            (status.st_uid, status.st_gid),
+            status.st_nlink,
+            0 if is_dir else status.st_size,
+            status.st_mtime_ns,
+            status.st_rdev,
+            target,
+            xattrs,
+            content,
+            first_names.setdefault(status.st_ino, path),
+        )
+        if is_dir:
+            names = sorted(os.listdir(full), reverse=True)
+            pending += [path + b"/" + name if path else name for name in names]
+    return found
