@@ -1,5 +1,6 @@
 """`python -m bench`: list cases, run one, write the report."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def main(
         raise click.UsageError(f"there is no case {case_name!r}; --list shows them")
     else:
         case = cases[case_name]
+        # Mounts and servers are taken down on the way out, also when terminated.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         log = Console(stderr=True, highlight=False, markup=False)
         try:
             result = run_case(case, is_quick=is_quick, rounds=runs, say=log.print)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,6 +28,12 @@ def describe(directory: Path) -> dict[str, Any]:
         "file_system": file_system_of(directory),
         "is_root": os.geteuid() == 0,
     }
+
+
+def kernel_version() -> tuple[int, int]:
+    """Of the running kernel: (6, 9). (0, 0) where it cannot be read."""
+    match = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def file_system_of(path: Path) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bench.environment import kernel_version
 from bench.libfuse import build_passthrough
 from bench.model import (
     Bound,
@@ -89,16 +90,22 @@ def _ours(mode: str) -> Callable[[Workspace, Path], Sequence[str]]:
     def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
         if mode == "passthrough" and os.geteuid() != 0:
             raise SkippedError("FUSE passthrough needs root")
+        if mode == "passthrough" and kernel_version() < (6, 9):
+            raise SkippedError("FUSE passthrough needs Linux 6.9")
         source = str(workspace.shared["source"])
         return _peer("ours_passthrough", source, str(mountpoint), "--mode", mode)
 
     return command
 
 
-def _mfusepy(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
-    if importlib.util.find_spec("mfusepy") is None:
-        raise SkippedError("mfusepy is not installed; pip install mfusepy")
-    return _peer("mfusepy_passthrough", str(workspace.shared["source"]), str(mountpoint))
+def _mfusepy(*flags: str) -> Callable[[Workspace, Path], Sequence[str]]:
+    def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
+        if importlib.util.find_spec("mfusepy") is None:
+            raise SkippedError("mfusepy is not installed; pip install mfusepy")
+        source = str(workspace.shared["source"])
+        return _peer("mfusepy_passthrough", source, str(mountpoint), *flags)
+
+    return command
 
 
 def _libfuse(*flags: str) -> Callable[[Workspace, Path], Sequence[str]]:
@@ -150,7 +157,12 @@ CASE = Case(
             "Bootseer's server, FOPEN_PASSTHROUGH: the kernel reads the file behind",
             _served("passthrough", _ours("passthrough")),
         ),
-        Variant("mfusepy", "a mirror in Python over libfuse3", _served("mfusepy", _mfusepy)),
+        Variant("mfusepy", "a mirror in Python over libfuse3", _served("mfusepy", _mfusepy())),
+        Variant(
+            "mfusepy_direct",
+            "the same with direct_io, which has to be asked for",
+            _served("mfusepy_direct", _mfusepy("--direct-io")),
+        ),
         Variant("libfuse", "C libfuse's passthrough_ll example", _served("libfuse", _libfuse())),
         Variant(
             "libfuse_s",
@@ -166,6 +178,8 @@ CASE = Case(
         _ratio("direct_io", "mfusepy", "cpu_s_per_gib", "server and reader CPU"),
         _ratio("passthrough", "native", "wall_s", "time", Target(Bound.AT_MOST, 1.15)),
         _ratio("cached", "mfusepy", "gib_per_s", "throughput"),
+        _ratio("direct_io", "mfusepy_direct", "gib_per_s", "throughput"),
+        _ratio("direct_io", "mfusepy_direct", "server_cpu_s_per_gib", "server CPU"),
         _ratio("direct_io", "libfuse", "gib_per_s", "throughput"),
         _ratio("direct_io", "libfuse_s", "gib_per_s", "throughput"),
         _ratio("direct_io", "native", "wall_s", "time"),

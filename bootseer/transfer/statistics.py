@@ -33,7 +33,7 @@ class Statistics:
     """Reads abandoned because they outlived their deadline."""
     demand_count: int
     joined_count: int
-    """Demands that found their chunk on its way already."""
+    """Demanded chunks that were on their way already."""
     demand_wait_p50_ns: int
     """Over the latest 8192 demands, as are the next two; 0 before the first."""
     demand_wait_p99_ns: int
