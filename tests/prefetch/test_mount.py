@@ -1,0 +1,385 @@
+"""Mounted images: real mounts, real servers, and what kills them."""
+
+import hashlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.config import Settings
+from bootseer.errors import (
+    BusyError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch import hot_store
+from bootseer.prefetch.catalogue import blob_key
+from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
+from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
+from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.records import ImageRecord
+from bootseer.store import open_store
+from tests.support.image_mounts import (
+    checksums_outside,
+    drop_cache,
+    index,
+    mounted,
+    outside,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+    start_outside,
+    sweep_everything,
+    tree_outside,
+    wait_for,
+)
+from tests.support.rootfs import odd_tree
+
+pytestmark = pytest.mark.fuse
+
+BIG_BYTES = 8 * 2**20
+HOT = ("hot-1", "hot-2")
+
+
+@dataclass
+class Node:
+    """An indexed directory and a node that has not seen it."""
+
+    settings: Settings
+    source: Path
+    record: ImageRecord
+    base: Path
+
+    def stored(self, key: str) -> Path:
+        path = self.base / "store" / key
+        path.chmod(0o600)
+        return path
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    skip_unless_fuse()
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, size in (("big", BIG_BYTES), ("hot-1", 700_000), ("hot-2", 9_000), ("cold", 10**6)):
+        (source / name).write_bytes(os.urandom(size))
+    settings = settings_at(tmp_path)
+    record = index(settings, source, "image:1")
+    drop_cache(settings)
+    yield Node(settings, source, record, tmp_path)
+    sweep_everything(settings)
+
+
+def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
+    skip_unless_fuse()
+    skip_unless_root()
+    settings = settings_at(tmp_path)
+    source = odd_tree(tmp_path / "source")
+    index(settings, source, "odd:1")
+    with mounted(settings, "odd:1", tmp_path / "mnt"):
+        found, expected = tree_outside(tmp_path / "mnt"), tree_outside(source)
+        assert found.keys() == expected.keys()
+        for path, attributes in expected.items():
+            assert found[path] == attributes, path
+
+
+def test_holes_are_found(node: Node) -> None:
+    with (node.source / "sparse").open("wb") as file:
+        file.seek(2**20)
+        file.write(b"data")
+        file.truncate(2**22)
+    index(node.settings, node.source, "image:2")
+    code = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+data = os.lseek(fd, 0, os.SEEK_DATA)
+print(os.lseek(fd, 0, os.SEEK_HOLE), data <= 2**20, os.lseek(fd, data, os.SEEK_HOLE) < 2**22)
+"""
+    with mounted(node.settings, "image:2", node.base / "mnt"):
+        assert outside(code, node.base / "mnt/sparse") == "0 True True\n"
+
+
+def test_writing_is_refused(node: Node) -> None:
+    code = """
+import errno, os, sys
+for call in (lambda: open(sys.argv[1] + "/new", "w"), lambda: os.unlink(sys.argv[1] + "/big")):
+    try:
+        call()
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+"""
+    with mounted(node.settings, "image:1", node.base / "mnt"):
+        assert outside(code, node.base / "mnt") == "EROFS\nEROFS\n"
+
+
+def read_hot(node: Node, directory: Path) -> None:
+    paths = [directory / name for name in HOT]
+    assert checksums_outside(paths) == [digest_of(node.source / name) for name in HOT]
+
+
+def test_record_then_replay_moves_only_the_hot_bytes(node: Node) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+        assert image.status()["prefetch"] is None
+        image.ready()
+        # After the record's end nothing more is recorded.
+        checksums_outside([image.directory / "cold"])
+        wait_for(lambda: image.status()["record"] == "published")
+    drop_cache(node.settings)
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        before = image.status()
+        read_hot(node, image.directory)
+        status = image.status()
+        assert status["faults"]["fault_count"] == 0
+        assert status["moved"]["fetched_bytes"] == before["moved"]["fetched_bytes"]
+        assert status["moved"]["fetched_bytes"] < 1_000_000
+        assert status["prefetch"]["recall"] == 1.0
+        assert status["prefetch"]["precision"] > 0.95
+        image.ready()
+        assert image.status()["record"] == "not needed"
+
+
+def test_a_bundle_that_missed_much_is_made_anew(node: Node) -> None:
+    for paths, traces in ((("hot-2",), 1), (("hot-1", "hot-2"), 2)):
+        with mounted(node.settings, "image:1", node.base / "mnt") as image:
+            checksums_outside([image.directory / name for name in paths])
+        assert wait_published(node.settings, 30)
+        with open_store(node.settings.store_url) as store:
+            pointer = hot_store.read_pointer(store, node.record.index_digest, "train")
+        assert pointer is not None
+        assert pointer.trace_count == traces
+
+
+def test_no_record_when_told_so(node: Node) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt", record="never") as image:
+        read_hot(node, image.directory)
+    assert wait_published(node.settings, 30)
+    with open_store(node.settings.store_url) as store:
+        assert hot_store.workloads(store, node.record.index_digest) == []
+
+
+def test_ready_by_datagram_ends_the_record(node: Node) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt", record="always") as image:
+        read_hot(node, image.directory)
+        outside(
+            "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
+            "s.sendto(b'ready', '\\0' + sys.argv[1])",
+            image.ready_name,
+        )
+        wait_for(lambda: image.status()["record"] == "published")
+
+
+def test_a_short_window_ends_the_record(node: Node) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt", window_s=0.2) as image:
+        wait_for(lambda: image.status()["record"] != "recording")
+
+
+def test_kill_9_of_the_worker_while_reading(node: Node) -> None:
+    if not mount_can_resend():
+        pytest.skip("handing requests to another worker needs Linux 6.9")
+    code = """
+import hashlib, sys
+h = hashlib.sha256()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    print("go", flush=True)
+    while data := file.read(65536):
+        h.update(data)
+print(h.hexdigest())
+"""
+    slow = f"limit+{node.settings.store_url}?node_bytes_per_s={4 * 2**20}"
+    slow += f"&account={node.base}/account"
+    settings = replace(node.settings, store_url=slow)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        reader = start_outside(code, image.directory / "big")
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "go\n"
+        workers = set()
+        for _ in range(3):
+            workers.add(kill_worker(image.status()["worker_pid"]))
+            wait_for(lambda: worker_of(image) not in workers | {None})
+        assert reader.communicate_checked() == digest_of(node.source / "big") + "\n"
+        # What earlier workers recorded is not lost.
+        assert image.status()["access_count"] >= BIG_BYTES // (1 << 20)
+
+
+def mount_can_resend() -> bool:
+    release = os.uname().release.split(".")
+    return (int(release[0]), int("".join(c for c in release[1] if c.isdigit()))) >= (6, 9)
+
+
+def kill_worker(pid: int) -> int:
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def worker_of(image: MountedImage) -> int | None:
+    try:
+        status = image.status()
+    except UnavailableError:
+        return None
+    worker: int = status["worker_pid"]
+    return worker
+
+
+def test_kill_9_of_everything_then_again(node: Node) -> None:
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory)
+    checksums_outside([directory / "hot-1"])
+    state = find_live_mount(node.settings, directory)[1]
+    worker = image.status()["worker_pid"]
+    os.kill(state.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    assert list(live_mounts(node.settings)) == []
+    assert sweep(node.settings) == 1
+    assert mounts.find_mount(directory) is None
+    assert not image.state_dir.exists()
+    with mounted(node.settings, "image:1", directory) as again:
+        assert again.status()["cached_bytes"] > 700_000
+        read_hot(node, directory)
+
+
+def test_unmount_of_a_dead_server(node: Node) -> None:
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory)
+    worker = image.status()["worker_pid"]
+    os.kill(find_live_mount(node.settings, directory)[1].pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    unmount_image(node.settings, directory)
+    assert mounts.find_mount(directory) is None
+
+
+def test_two_mounts_share_the_cache(node: Node) -> None:
+    with (
+        mounted(node.settings, "image:1", node.base / "one") as one,
+        mounted(node.settings, "image:1", node.base / "two") as two,
+    ):
+        read_hot(node, one.directory)
+        read_hot(node, two.directory)
+        assert two.status()["moved"]["fetched_bytes"] == 0
+        assert len(list(live_mounts(node.settings))) == 2
+
+
+def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
+    path = node.stored(blob_key(node.record.layers[0].blob_digest))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        names = ["big", "hot-1", "hot-2", "cold"]
+        found = checksums_outside([image.directory / name for name in names])
+        right = [digest_of(node.source / name) for name in names]
+        wrong = [f for f, r in zip(found, right, strict=True) if f != r]
+        assert wrong == ["EIO"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "gone", "pointer"])
+def test_damaged_bundle_costs_nothing_but_the_help(node: Node, damage: str) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+    assert wait_published(node.settings, 30)
+    with open_store(node.settings.store_url) as store:
+        pointer = hot_store.read_pointer(store, node.record.index_digest, "train")
+    assert pointer is not None
+    path = node.stored(hot_store.bundle_key(pointer.bundle_digest))
+    if damage == "flip":
+        data = bytearray(path.read_bytes())
+        data[pointer.header_bytes + 1000] ^= 1
+        path.write_bytes(data)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        node.stored(hot_store.pointer_key(node.record.index_digest, "train")).write_bytes(b"{")
+    drop_cache(node.settings)
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+        assert image.status()["faults"]["fault_frame_count"] > 0
+
+
+def test_store_goes_away_under_a_reader(node: Node) -> None:
+    settings = replace(node.settings, deadline_s=1.0)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+        (node.base / "store").rename(node.base / "elsewhere")
+        try:
+            assert checksums_outside([image.directory / "cold"])[0].startswith("E")
+            # What is here stays readable.
+            read_hot(node, image.directory)
+        finally:
+            (node.base / "elsewhere").rename(node.base / "store")
+        assert checksums_outside([image.directory / "cold"]) == [digest_of(node.source / "cold")]
+
+
+def test_full_disk_still_serves(node: Node) -> None:
+    skip_unless_root()
+    small = node.base / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], check=True)
+    try:
+        settings = replace(node.settings, cache_dir=small)
+        with mounted(settings, "image:1", node.base / "mnt", record="never") as image:
+            names = ["big", "hot-1", "hot-2", "cold"]
+            found = checksums_outside([image.directory / name for name in names])
+            assert found == [digest_of(node.source / name) for name in names]
+            assert image.status()["cache_is_full"]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        directory = node.base / "mnt"
+        directory.mkdir()
+        image = mount_image(node.settings, "image:1", directory, watch_pid=process.pid)
+        process.kill()
+    wait_for(lambda: not image.state_dir.exists())
+    assert mounts.find_mount(directory) is None
+
+
+def test_what_cannot_be_mounted_says_so(node: Node) -> None:
+    directory = node.base / "mnt"
+    with pytest.raises(NotFoundError, match="create it"):
+        mount_image(node.settings, "image:1", directory)
+    directory.mkdir()
+    with pytest.raises(NotFoundError, match="no image"):
+        mount_image(node.settings, "image:9", directory)
+    with pytest.raises(InvalidInputError, match="record"):
+        mount_image(node.settings, "image:1", directory, record="sometimes")
+    with pytest.raises(NotFoundError, match="no image is mounted"):
+        unmount_image(node.settings, directory)
+    with (
+        mounted(node.settings, "image:1", directory),
+        pytest.raises(BusyError, match="mounted there"),
+    ):
+        mount_image(node.settings, "image:1", directory)
+    index_path = node.stored("indexes/" + node.record.index_digest.replace(":", "/"))
+    index_path.write_bytes(b"damaged")
+    drop_cache(node.settings)
+    with pytest.raises(CorruptError, match="digest"):
+        mount_image(node.settings, "image:1", directory)
+    assert list(live_mounts(node.settings)) == []
+    assert mounts.find_mount(directory) is None
+
+
+def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
+    node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    (node.settings.cache_dir / "blobs").write_text("in the way")
+    (node.base / "mnt").mkdir()
+    with pytest.raises(NotFoundError, match="cache"):
+        mount_image(node.settings, "image:1", node.base / "mnt")
+    assert mounts.find_mount(node.base / "mnt") is None
