@@ -1,0 +1,265 @@
+"""Mount and unmount a checkpoint tree from any process.
+
+Owns the start of the server process and its end. Functions may be called from any thread.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bootseer import errors
+from bootseer.config import Settings
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    UnavailableError,
+    from_oserror,
+)
+from bootseer.fuse import kernel
+from bootseer.fuse.kernel.mounts import absolute, find_mount
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.mount_spec import MountSpec, MountState, log_path, read_state
+from bootseer.fuse.striped.server import SUBTYPE
+
+_START_S = 10.0
+# The server itself waits for open files before it gives up on them.
+_END_GRACE_S = 15.0
+_MAX_STATUS_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MountedCheckpoints:
+    """A mount served by a process of its own. Leaving a `with` block unmounts."""
+
+    url: str
+    directory: Path
+    pid: int
+    log: Path
+    run_dir: Path
+
+    def close(self, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Unmount; returns the files whose last bytes were lost (see `unmount_checkpoints`)."""
+        return unmount_checkpoints(self.run_dir, self.directory, timeout_s=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(InvalidInputError):
+            self.close()
+
+
+def mount_spec(
+    settings: Settings,
+    url: str,
+    directory: Path,
+    *,
+    read_only: bool = False,
+    allow_other: bool = False,
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
+    stripe_count: int = DEFAULT_STRIPE_COUNT,
+    memory_bytes: int | None = None,
+    lifetime_pid: int | None = None,
+    warm: bool = False,
+) -> MountSpec:
+    """The description of a mount, checked. Raises: InvalidInputError, NotFoundError, BusyError."""
+    path = absolute(directory)
+    spec = MountSpec(
+        url=url,
+        directory=str(path),
+        run_dir=str(settings.run_dir),
+        memory_bytes=memory_bytes or settings.memory_bytes,
+        deadline_s=settings.deadline_s,
+        read_only=read_only,
+        allow_other=allow_other,
+        stripe_unit_bytes=stripe_unit_bytes,
+        stripe_count=stripe_count,
+        lifetime_pid=lifetime_pid,
+        warm=warm,
+    )
+    spec.stripe_settings  # noqa: B018  (checks the numbers)
+    if find_mount(path) is not None:
+        raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
+    return spec
+
+
+def mount_checkpoints(
+    settings: Settings,
+    url: str,
+    directory: Path,
+    *,
+    read_only: bool = False,
+    allow_other: bool = False,
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
+    stripe_count: int = DEFAULT_STRIPE_COUNT,
+    memory_bytes: int | None = None,
+    lifetime_pid: int | None = None,
+    warm: bool = False,
+) -> MountedCheckpoints:
+    """Mount the tree at `url` on `directory`, served by a background process.
+
+    The mount works when this returns. `lifetime_pid`: the server unmounts and ends when that
+    process has ended. `warm`: the newest checkpoint is read ahead, below every other read.
+
+    Raises: BootseerError; nothing is mounted then.
+    """
+    spec = mount_spec(
+        settings,
+        url,
+        directory,
+        read_only=read_only,
+        allow_other=allow_other,
+        stripe_unit_bytes=stripe_unit_bytes,
+        stripe_count=stripe_count,
+        memory_bytes=memory_bytes,
+        lifetime_pid=lifetime_pid,
+        warm=warm,
+    )
+    log = log_path(settings.run_dir, Path(spec.directory))
+    process, status = _start(spec, log)
+    try:
+        _await_ready(process, status, settings.deadline_s + _START_S, log)
+    except BaseException:
+        process.kill()
+        process.wait()
+        with contextlib.suppress(BootseerError):
+            kernel.unmount(Path(spec.directory), timeout_s=0.0)
+        raise
+    finally:
+        os.close(status)
+    # The server outlives this object: without this, collecting it would warn of a running child.
+    process.returncode = 0
+    return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, settings.run_dir)
+
+
+def _start(spec: MountSpec, log: Path) -> tuple["subprocess.Popen[bytes]", int]:
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise from_oserror(error, f"open the log {log}") from error
+    ours, theirs = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bootseer.fuse.striped.server", str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=[theirs],
+            start_new_session=True,
+            cwd="/",
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(spec.to_json().encode())
+        return process, ours
+    except OSError as error:
+        os.close(ours)
+        raise from_oserror(error, "start the server process") from error
+    finally:
+        os.close(theirs)
+        os.close(log_fd)
+
+
+def _await_ready(
+    process: "subprocess.Popen[bytes]", status: int, timeout_s: float, log: Path
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    data = b""
+    while len(data) < _MAX_STATUS_BYTES:
+        if not select.select([status], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise DeadlineError(f"the mount was not ready within {timeout_s:.0f} s; see {log}")
+        piece = os.read(status, _MAX_STATUS_BYTES)
+        if not piece:
+            break
+        data += piece
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        code = process.wait(timeout=_END_GRACE_S)
+        raise UnavailableError(
+            f"the server process ended with exit code {code} before the mount was ready; see {log}"
+        ) from None
+    if answer.get("ready"):
+        return
+    process.wait(timeout=_END_GRACE_S)
+    raise _error_class(str(answer.get("class")))(f"{answer.get('error')}")
+
+
+def _error_class(name: str) -> type[BootseerError]:
+    """The class of the server's error, so that the caller's exit code is the same."""
+    found = getattr(errors, name, None)
+    if (
+        isinstance(found, type)
+        and issubclass(found, BootseerError)
+        and not issubclass(found, errors.SetupFailedError)
+    ):
+        return found
+    return UnavailableError
+
+
+def unmount_checkpoints(
+    run_dir: Path, directory: Path, *, timeout_s: float = 10.0
+) -> tuple[str, ...]:
+    """Unmount what `mount_checkpoints` mounted, whatever state it is in.
+
+    Lets open files be closed for a while; then aborts the mount, and ends its server. Returns the
+    files that were still being written: nothing of them is visible, and their writers get an error.
+
+    Raises: InvalidInputError where nothing is mounted there.
+    """
+    path = absolute(directory)
+    state = read_state(run_dir, path)
+    mounted = find_mount(path)
+    if mounted is None and (state is None or not state.is_running):
+        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+    if mounted is not None and mounted.subtype != SUBTYPE:
+        raise InvalidInputError(f"cannot unmount {path}: it is not a checkpoint mount of ours")
+    if state is not None and state.is_running:
+        _end_server(state, timeout_s)
+    if find_mount(path) is not None:
+        kernel.unmount(path, timeout_s=0.0)
+    ended = read_state(run_dir, path)
+    return ended.unwritten if ended is not None else ()
+
+
+def _end_server(state: MountState, timeout_s: float) -> None:
+    """SIGTERM, then patience, then the end of the connection, then SIGKILL."""
+    try:
+        process = os.pidfd_open(state.pid)
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        raise from_oserror(error, f"reach the server process {state.pid}") from error
+    try:
+        if not state.is_running:
+            return
+        for number, wait_s in (
+            (signal.SIGTERM, timeout_s + _END_GRACE_S),
+            (signal.SIGKILL, _END_GRACE_S),
+        ):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, number)
+            if select.select([process], [], [], wait_s)[0]:
+                return
+            with contextlib.suppress(BootseerError):
+                kernel.abort(Path(state.directory))
+        raise DeadlineError(f"the server process {state.pid} does not end")
+    finally:
+        os.close(process)

@@ -1,0 +1,133 @@
+"""What a mount of a checkpoint tree is told, and what it leaves behind: two small JSON documents.
+
+Owns their form and place: `<run_dir>/checkpoints/<id>.json` and `.log`, where the id is derived
+from the mount point. Immutable values; the state file is replaced as a whole.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from bootseer.errors import CorruptError, InvalidInputError, from_oserror
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.writer import StripeSettings
+
+_MAX_STATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountSpec:
+    """How to mount; travels from the command to the server process."""
+
+    url: str
+    directory: str
+    run_dir: str
+    memory_bytes: int
+    deadline_s: float
+    read_only: bool = False
+    allow_other: bool = False
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
+    stripe_count: int = DEFAULT_STRIPE_COUNT
+    lifetime_pid: int | None = None
+    """The server unmounts and ends when this process has ended."""
+    warm: bool = False
+    """Read the newest checkpoint ahead as soon as the mount works."""
+
+    @property
+    def stripe_settings(self) -> StripeSettings:
+        """Raises: InvalidInputError."""
+        return StripeSettings(self.stripe_unit_bytes, self.stripe_count, self.deadline_s)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The reverse of `to_json`. Raises: InvalidInputError."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise InvalidInputError(f"not a description of a mount: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MountState:
+    """A running mount, or how the last one on this directory ended."""
+
+    url: str
+    directory: str
+    pid: int
+    start_ticks: int
+    """With the pid, names the process for sure."""
+    ended: bool = False
+    unwritten: tuple[str, ...] = ()
+    """Files that were still being written when the mount ended; nothing of them is kept."""
+
+    @classmethod
+    def of_this_process(cls, spec: MountSpec) -> Self:
+        """The state of a server that starts now."""
+        return cls(spec.url, spec.directory, os.getpid(), start_ticks(os.getpid()) or 0)
+
+    def finished(self, unwritten: list[str]) -> "MountState":
+        """The same mount at its end."""
+        return replace(self, ended=True, unwritten=tuple(unwritten))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server process lives."""
+        return not self.ended and start_ticks(self.pid) == self.start_ticks
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in the kernel's own count; None where there is none (any more)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def state_path(run_dir: Path, directory: Path) -> Path:
+    """Where the state of a mount on `directory` (absolute) lies; the log is beside it."""
+    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+    return run_dir / "checkpoints" / f"{name}.json"
+
+
+def log_path(run_dir: Path, directory: Path) -> Path:
+    """What the server of a mount logs."""
+    return state_path(run_dir, directory).with_suffix(".log")
+
+
+def write_state(run_dir: Path, state: MountState) -> None:
+    """Replace the state. Raises: BootseerError."""
+    path = state_path(run_dir, Path(state.directory))
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(asdict(state), file)
+        temporary.replace(path)
+    except OSError as error:
+        raise from_oserror(error, f"write the state of the mount to {path}") from error
+
+
+def read_state(run_dir: Path, directory: Path) -> MountState | None:
+    """The state of the mount on `directory`; None where there was none. Raises: CorruptError."""
+    path = state_path(run_dir, directory)
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape") as file:
+            fields = json.loads(file.read(_MAX_STATE_BYTES))
+        fields["unwritten"] = tuple(map(str, fields["unwritten"]))
+        return MountState(**fields)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_oserror(error, f"read the state of the mount {path}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptError(f"{path} is not the state of a mount: {error}") from error

@@ -1,0 +1,149 @@
+"""The process that serves one mounted checkpoint tree.
+
+Owns the life of the mount: start, warm-up, the watch on the process that the mount is for, the end.
+Run as `python -m bootseer.fuse.striped.server STATUS_FD` with a `MountSpec` on stdin; says on the
+descriptor whether the mount works, then serves until unmounted, a signal, or that process ends.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError, NotFoundError, exit_code_of, from_oserror
+from bootseer.fuse.kernel import MountOptions, Server
+from bootseer.fuse.kernel.foreground import StopSignal
+from bootseer.fuse.striped.file_system import StripedFileSystem
+from bootseer.fuse.striped.mount_spec import MountSpec, MountState, write_state
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.warm import warm_newest
+from bootseer.store import open_backend
+
+_log = logging.getLogger(__name__)
+
+SUBTYPE = "bootseer-stripe"
+_THREADS = 16
+# A request may wait for memory as long as bytes still move, so this is no measure of slowness: it
+# is the end of any request whose own deadlines have failed.
+_REQUEST_DEADLINES = 4
+# What of the memory a warm-up may take: demand and other readers need the rest.
+_WARM_SHARE = 0.75
+
+
+def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str]:
+    """Mount and serve in the foreground; returns the files that were left unwritten at the end.
+
+    Main thread only. Raises: BootseerError.
+    """
+    storage = StripedStorage(
+        open_backend(spec.url), spec.stripe_settings, memory_bytes=spec.memory_bytes
+    )
+    try:
+        _check_root(storage, spec)
+        file_system = StripedFileSystem(storage.tree, storage.budget, spec.stripe_settings)
+        state = MountState.of_this_process(spec)
+        with _lifetime(spec.lifetime_pid) as owner, StopSignal() as stop:
+            server = Server(
+                file_system, Path(spec.directory), _mount_options(spec), on_end=stop.wake
+            )
+            write_state(Path(spec.run_dir), state)
+            stopping = threading.Event()
+            try:
+                server.mount()
+                on_ready()
+                if spec.warm:
+                    _start_warming(storage, spec, stopping)
+                select.select([stop.fileno(), *owner], [], [])
+            finally:
+                stopping.set()
+                with contextlib.ExitStack() as ending:
+                    ending.callback(
+                        lambda: write_state(
+                            Path(spec.run_dir), state.finished(file_system.unwritten)
+                        )
+                    )
+                    server.unmount()
+        return file_system.unwritten
+    finally:
+        storage.close()
+
+
+def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
+    try:
+        if not storage.backend.stat("").is_dir:
+            raise InvalidInputError(f"{spec.url} is a file; mount the folder that holds it")
+    except NotFoundError:
+        if spec.read_only:
+            raise
+        storage.backend.mkdir("")
+
+
+def _mount_options(spec: MountSpec) -> MountOptions:
+    # The kernel's option string has no way to quote.
+    name = "".join("_" if c in ",\\" or not c.isprintable() else c for c in spec.url)
+    return MountOptions(
+        name=name,
+        subtype=SUBTYPE,
+        allow_other=spec.allow_other,
+        read_only=spec.read_only,
+        threads=_THREADS,
+        read_directory_plus=False,
+        atomic_truncate=True,
+        request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
+    )
+
+
+@contextlib.contextmanager
+def _lifetime(pid: int | None) -> Iterator[list[int]]:
+    """A list with a descriptor that becomes readable when the process ends; empty for None."""
+    if pid is None:
+        yield []
+        return
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError as error:
+        raise from_oserror(error, f"watch process {pid}") from error
+    try:
+        yield [fd]
+    finally:
+        os.close(fd)
+
+
+def _start_warming(storage: StripedStorage, spec: MountSpec, stopping: threading.Event) -> None:
+    def run() -> None:
+        budget_bytes = int(spec.memory_bytes * _WARM_SHARE)
+        count = warm_newest(storage, budget_bytes, stopping.is_set)
+        _log.info("read %d bytes of the newest checkpoint ahead", count)
+
+    threading.Thread(target=run, name="stripe-warm", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point of the server process."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    status = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+
+    def answer(document: dict[str, object]) -> None:
+        # Whoever started us may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            status.write(json.dumps(document))
+            status.close()
+
+    try:
+        spec = MountSpec.from_json(sys.stdin.read())
+        serve_checkpoints(spec, lambda: answer({"ready": True}))
+    except BaseException as error:
+        _log.exception("the mount ended")
+        answer({"error": str(error), "class": type(error).__name__})
+        sys.exit(exit_code_of(error))
+
+
+if __name__ == "__main__":
+    main()
