@@ -35,7 +35,7 @@ class LayerTree:
     implied: frozenset[bytes] = frozenset()
     """Paths of directories that the tar has no entry for; b"" is the root."""
     links: tuple[tuple[bytes, bytes], ...] = ()
-    """(path, target path) of hard links whose target is not in this layer, in the tar's order."""
+    """(path, target path in lower layers) of hard links whose target is not in this layer."""
     is_changeset: bool = True
     """False: a plain root file system, in which no name has a special meaning."""
 
@@ -73,7 +73,7 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
     blobs, positions = _used_blobs(result, layers)
     for (layer_number, _), number in result.numbers.items():
         inode = result.inodes[number]
-        if inode.extents:
+        if any(positions[layer_number, e.blob] != e.blob for e in inode.extents):
             extents = tuple(
                 Extent(e.file_offset, positions[layer_number, e.blob], e.blob_offset, e.length)
                 for e in inode.extents
@@ -133,11 +133,11 @@ def _resolve_links(root: _Node, layer: LayerTree) -> Mapping[bytes, _Node]:
     """Path -> the lower layers' node, before this layer's whiteouts can hide it."""
     found: dict[bytes, _Node] = {}
     for path, target in layer.links:
-        node = found.get(target) or _find(root, target)
+        node = _find(root, target)
         if node is None or node.children is not None:
             raise CorruptError(
                 f"the hard link {path!r} points to {target!r}, which is no file of this layer or "
-                "a lower one"
+                "of a lower one"
             )
         found[path] = _Node(node.layer, node.inode)
     return found

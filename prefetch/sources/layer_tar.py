@@ -28,10 +28,17 @@ class _Layer(_Unpacked):
             target = self._locate(member.link)
             if target not in self._names:
                 path = self._locate(member.path)
+                target = self._below.get(target, target)
                 self._remove(path)
-                self._below[path] = self._below.get(target, target)
+                self._below[path] = target
                 return
         super().add(member, extents, digest)
+
+    def _remove(self, path: bytes) -> None:
+        super()._remove(path)
+        prefix = path + b"/"
+        for link in [p for p in self._below if p == path or p.startswith(prefix)]:
+            del self._below[link]
 
     @property
     def implied(self) -> frozenset[bytes]:

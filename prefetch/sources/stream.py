@@ -74,7 +74,8 @@ class _Stored(io.RawIOBase):
     ) -> None:
         self._source = source
         self._expected = expected
-        digest = expected.stored_digest
+        # Bytes that are stored as they are would only be hashed twice.
+        digest = expected.stored_digest if expected.stored_digest != expected.diff_id else None
         self._hash = hashlib.new(digest.partition(":")[0]) if digest else None
         self._on_progress = on_progress
         self.count_bytes = 0
@@ -104,7 +105,9 @@ class _Stored(io.RawIOBase):
             raise CorruptError(
                 f"the {expected.name} ends after {self.count_bytes} of {expected.size_bytes} bytes"
             )
-        found = f"{self._hash.name}:{self._hash.hexdigest()}" if self._hash else None
+        if self._hash is None:
+            return
+        found = f"{self._hash.name}:{self._hash.hexdigest()}"
         if found != expected.stored_digest:
             raise CorruptError(f"the {expected.name} has the digest {found}")
 
@@ -186,7 +189,7 @@ def decompressed(
         found = f"{sha.name}:{sha.hexdigest()}"
         if found != expected.diff_id:
             raise CorruptError(
-                f"the {expected.name} holds {found}, but the image's configuration says "
+                f"the {expected.name} contains {found}, but the image's configuration says "
                 f"{expected.diff_id}"
             )
 

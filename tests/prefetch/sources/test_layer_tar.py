@@ -1,0 +1,228 @@
+"""Stacks of real tars, packed and merged, against a model that spells every rule out."""
+
+import hashlib
+import io
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bootseer.errors import CorruptError
+from bootseer.prefetch.merge import LayerTree, merge
+from bootseer.prefetch.sources.layer_tar import pack_layer
+from tests.support.images import Member, tar_of
+
+
+def packed(members: Sequence[Member]) -> LayerTree:
+    return pack_layer(io.BytesIO(tar_of(members)), io.BytesIO())
+
+
+@dataclass(eq=False)
+class Thing:
+    """A file or directory of the model; two names of one thing are hard links."""
+
+    member: Member | None
+    """None: implied."""
+
+    @property
+    def is_dir(self) -> bool:
+        return self.member is None or self.member.kind == "d"
+
+
+def above(path: str) -> list[str]:
+    """Every directory that leads to `path`, the root first."""
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(len(parts))] if path else []
+
+
+def remove(state: dict[str, Thing], path: str) -> None:
+    for name in [p for p in state if p == path or path in above(p)]:
+        del state[name]
+
+
+class Model:
+    """What unpacking the layers one after another gives."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Thing] = {"": Thing(None)}
+        self.layer: dict[str, Thing] = {"": Thing(None)}
+
+    def accepts(self, member: Member) -> bool:
+        """Whether the member makes sense here; else it is left out of the tar."""
+        path = member.name.removeprefix("./").rstrip("/")
+        if any(p in self.layer and not self.layer[p].is_dir for p in above(path)):
+            return False
+        if not path and member.kind != "d":
+            return False
+        if member.kind == "h":
+            target = self.layer.get(member.link) or self.state.get(member.link)
+            # What a layer has at a path hides what is below, also from its own links.
+            leads = any(p in self.layer and not self.layer[p].is_dir for p in above(member.link))
+            return (
+                target is not None
+                and not target.is_dir
+                and not leads
+                and member.link not in above(path)
+                and ".wh." not in member.link + path
+            )
+        return True
+
+    def add(self, member: Member) -> None:
+        path = member.name.removeprefix("./").rstrip("/")
+        for parent in above(path):
+            self.layer.setdefault(parent, Thing(None))
+        if member.kind == "h":
+            thing = self.layer.get(member.link) or self.state[member.link]
+            if self.layer.get(path) is not thing:
+                remove(self.layer, path)
+            self.layer[path] = thing
+        elif member.kind == "d" and path in self.layer and self.layer[path].is_dir:
+            self.layer[path] = Thing(member)
+        else:
+            remove(self.layer, path)
+            self.layer[path] = Thing(member)
+
+    def end_layer(self) -> None:
+        for path in self.layer:
+            directory, _, name = path.rpartition("/")
+            if name == ".wh..wh..opq":
+                for below in [p for p in self.state if directory in above(p)]:
+                    del self.state[below]
+            elif name.startswith(".wh.") and not name.startswith(".wh..wh."):
+                remove(self.state, f"{directory}/{name[4:]}".lstrip("/"))
+        for path, thing in sorted(self.layer.items()):
+            if path.rpartition("/")[2].startswith(".wh."):
+                continue
+            known = self.state.get(path)
+            if known is not None and known.is_dir and thing.is_dir:
+                if thing.member is not None:
+                    self.state[path] = thing
+            else:
+                remove(self.state, path)
+                self.state[path] = thing
+        self.layer = {"": Thing(None)}
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+LAST = st.sampled_from(["a", "b", "c", "d", ".wh.a", ".wh.b", ".wh..wh..opq", ".wh..wh.plnk"])
+
+
+@st.composite
+def members(draw: st.DrawFn, number: int) -> Member:
+    directories = draw(st.lists(NAMES, max_size=2))
+    name = "/".join([*directories, draw(LAST)])
+    prefix = draw(st.sampled_from(["", "./"]))
+    if "/.wh." in f"/{name}":
+        return Member(prefix + name, uid=number)
+    kind = draw(st.sampled_from("ffddhl"))
+    if kind == "d":
+        root = draw(st.integers(0, 9)) == 0
+        return Member("./" if root else prefix + name + "/", "d", uid=number)
+    if kind == "h":
+        target = "/".join(draw(st.lists(NAMES, min_size=1, max_size=3)))
+        return Member(prefix + name, "h", link=target)
+    if kind == "l":
+        # Dangling: what leads through symbolic links is the business of the tar packer's tests.
+        return Member(prefix + name, "l", link=f"absent-{number}", uid=number)
+    return Member(prefix + name, data=b"%d" % number, uid=number)
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[list[list[Member]], Model]:
+    model = Model()
+    layers: list[list[Member]] = []
+    number = 0
+    for _ in range(draw(st.integers(1, 4))):
+        layer = []
+        for _ in range(draw(st.integers(0, 8))):
+            number += 1
+            member = draw(members(number))
+            if model.accepts(member):
+                model.add(member)
+                layer.append(member)
+        model.end_layer()
+        layers.append(layer)
+    return layers, model
+
+
+@settings(max_examples=300, deadline=None)
+@given(stacks())
+def test_tars_against_the_model(stack: tuple[list[list[Member]], Model]) -> None:
+    layers, model = stack
+    tree = merge([packed(layer) for layer in layers])
+    found = {path.decode(): number for path, number in tree.walk()}
+    assert sorted(found) == sorted(model.state)
+    numbers: dict[int, Thing] = {}
+    for path, thing in model.state.items():
+        inode = tree.inode(found[path])
+        member = thing.member
+        assert stat.S_ISDIR(inode.mode) == thing.is_dir, path
+        assert inode.uid == (member.uid if member else 0), path
+        if member and member.kind == "f":
+            assert inode.digest == hashlib.sha256(member.data).digest(), path
+        if member and member.kind == "l":
+            assert inode.link_target == member.link.encode(), path
+        # The same thing is the same inode, and only then.
+        assert numbers.setdefault(found[path], thing) is thing, path
+    assert len(numbers) == len({id(thing) for thing in model.state.values()})
+
+
+def test_what_a_layer_only_implies() -> None:
+    layer = packed([Member("a/b/c/", "d"), Member("x/", "d"), Member("x/y/z", data=b"z")])
+    assert layer.implied == {b"", b"a", b"a/b", b"x/y"}
+    assert packed([Member("./", "d"), Member("a/b"), Member("a/", "d")]).implied == set()
+
+
+def test_links_to_lower_layers() -> None:
+    layer = packed(
+        [
+            Member("new/one", "h", link="./lower"),
+            Member("two", "h", link="new/one"),
+            Member("three", "h", link="lower"),
+            Member("three", data=b"replaced"),
+            Member("lower", data=b"comes too late for the links above"),
+            Member("four", "h", link="lower"),
+        ]
+    )
+    assert layer.links == ((b"new/one", b"lower"), (b"two", b"lower"))
+    tree = layer.tree
+    assert tree.resolve(b"four") == tree.resolve(b"lower")
+
+
+def test_a_link_whose_directory_is_replaced_is_gone() -> None:
+    layer = packed([Member("d/link", "h", link="lower"), Member("d", data=b"a file now")])
+    assert layer.links == ()
+
+
+def test_a_link_that_hides_a_directory_below() -> None:
+    lower = [Member("d/x", data=b"x"), Member("file", data=b"f")]
+    tree = merge([packed(lower), packed([Member("d", "h", link="file")])])
+    assert tree.resolve(b"d/x") is None
+    assert tree.resolve(b"d") == tree.resolve(b"file")
+
+
+@pytest.mark.parametrize(
+    "members", [[Member("../x")], [Member("a/../../x")], [Member("x", data=b"1"), Member("x/y")]]
+)
+def test_members_that_lead_astray(members: list[Member]) -> None:
+    with pytest.raises(CorruptError):
+        packed(members)
+
+
+def test_not_a_tar() -> None:
+    for data in (b"", b"garbage" * 100, tar_of([Member("x", data=b"x" * 5000)])[:3000]):
+        with pytest.raises(CorruptError):
+            pack_layer(io.BytesIO(data), io.BytesIO())
+
+
+def test_the_blob_holds_the_tar_unchanged() -> None:
+    import zstandard
+
+    tar = tar_of([Member("x", data=bytes(500_000)), replace(Member("y"), data=b"y" * 777)])
+    sink = io.BytesIO()
+    pack_layer(io.BytesIO(tar), sink)
+    reader = zstandard.ZstdDecompressor().stream_reader(sink.getvalue(), read_across_frames=True)
+    assert reader.read() == tar
