@@ -1,0 +1,64 @@
+"""Lookup counting against an obviously right model."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.fuse.kernel.lookups import LookupCounts
+
+
+def _look_up(counts: LookupCounts, *nodes: int) -> None:
+    counts.begin()
+    counts.end(nodes)
+
+
+def test_dropped_comes_with_the_last_reference() -> None:
+    dropped: list[int] = []
+    counts = LookupCounts(dropped.append)
+    _look_up(counts, 2, 3, 2)
+    counts.forget(2, 1)
+    assert dropped == []
+    counts.forget(2, 1)
+    assert dropped == [2]
+    assert counts.snapshot() == {3: 1}
+
+
+def test_a_lookup_under_way_keeps_what_it_may_name() -> None:
+    dropped: list[int] = []
+    counts = LookupCounts(dropped.append)
+    _look_up(counts, 2, 3)
+    counts.begin()
+    counts.forget(2, 1)
+    counts.forget(3, 1)
+    assert dropped == []
+    counts.end([2])
+    assert dropped == [3]
+    assert counts.snapshot() == {2: 1}
+
+
+def test_unknown_nodes_are_tolerated_after_a_restart() -> None:
+    dropped: list[int] = []
+    counts = LookupCounts(dropped.append)
+    counts.forget(99, 5)
+    _look_up(counts, 99)
+    counts.forget(99, 5)
+    assert dropped == [99]
+    assert counts.snapshot() == {}
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(2, 5)), max_size=60))
+def test_counts_match_a_model(steps: list[tuple[bool, int]]) -> None:
+    dropped: list[int] = []
+    expected_drops: list[int] = []
+    counts = LookupCounts(dropped.append)
+    model: dict[int, int] = {}
+    for is_lookup, node in steps:
+        if is_lookup:
+            _look_up(counts, node)
+            model[node] = model.get(node, 0) + 1
+        elif model.get(node):
+            counts.forget(node, 1)
+            model[node] -= 1
+            if not model[node]:
+                expected_drops.append(node)
+    assert counts.snapshot() == {node: count for node, count in model.items() if count}
+    assert dropped == expected_drops

@@ -1,0 +1,87 @@
+"""Finding mounts from text, and the errors of mounting."""
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BusyError, InvalidInputError, NotFoundError
+from bootseer.fuse.kernel import find_mounts, mounts, unmount
+from bootseer.fuse.kernel.mount import mount
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
+from tests.support import fuse_mount
+
+_MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+90 22 0:45 / /mnt/with\040space\134 ro,nosuid,nodev - fuse.bootseer-tree hdfs://nn/ckpt ro,user_id=0
+91 22 0:46 / /mnt/plain rw shared:5 master:2 - fuse sshfs rw
+92 22 0:47 / /mnt/blk rw - fuseblk /dev/sdb1 rw
+93 22 0:48 / /sys/fs/fuse/connections rw - fusectl fusectl rw
+broken line
+"""
+
+
+def test_mountinfo_is_parsed() -> None:
+    first, second = mounts.parse_mountinfo(_MOUNTINFO)
+    assert first == mounts.Mount(
+        Path("/mnt/with space\\"), 45, "bootseer-tree", "hdfs://nn/ckpt", True
+    )
+    assert (second.path, second.subtype, second.read_only) == (Path("/mnt/plain"), "", False)
+
+
+def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "last").symlink_to("nowhere")
+    resolved = mounts.absolute(tmp_path / "link" / "last")
+    assert resolved == tmp_path.resolve() / "real" / "last"
+    assert mounts.absolute(Path("/")) == Path("/")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "a,b"},
+        {"name": ""},
+        {"subtype": "a.b"},
+        {"subtype": "a\nb"},
+        {"threads": 0},
+        {"max_read_bytes": 1 << 21},
+    ],
+)
+def test_options_are_checked(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError):
+        MountOptions(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.fuse
+def test_a_mountpoint_must_be_a_directory(tmp_path: Path) -> None:
+    fuse_mount.require_fuse()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotFoundError, match="create it"):
+        mount(tmp_path / "missing", fuse_mount.short_options())
+    with pytest.raises(InvalidInputError, match="not a directory"):
+        mount(tmp_path / "file", fuse_mount.short_options())
+
+
+@pytest.mark.fuse
+def test_a_busy_mountpoint_is_refused(mountpoint: Path) -> None:
+    with fuse_mount.mounted(Operations(), mountpoint, fuse_mount.short_options(name="first")):
+        with pytest.raises(BusyError, match="first"):
+            mount(mountpoint, fuse_mount.short_options())
+        found = [m for m in find_mounts(fuse_mount.SUBTYPE) if m.path == mountpoint]
+        assert len(found) == 1
+    assert mounts.find_mount(mountpoint) is None
+
+
+@pytest.mark.fuse
+def test_unmount_of_nothing_says_so(mountpoint: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no FUSE"):
+        unmount(mountpoint)
+
+
+@pytest.mark.fuse
+def test_unmount_by_path_ends_the_server(mountpoint: Path) -> None:
+    with fuse_mount.mounted(Operations(), mountpoint) as server:
+        unmount(mountpoint, timeout_s=5)
+        assert server.wait(5)
+        assert mounts.find_mount(mountpoint) is None
