@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 _DEADLINE_S = 60.0
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
+_REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
 # HDFS's own default, for a file whose status does not tell.
 _BLOCK_SIZE_BYTES = 128 << 20
 
@@ -104,14 +105,18 @@ class HdfsBackend:
 
     def create(self, path: str, *, overwrite: bool = False) -> HdfsWriter:
         full = self._full(path, file=True)
-        writer = self.call(
+        return HdfsWriter(self, path, full, self.create_raw(path, overwrite=overwrite))
+
+    def create_raw(self, path: str, *, overwrite: bool) -> Any:
+        """A new file as hdfs-native's own writer, for `HdfsWriter`."""
+        full = self._full(path)
+        return self.call(
             # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
             # make a half-written file look complete.
             lambda client: client.inner.create(full, self._write_options(overwrite)),
             "create",
             path,
         )
-        return HdfsWriter(self, path, full, writer)
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         old, new = self._full(source, file=True), self._full(target, file=True)
@@ -183,12 +188,15 @@ class HdfsBackend:
             if self._client_or_none is None:
                 from hdfs_native import Client
 
-                timeout_ms = str(int(self.deadline_s * 1000))
-                try:
+                config = {
                     # A DataNode that hangs is left in time for another replica to be tried.
-                    self._client_or_none = Client(
-                        self._cluster, {"dfs.client.socket-timeout": timeout_ms}
-                    )
+                    "dfs.client.socket-timeout": str(int(self.deadline_s * 500)),
+                    # On a cluster with no DataNode to spare, a write goes on with those that
+                    # are left (and the NameNode replicates later) rather than fail.
+                    f"{_REPLACE_DATANODE}.best-effort": "true",
+                }
+                try:
+                    self._client_or_none = Client(self._cluster, config)
                 except (RuntimeError, ValueError) as error:
                     raise InvalidInputError(f"cannot use {self._cluster}: {error}") from error
             return self._client_or_none

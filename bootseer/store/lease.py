@@ -148,7 +148,10 @@ class Lease:
             if self._released:
                 return
             token = self._record.token
-            ended = _end(self._backend, self.key, token)
+            current = _read(self._backend, self.key)
+            # Somebody may have broken the lease by deleting it, which leaves no tombstone.
+            ours = current is not None and current.token == token
+            ended = ours and _end(self._backend, self.key, token)
             # Nobody else can have seen this token as expired before its time: only then is the
             # tombstone of no use.
             if ended and self.still_held:

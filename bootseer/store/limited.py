@@ -82,7 +82,7 @@ def open_limited(url: str) -> "LimitedBackend":
     rates = [
         rate for rate in (limits.stream_bytes_per_s, limits.node_bytes_per_s) if rate is not None
     ]
-    if not all(rate > 0 for rate in rates) or not 0 <= limits.latency_s < 60:
+    if not all(0 < rate < 1e15 for rate in rates) or not 0 <= limits.latency_s < 60:
         raise InvalidInputError(f"{url!r}: rates are positive, latency_s is below 60")
     if limits.node_bytes_per_s and limits.account is None:
         raise InvalidInputError(f"{url!r}: node_bytes_per_s needs account=PATH")

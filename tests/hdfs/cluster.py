@@ -1,0 +1,196 @@
+"""`MiniHdfs`: starts, breaks and stops a real HDFS of one NameNode and several DataNodes.
+
+One JVM (`MiniHdfs.java`), up in some 4 s with 250 MiB, only on loopback. It ends with its parent,
+however that ends, because its standard input does. Used by the tests and by the benchmarks.
+"""
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.hdfs.classpath import cache_folder, classpath
+
+_START_DEADLINE_S = 90
+_COMMAND_DEADLINE_S = 60
+_STOP_DEADLINE_S = 20
+
+
+class MiniHdfs:
+    """A running HDFS. Leaving the `with` block stops it and removes its data.
+
+    `conf` sets any Hadoop property. `apart` puts DataNode i on 127.0.1.(i+1), for `relay`.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        datanode_count: int = 3,
+        conf: Mapping[str, str] | None = None,
+        apart: bool = False,
+        heap: str = "512m",
+    ) -> None:
+        self.home = home.absolute()
+        self.datanode_count = datanode_count
+        self.url = ""
+        self.http_address = ""
+        self.datanode_ports: list[int] = []
+        self._conf = dict(conf or {})
+        self._apart = apart
+        self._heap = heap
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._archive: Path | None = None
+
+    @property
+    def pid(self) -> int:
+        """The JVM's process."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Start all. Raises: CannotAssembleError; RuntimeError with the log's end."""
+        jars = classpath()
+        self.home.mkdir(parents=True, exist_ok=True)
+        command = ["java", f"-Xmx{self._heap}", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
+        command += ["-Djava.net.preferIPv4Stack=true"]
+        command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
+        command += ["-cp", ":".join(map(str, jars)), "MiniHdfs", str(self.home)]
+        command += [str(self.datanode_count), "apart" if self._apart else "shared"]
+        command += [f"{key}={value}" for key, value in self._conf.items()]
+        with (self.home / "hdfs.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "HADOOP_USER_NAME": "hdfs"},
+                start_new_session=True,  # a Ctrl-C is for pytest, which then stops it
+            )
+        threading.Thread(target=self._read_lines, daemon=True).start()
+        try:
+            words = self._answer("READY", _START_DEADLINE_S).split()
+        except BaseException:
+            self.stop()
+            raise
+        self.url = f"hdfs://127.0.0.1:{words[1]}"
+        self.http_address = f"127.0.0.1:{words[2]}"
+        self.datanode_ports = [int(word) for word in words[3:]]
+        return self
+
+    def _class_data(self) -> list[str]:
+        """Options for class data sharing, which halves the start; the first run writes it."""
+        shared = cache_folder() / "mini.jsa"
+        quiet = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xshare:auto"]
+        if shared.exists():
+            return [f"-XX:SharedArchiveFile={shared}", *quiet]
+        self._archive = shared.with_name(f"mini.{os.getpid()}.jsa")
+        return [f"-XX:ArchiveClassesAtExit={self._archive}", *quiet]
+
+    def _read_lines(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed by stop()
+            for line in self._process.stdout:
+                self._lines.put(line.strip())
+        self._lines.put("ERROR the JVM ended")
+
+    def _answer(self, word: str, timeout_s: float) -> str:
+        while True:
+            try:
+                line = self._lines.get(timeout=timeout_s)
+            except queue.Empty:
+                line = f"ERROR no answer in {timeout_s} s"
+            if line.startswith(word):
+                return line
+            if line.startswith("ERROR"):
+                log = (self.home / "hdfs.log").read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"HDFS: {line}; its log ends with:\n{log[-2000:]}")
+
+    def _command(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        self._answer("OK", _COMMAND_DEADLINE_S)
+
+    def kill_datanode(self, index: int) -> None:
+        """Cut a DataNode off in the middle of what it does."""
+        self._command(f"kill {index}")
+
+    def start_datanode(self, index: int) -> None:
+        """Start a killed DataNode again, with its data and at its port."""
+        self._command(f"start {index}")
+
+    def wait_for_datanodes(self, count: int) -> None:
+        """Return when the NameNode serves and counts at least `count` DataNodes."""
+        self._command(f"wait {count}")
+
+    def stop_namenode(self) -> None:
+        """From now on connections to the NameNode are refused."""
+        self._command("stop-namenode")
+
+    def start_namenode(self) -> None:
+        """Start the NameNode again, at its port."""
+        self._command("start-namenode")
+
+    def pause(self) -> None:
+        """Let all servers hang: connections are accepted and nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+        # A thread that runs at this moment may still answer a request.
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            while _state(task) not in "TX":
+                time.sleep(0.001)
+
+    def resume(self) -> None:
+        """End `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Stop all and remove the data. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(_STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_STOP_DEADLINE_S)
+            process.stdout.close()
+            if self._archive is not None and self._archive.exists():
+                self._archive.replace(cache_folder() / "mini.jsa")
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _state(task: Path) -> str:
+    """One letter as ps(1) shows it; X for a thread that has ended."""
+    try:
+        return (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"

@@ -1,0 +1,86 @@
+"""The HDFS of the tests is real: it loses servers, gets them back, and keeps data meanwhile."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bootseer.errors import DeadlineError, UnavailableError
+from bootseer.store import open_backend, open_store
+from tests.hdfs.classpath import unshade_class
+from tests.hdfs.cluster import MiniHdfs
+
+pytestmark = pytest.mark.hdfs
+
+
+@pytest.fixture
+def whole(hdfs: MiniHdfs) -> Iterator[MiniHdfs]:
+    """The session's HDFS, all of whose servers run again afterwards."""
+    yield hdfs
+    hdfs.resume()
+    hdfs.wait_for_datanodes(hdfs.datanode_count)
+
+
+def test_data_outlives_a_datanode(whole: MiniHdfs, hdfs_url: str) -> None:
+    data = bytes(range(256)) * 1024
+    with open_store(hdfs_url + "?replication=3") as safe, open_store(hdfs_url) as store:
+        safe.publish("kept", data)
+        whole.kill_datanode(1)
+        try:
+            assert safe.read("kept") == data
+            # The NameNode still offers the dead one to writers for some seconds.
+            for index in range(4):
+                assert store.publish(f"new/{index}", data)
+                assert store.read(f"new/{index}") == data
+        finally:
+            whole.start_datanode(1)
+            whole.wait_for_datanodes(3)
+
+
+def test_data_outlives_a_namenode_restart(whole: MiniHdfs, hdfs_url: str) -> None:
+    with open_store(hdfs_url) as store:
+        store.publish("kept", b"x" * 1000)
+        whole.stop_namenode()
+        try:
+            with (
+                open_store(hdfs_url + "?deadline_s=1") as hurried,
+                pytest.raises((DeadlineError, UnavailableError)),
+            ):
+                hurried.read("kept")
+        finally:
+            whole.start_namenode()
+            whole.wait_for_datanodes(3)
+        assert store.read("kept") == b"x" * 1000
+
+
+def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
+    backend = open_backend(hdfs_url + "?deadline_s=2")
+    with backend.create("file") as writer:
+        writer.write(b"abc")
+    buffer = bytearray(b"???")
+    whole.pause()
+    with pytest.raises(DeadlineError, match="no answer"):
+        backend.stat("file")
+    with pytest.raises(DeadlineError):
+        backend.read("file")
+    with pytest.raises(DeadlineError):
+        backend.read_into("file", 0, memoryview(buffer))
+    with pytest.raises(DeadlineError):
+        backend.create("other")
+    whole.resume()
+    whole.wait_for_datanodes(3)
+    # What was given up does not write into the caller's buffer later.
+    for _ in range(10):
+        assert backend.read("file") == b"abc"
+    assert buffer == b"???"
+    backend.close()
+
+
+def test_unshading_rewrites_the_strings_of_a_class() -> None:
+    name = b"org/apache/hadoop/shaded/a/B"
+    head = b"\xca\xfe\xba\xbe\x00\x00\x00\x34"
+    pool = b"\x05" + bytes(8) + b"\x01" + len(name).to_bytes(2, "big") + name + b"\x07\x00\x03"
+    shaded = head + (5).to_bytes(2, "big") + pool + b"rest"
+    short = name.removeprefix(b"org/apache/hadoop/shaded/")
+    expected_pool = b"\x05" + bytes(8) + b"\x01\x00\x03" + short + b"\x07\x00\x03"
+    assert unshade_class(shaded) == head + b"\x00\x05" + expected_pool + b"rest"
+    assert unshade_class(b"nothing to do") == b"nothing to do"

@@ -1,0 +1,79 @@
+"""Calls that end by a deadline, whatever the called code does."""
+
+import threading
+import time
+
+import pytest
+
+from bootseer.errors import DeadlineError
+from bootseer.store.deadline import Call, DeadlineCaller
+
+
+def test_returns_and_raises_what_the_function_does() -> None:
+    caller = DeadlineCaller(2, "test")
+    assert caller.run(lambda _: 42, 10) == 42
+
+    def fail(_: Call[None]) -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        caller.run(fail, 10)
+    caller.close()
+
+
+def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
+    caller = DeadlineCaller(4, "test")
+    release = threading.Event()
+    abandoned: list[bool] = []
+
+    def hang(call: Call[None]) -> None:
+        release.wait(30)
+        with call.handover:
+            abandoned.append(call.abandoned)
+
+    with pytest.raises(DeadlineError):
+        caller.run(hang, 0.05)
+    release.set()
+
+    def move(call: Call[str]) -> str:
+        for _ in range(10):
+            time.sleep(0.02)
+            call.progress_count += 1
+        return "moved"
+
+    assert caller.run(move, 0.1) == "moved"
+    for _ in range(200):
+        if abandoned:
+            break
+        time.sleep(0.01)
+    assert abandoned == [True]
+    caller.close()
+
+
+def test_a_call_without_a_helper_ends_too() -> None:
+    caller = DeadlineCaller(1, "test")
+    release = threading.Event()
+    ran: list[int] = []
+    with pytest.raises(DeadlineError):
+        caller.run(lambda _: release.wait(30), 0.05)
+    with pytest.raises(DeadlineError):
+        caller.run(lambda _: ran.append(1), 0.05)
+    release.set()
+    assert caller.run(lambda _: "served again", 10) == "served again"
+    assert ran == [], "nobody waits for it any more"
+    caller.close()
+
+
+def test_many_callers_share_the_helpers() -> None:
+    caller = DeadlineCaller(4, "test")
+    results: list[int] = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(caller.run(lambda _: n * n, 10)))
+        for n in range(50)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == [n * n for n in range(50)]
+    caller.close()
