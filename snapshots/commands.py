@@ -11,7 +11,7 @@ from bootseer.snapshots.manifest import Manifest, is_name
 from bootseer.snapshots.restore import check_base, place, restore, restore_to
 from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.scan import base_digest, scan
-from bootseer.snapshots.state import save_state
+from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import declared_targets
 from bootseer.store import open_store
 
@@ -30,7 +30,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
     with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
-        work.recover(hosts)
+        work.recover(hosts, remember(settings, _ROOT))
         changes = []
         for path, host in zip(paths, hosts, strict=True):
             after = scan(host)
@@ -55,13 +55,14 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
         placed = place(manifest, _ROOT)
         hosts = [item.path for item in placed]
         with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
-            work.recover(hosts)
-            bases = []
+            note = remember(settings, _ROOT)
+            work.recover(hosts, note)
+            bases = {}
             for item in placed:
                 before = scan(item.path)
                 check_base(manifest, item.target, before)
-                bases.append(base_digest(before))
-            restore(store, manifest, placed, deadline_s=settings.deadline_s)
-            for host, base in zip(hosts, bases, strict=True):
-                save_state(settings.cache_dir, host, manifest.fingerprint, base, scan(host))
+                bases[item.target.path] = base_digest(before)
+            restore(
+                store, manifest, placed, bases, deadline_s=settings.deadline_s, on_finished=note
+            )
     return manifest

@@ -5,7 +5,7 @@ holds the locks of the targets and has called `work.recover`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +74,18 @@ def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
 
 
 def restore(
-    store: Store, manifest: Manifest, placed: Sequence[Placed], *, deadline_s: float
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    *,
+    deadline_s: float,
+    on_finished: working.OnFinished,
 ) -> None:
     """Put all targets of a snapshot in place, or change nothing.
 
-    What is there has been found to fit (`check_base`). Raises: CorruptError, NotFoundError,
+    What is there (`bases`) has been found to fit (`check_base`). `on_finished` is called for each
+    target before a crash could no longer be recovered from. Raises: CorruptError, NotFoundError,
     UnavailableError, DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed,
     unless the message says that a restore could not be *finished*; the next run goes on with it.
     """
@@ -91,12 +98,15 @@ def restore(
             works.append(work)
             _extract(store, item.target, tree, work.tree, deadline_s)
             working.write_plan(
-                work, works[0], manifest.fingerprint, index.encode(tree), item.target.deletions
+                work,
+                works[0],
+                fingerprint=manifest.fingerprint,
+                base=bases[item.target.path],
+                encoded_tree=index.encode(tree),
+                deletions=item.target.deletions,
             )
         working.commit(works)
-        for work in works:
-            working.finish(work)
-        working.remove(works)
+        working.complete(works, on_finished)
     except BaseException:
         if not working.is_committed(works):
             working.remove(works)

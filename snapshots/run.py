@@ -33,7 +33,7 @@ from bootseer.snapshots.request import Report, Request, Resolved, resolve, worki
 from bootseer.snapshots.restore import place, restore
 from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.scan import Scan, base_digest, scan
-from bootseer.snapshots.state import load_state, save_state
+from bootseer.snapshots.state import load_state, remember
 from bootseer.snapshots.targets import show
 from bootseer.store import Store, open_store
 
@@ -118,6 +118,7 @@ class _Run:
         self.paths: dict[bytes, Path] = {}
         self.key = ""
         self.is_locked = False
+        self.note = remember(settings, request.root)
 
     def guarded(self, resolved: Resolved) -> SetupResult:
         """All of it; anything but the command's own failure ends in `ordinary`."""
@@ -131,7 +132,7 @@ class _Run:
                 hosts = list(self.paths.values())
                 stack.enter_context(locked(self.settings.run_dir, hosts, deadline_s=self.wait_s))
                 self.is_locked = True
-                working.recover(hosts)
+                working.recover(hosts, self.note)
                 store = stack.enter_context(open_store(self.settings.store_url))
                 return self._locked(store, resolved)
             except SetupFailedError:
@@ -159,7 +160,7 @@ class _Run:
             return
         hosts = list(self.paths.values())
         try:
-            working.recover(hosts)
+            working.recover(hosts, self.note)
         except BootseerError as error:
             logger.warning("giving up an interrupted restore: %s", error)
             working.abandon(hosts)
@@ -224,8 +225,17 @@ class _Run:
         placed = place(manifest, self.request.root)
         if any(item.target.path not in self.paths for item in placed):
             raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
-        restore(store, manifest, placed, deadline_s=self.settings.deadline_s)
-        self._remember(bases)
+        restore(
+            store,
+            manifest,
+            placed,
+            bases,
+            deadline_s=self.settings.deadline_s,
+            on_finished=self.note,
+        )
+        # Targets that the set-up did not make: known to be missing.
+        for target in bases.keys() - {item.target.path for item in placed}:
+            self.note(self.paths[target], self.key, bases[target])
         result = self._result(
             "restored",
             file_count=manifest.file_count,
@@ -238,13 +248,6 @@ class _Run:
             f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s"
         )
         return result
-
-    def _remember(self, bases: Mapping[bytes, str]) -> None:
-        # Other roots are gone after the job.
-        if self.request.root == Path("/"):
-            for target, path in self.paths.items():
-                cache = self.settings.cache_dir
-                save_state(cache, path, self.key, bases[target], scan(path))
 
     def _command(self) -> float:
         """Run it, its output on our stderr. Seconds. Raises: SetupFailedError."""
@@ -292,7 +295,8 @@ class _Run:
             manifest = self._publish(store, resolved, before, bases, setup_s, replace=replace)
         except (BootseerError, OSError) as error:
             raise _NotStoredError(setup_s) from error
-        self._remember(bases)
+        for target, path in self.paths.items():
+            self.note(path, self.key, bases[target])
         result = self._result(
             "captured",
             file_count=manifest.file_count,

@@ -9,11 +9,13 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bootseer.config import Settings
 from bootseer.snapshots.lock import private_directory
-from bootseer.snapshots.scan import Scan, exact_digest
+from bootseer.snapshots.scan import Scan, exact_digest, scan
 
 _VERSION = 1
 _BYTES_MAX = 64 * 1024
@@ -59,6 +61,19 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     if state.boot_id != _boot_id() or state.exact != exact_digest(scanned):
         return None
     return state
+
+
+def remember(settings: Settings, root: Path) -> Callable[[Path, str, str], None]:
+    """A function of (target, fingerprint, base) that saves the state of the target as it is now.
+
+    It does nothing for a root other than this host's: that one is gone after the job.
+    """
+
+    def save(target: Path, fingerprint: str, base: str) -> None:
+        if root == Path("/"):
+            save_state(settings.cache_dir, target, fingerprint, base, scan(target))
+
+    return save
 
 
 def save_state(cache_dir: Path, target: Path, fingerprint: str, base: str, after: Scan) -> None:

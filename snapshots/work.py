@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,19 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _PLAN_BYTES_MAX = 1 << 30
+
+
+OnFinished = Callable[[Path, str, str], None]
+"""Called with target, fingerprint and base once a target is in place, and again if a crash lets
+a restore be finished twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    fingerprint: str
+    base: str
+    deletions: list[bytes]
+    tree: Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +91,19 @@ def make_work(target: Path) -> Work:
 
 
 def write_plan(
-    work: Work, first: Work, fingerprint: str, encoded_tree: bytes, deletions: Sequence[bytes]
+    work: Work,
+    first: Work,
+    *,
+    fingerprint: str,
+    base: str,
+    encoded_tree: bytes,
+    deletions: Sequence[bytes],
 ) -> None:
     """Record what is to be done; nothing is done before `commit`."""
     plan = {
         "version": _VERSION,
         "fingerprint": fingerprint,
+        "base": base,
         "commit": text_of(os.fsencode(first.directory / "commit")),
         "deletions": [text_of(path) for path in deletions],
     }
@@ -121,10 +141,21 @@ def abandon(targets: Sequence[Path]) -> None:
                     remove([Work(target, directory)])
 
 
-def finish(work: Work) -> None:
-    """Carry out the plan: first or again. Raises: BootseerError; the next `recover` goes on."""
-    plan, tree = _read_plan(work)
-    deletions = [text.encode("utf-8", "surrogateescape") for text in plan["deletions"]]
+def complete(works: Sequence[Work], on_finished: OnFinished) -> None:
+    """Carry out committed plans. Raises: BootseerError; the next `recover` goes on."""
+    for work in works:
+        _finish(work, on_finished)
+    remove(works)
+
+
+def _finish(work: Work, on_finished: OnFinished) -> None:
+    """Carry out a plan: first or again."""
+    plan = _read_plan(work)
+    _carry_out(work, plan)
+    on_finished(work.target, plan.fingerprint, plan.base)
+
+
+def _carry_out(work: Work, plan: _Plan) -> None:
     try:
         if work.tree.is_dir() and not work.is_inside and _rename_whole(work):
             return
@@ -136,8 +167,8 @@ def finish(work: Work) -> None:
                     move_into(staged, target)
                 finally:
                     os.close(staged)
-            delete(target, deletions)
-            set_directories(target, tree)
+            delete(target, plan.deletions)
+            set_directories(target, plan.tree)
         finally:
             os.close(target)
     except OSError as error:
@@ -157,22 +188,27 @@ def _rename_whole(work: Work) -> bool:
     return True
 
 
-def _read_plan(work: Work) -> tuple[dict[str, list[str]], Tree]:
+def _read_plan(work: Work) -> _Plan:
     try:
         with (work.directory / "plan").open("rb") as file:
-            plan = json.loads(file.read(_PLAN_BYTES_MAX))
-        tree = index.decode((work.directory / "index").read_bytes())
-        good = plan["version"] == _VERSION and all(
-            is_plain(text.encode("utf-8", "surrogateescape").split(b"/"))
-            for text in plan["deletions"]
+            document = json.loads(file.read(_PLAN_BYTES_MAX))
+        if document["version"] != _VERSION:
+            raise CorruptError(f"{work.directory} was left by another release; remove it")
+        plan = _Plan(
+            fingerprint=str(document["fingerprint"]),
+            base=str(document["base"]),
+            deletions=[text.encode("utf-8", "surrogateescape") for text in document["deletions"]],
+            tree=index.decode((work.directory / "index").read_bytes()),
         )
     except OSError as error:
         raise from_oserror(error, f"read the plan in {work.directory}") from error
+    except CorruptError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{work.directory} is damaged: {error}; remove it") from None
-    if not good:
-        raise CorruptError(f"{work.directory} is damaged, or of another release; remove it")
-    return plan, tree
+    if not all(is_plain(path.split(b"/")) for path in plan.deletions):
+        raise CorruptError(f"{work.directory} is damaged; remove it")
+    return plan
 
 
 def remove(works: Sequence[Work]) -> None:
@@ -185,7 +221,7 @@ def remove(works: Sequence[Work]) -> None:
         shutil.rmtree(work.directory, ignore_errors=True)
 
 
-def recover(targets: Sequence[Path]) -> None:
+def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
     """Finish or throw away what an interrupted restore left at `targets` (host paths).
 
     Raises: PermissionDeniedError for a working directory that is not ours; BootseerError where it
@@ -210,7 +246,7 @@ def recover(targets: Sequence[Path]) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
     for work in committed:
         logger.warning("finishing the interrupted restore of %s", work.target)
-        finish(work)
+        _finish(work, on_finished)
         (work.directory / "plan").unlink()
     for work in committed:
         if not _others(work):

@@ -1,0 +1,193 @@
+"""Runs a step in a child that kills itself at its N-th change to the file system.
+
+`python crash_driver.py SCENARIO DIRECTORY POINTS` prints what it did, and fails where something
+half done was visible or the next run did not work. A process of its own, so that it may fork.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.config import Settings, load_settings
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.request import Request
+from bootseer.snapshots.run import run_setup
+from bootseer.store import open_store
+from tests.support.trees import describe, differences, make_zoo
+
+_CHANGES: tuple[str, ...] = (
+    "os.rename",
+    "os.mkdir",
+    "os.rmdir",
+    "os.remove",
+    "os.utime",
+    "os.chmod",
+    "os.chown",
+)
+_CHANGES += ("os.link", "os.symlink", "os.truncate", "shutil.rmtree", "open", "os.setxattr")
+
+_DELTA = (
+    "cd $0 && rm gone && rm -r folder/old && echo new > folder/new && mkdir -p a/b && "
+    "echo x > a/b/c && ln a/b/c folder/c && rm file && mkdir file && echo y > file/y && "
+    "rm -r tree && echo z > tree && echo changed > folder/changed && chmod 700 folder"
+)
+
+
+def _settings(top: Path, node: str) -> Settings:
+    flags = {"cache_dir": str(top / node / "cache"), "run_dir": str(top / node / "run")}
+    return load_settings({**flags, "store_url": (top / "store").as_uri(), "node": node})
+
+
+def _child(function: Callable[[], object], kill_at: int | None) -> int | None:
+    """Run it in a fork; its number of changes, or None when it killed itself."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        code = 1
+        try:
+            count = 0
+
+            def hook(event: str, arguments: tuple[object, ...]) -> None:
+                nonlocal count
+                if event in _CHANGES:
+                    count += 1
+                    if count == kill_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            function()
+            os.write(writer, str(count).encode())
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    if os.WIFSIGNALED(status):
+        return None
+    assert os.WEXITSTATUS(status) == 0, "the step failed"
+    return int(answer)
+
+
+def _points(count: int, wanted: int) -> list[int]:
+    return sorted({1 + i * (count - 1) // max(1, wanted - 1) for i in range(wanted)})
+
+
+def _no_leftovers(folder: Path) -> None:
+    left = [path for path in folder.rglob(".*") if path.name.startswith((".bootseer", ".tree"))]
+    assert left == [], left
+
+
+def restore_whole(top: Path, wanted: int) -> None:
+    """Killed anywhere, a missing target stays missing or is complete."""
+    target = top / "work/env"
+    make_zoo(top / "zoo")
+    request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
+    target.parent.mkdir()
+    run_setup(_settings(top, "a"), request)
+    original = describe(target)
+
+    def run() -> None:
+        assert run_setup(_settings(top, "b"), request).hit
+
+    shutil.rmtree(target)
+    count = _child(run, None)
+    assert count is not None
+    for point in _points(count, wanted):
+        shutil.rmtree(target, ignore_errors=True)
+        killed = _child(run, point) is None
+        if target.exists():
+            assert differences(original, describe(target)) == [], point
+        assert _child(run, None) is not None
+        assert differences(original, describe(target)) == [], point
+        _no_leftovers(target.parent)
+        print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+
+
+def _make_base(target: Path) -> None:
+    for folder in ("folder/old", "tree"):
+        (target / folder).mkdir(parents=True)
+    for name in ("gone", "file", "folder/old/x", "folder/changed", "tree/leaf", "kept"):
+        (target / name).write_text(name)
+    for path in (*target.rglob("*"), target):
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def restore_difference(top: Path, wanted: int) -> None:
+    """Killed anywhere, the target is as before, or the next run finishes it."""
+    target = top / "work/env"
+    request = Request(command=["sh", "-e", "-c", _DELTA, str(target)], targets=[str(target)])
+    _make_base(target)
+    base = describe(target)
+    run_setup(_settings(top, "a"), request)
+    original = describe(target)
+
+    def run() -> None:
+        assert run_setup(_settings(top, "b"), request).hit
+
+    shutil.rmtree(target)
+    _make_base(target)
+    count = _child(run, None)
+    assert count is not None
+    for point in _points(count, wanted):
+        shutil.rmtree(target)
+        _make_base(target)
+        killed = _child(run, point) is None
+        is_base = differences(base, describe(target)) == []
+        is_done = differences(original, describe(target)) == []
+        journals = list(target.parent.glob(".bootseer-*/commit"))
+        assert is_base or is_done or journals, point
+        assert _child(run, None) is not None
+        assert differences(original, describe(target)) == [], point
+        _no_leftovers(target.parent)
+        print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+
+
+def capture_and_publish(top: Path, wanted: int) -> None:
+    """Killed anywhere, what is listed can be restored, and the next run works."""
+    target = top / "work/env"
+    make_zoo(top / "zoo")
+    target.parent.mkdir()
+    counter = top / "runs"
+    script = f"echo >> {counter}; cp -a {top}/zoo {target}"
+
+    def request(salt: str) -> Request:
+        return Request(command=["sh", "-c", script], targets=[str(target)], salt=salt)
+
+    def run(salt: str, node: str) -> None:
+        run_setup(_settings(top, node), request(salt), lease_s=0.5)
+
+    count = _child(lambda: run("first", "a"), None)
+    assert count is not None
+    original = describe(target)
+    for point in _points(count, wanted):
+        salt = f"salt-{point}"
+        shutil.rmtree(target)
+        killed = _child(lambda salt=salt, point=point: run(salt, "a"), point) is None  # type: ignore[misc]
+        with open_store((top / "store").as_uri()) as store:
+            for manifest in catalogue.list_all(store):
+                assert [catalogue.load_tree(store, one) for one in manifest.targets]
+                for one in manifest.targets:
+                    assert store.size(catalogue.blob_key(one.blob)) == one.blob.size_bytes
+        shutil.rmtree(target, ignore_errors=True)
+        assert _child(lambda salt=salt: run(salt, "b"), None) is not None  # type: ignore[misc]
+        assert differences(original, describe(target)) == [], point
+        shutil.rmtree(target)
+        assert _child(lambda salt=salt: run(salt, "c"), None) is not None  # type: ignore[misc]
+        assert differences(original, describe(target)) == [], point
+        _no_leftovers(target.parent)
+        print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    scenario, directory, points = sys.argv[1:]
+    globals()[scenario](Path(directory), int(points))

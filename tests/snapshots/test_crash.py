@@ -1,0 +1,31 @@
+"""kill -9 at many steps of create and restore: nothing half visible, and the next run works."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "points"),
+    [("restore_whole", 24), ("restore_difference", 24), ("capture_and_publish", 3)],
+)
+def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
+    driver = Path(__file__).with_name("crash_driver.py")
+    environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(driver), scenario, str(tmp_path), str(points)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) >= points // 2
+    assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2
