@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def remaining_count(self) -> int:
-        """Chunks not delivered yet."""
+        """Chunks neither delivered nor failed yet."""
         return self._ticket.remaining_count
 
     def cancel(self) -> None:
