@@ -1,0 +1,125 @@
+"""The command line of snapshots: what it prints and how it exits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.cli import main
+
+
+class _Cli:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.err = ""
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        """(exit code, stdout) of `bootseer snapshot ...`."""
+        with pytest.raises(SystemExit) as ended:
+            main(["snapshot", *arguments])
+        captured = self._capsys.readouterr()
+        self.err = captured.err
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out
+
+    def json(self, *arguments: str) -> Any:
+        code, out = self(*arguments, "--json")
+        assert code == 0, self.err
+        return json.loads(out)
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> _Cli:
+    monkeypatch.setenv("BOOTSEER_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("BOOTSEER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("BOOTSEER_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("BOOTSEER_IMAGE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return _Cli(capsys)
+
+
+def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/file").write_text("hello")
+    (tmp_path / "t/link").symlink_to("file")
+    code, key = cli("create", "--target", "t", "--name", "mine")
+    assert (code, len(key.strip())) == (0, 64)
+    (listed,) = cli.json("list")
+    assert listed["fingerprint"] == key.strip()
+    assert listed["name"] == "mine"
+    assert key[:12] in cli("list")[1]
+    shown = cli.json("show", "mine", "--files")
+    assert {row["path"] for row in shown["files"]} == {
+        str(tmp_path / "t"),
+        str(tmp_path / "t/file"),
+        str(tmp_path / "t/link"),
+    }
+    assert "link -> file" in cli("show", key[:6], "--files")[1]
+    assert cli("restore", "mine")[0] == 11
+    assert "not empty" in cli.err
+    (tmp_path / "t").rename(tmp_path / "old")
+    assert cli("restore", "mine") == (0, "")
+    assert (tmp_path / "t/file").read_text() == "hello"
+    assert cli.json("restore", "mine", "--to", "elsewhere")["name"] == "mine"
+    assert (tmp_path / "elsewhere/link").readlink() == Path("file")
+
+
+def test_run_and_exit_codes(tmp_path: Path, cli: _Cli) -> None:
+    script = "mkdir -p env && echo x > env/x && echo noise"
+    command = ["--target", "env", "--", "sh", "-c", script]
+    code, out = cli("run", *command)
+    assert (code, out) == (0, "")
+    assert "running the set-up" in cli.err
+    assert cli("run", *command)[0] == 0
+    assert "in place" in cli.err
+    code, out = cli("run", "--json", *command)
+    assert json.loads(out)["hit"] is True
+    assert cli("run", "--target", "env2", "--", "sh", "-c", "exit 42")[0] == 42
+    assert cli("run", "--target", "/", "--", "true")[0] == 2
+    assert cli("run", "--target", "e", "--input", "missing", "--", "true")[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("restore", "nobody"), 10, "no snapshot called"),
+        (("show", "abcdef"), 10, "no snapshot"),
+        (("show", "../x"), 2, "neither"),
+        (("create", "--target", "missing"), 10, "does not exist"),
+        (("create", "--target", "store.txt"), 2, "not a directory"),
+        (("create", "--target", ".", "--name", "a/b"), 2, "not a usable name"),
+        (("create",), 2, "--target"),
+        (("run",), 2, "COMMAND"),
+    ],
+)
+def test_errors_are_one_line(
+    tmp_path: Path, cli: _Cli, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    (tmp_path / "store.txt").write_text("x")
+    assert cli(*arguments)[0] == code
+    assert words in cli.err
+    assert "Traceback" not in cli.err
+
+
+def test_a_corrupt_manifest_has_its_code(tmp_path: Path, cli: _Cli) -> None:
+    (tmp_path / "t").mkdir()
+    key = cli("create", "--target", "t")[1].strip()
+    file = tmp_path / f"store/snapshots/{key}.json"
+    file.chmod(0o600)
+    text = file.read_text()
+    file.write_text(text[:50])
+    assert cli("show", key)[0] == 15
+    file.write_text(text.replace('"version": 1,', '"version": 7,'))
+    assert cli("restore", key)[0] == 16
+    assert "newer Bootseer" in cli.err
+
+
+@pytest.mark.parametrize("command", ["run", "create", "restore", "list", "show"])
+def test_help_has_an_example(cli: _Cli, command: str) -> None:
+    code, out = cli(command, "--help")
+    assert code == 0
+    assert f"Example: bootseer snapshot {command}" in " ".join(out.split())
+    assert "--json" in out

@@ -1,0 +1,124 @@
+"""Real environments: venv and pip, console scripts, bytecode, upgrades; same path, other node."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.snapshots.request import Request
+from bootseer.snapshots.run import run_setup
+from tests.snapshots.conftest import MakeNode
+from tests.support.trees import describe, differences
+from tests.support.wheels import make_wheel
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """alpha (needs beta, has a console script) in two versions, and gamma."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for version in ("1.0", "2.0"):
+        said = f"def say():\n    import beta\n    print('alpha {version}', beta.NUMBER)\n"
+        make_wheel(
+            folder,
+            "alpha",
+            version,
+            {"alpha/__init__.py": said, f"alpha/only_in_{version[0]}.py": "X = 1\n"},
+            requires=["beta"],
+            scripts={"alpha-say": "alpha:say"},
+        )
+    make_wheel(folder, "beta", "1.0", {"beta.py": "NUMBER = 42\n"})
+    make_wheel(folder, "gamma", "1.0", {"gamma/__init__.py": "", "gamma/data/x.txt": "x\n"})
+    return folder
+
+
+@pytest.fixture
+def pip_environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the surrounding configuration decides what pip does."""
+    for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHON"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+
+
+def _python() -> str:
+    """The interpreter behind the environment that runs the tests, if it can make environments."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import ensurepip"], check=False, capture_output=True
+    )
+    if found.returncode:
+        pytest.skip("this Python has no ensurepip, so it cannot make an environment with pip")
+    return sys.executable
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout
+
+
+def _check(env: Path, version: str) -> None:
+    """Everything that a user would do with the environment works."""
+    assert _run(str(env / "bin/alpha-say")) == f"alpha {version} 42\n"
+    assert "No broken requirements" in _run(str(env / "bin/pip"), "check")
+    assert _run(str(env / "bin/python"), "-c", "import sys; print(sys.prefix)").strip() == str(env)
+    activated = f". {env}/bin/activate && command -v alpha-say"
+    assert _run("sh", "-c", activated).strip() == str(env / "bin/alpha-say")
+
+
+@pytest.mark.usefixtures("pip_environ")
+def test_a_new_environment(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
+    env = tmp_path / "env"
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("alpha\n")
+    pip = f"{env}/bin/pip install --no-index --find-links {wheels} -r {requirements}"
+    said: list[str] = []
+    request = Request(command=["sh", "-e", "-c", f"{_python()} -m venv {env}; {pip}"])
+    first = run_setup(make_node("a"), request, report=said.append)
+    assert first.how == "captured", said
+    assert first.targets == (str(env),)
+    assert any(str(requirements) in sentence for sentence in said)
+    original = describe(env)
+
+    shutil.rmtree(env)
+    assert run_setup(make_node("b"), request).how == "restored"
+    assert differences(original, describe(env)) == []
+    _check(env, "2.0")
+    after = describe(env)
+    # Nothing was compiled again: no bytecode file is new or has been written.
+    for path, entry in after.items():
+        if path.endswith(".pyc"):
+            assert entry == original[path], path
+    assert len([path for path in after if path.endswith(".pyc")]) > 100
+
+
+@pytest.mark.usefixtures("pip_environ")
+def test_upgrades_and_removals_in_an_existing_prefix(
+    tmp_path: Path, make_node: MakeNode, wheels: Path
+) -> None:
+    env = tmp_path / "prefix"
+    _run(_python(), "-m", "venv", str(env))
+    pip = f"{env}/bin/pip"
+    packages = ["alpha==1.0", "gamma"]
+    _run(pip, "install", "--no-index", "--find-links", str(wheels), *packages)
+    _run("cp", "-a", str(env), str(tmp_path / "base"))
+    request = Request(
+        command=[
+            *("sh", "-e", "-c"),
+            f"{pip} install --no-index --find-links {wheels} alpha==2.0; {pip} uninstall -y gamma",
+        ],
+    )
+    said: list[str] = []
+    assert run_setup(make_node("a"), request, report=said.append).how == "captured"
+    assert any(f"the environment of {env}/bin" in sentence for sentence in said)
+    original = describe(env)
+
+    shutil.rmtree(env)
+    _run("cp", "-a", str(tmp_path / "base"), str(env))
+    result = run_setup(make_node("b"), request)
+    assert result.how == "restored"
+    assert result.file_count < len(original) / 4
+    assert differences(original, describe(env)) == []
+    assert not list(env.rglob("gamma*"))
+    assert not list(env.rglob("only_in_1*"))
+    _check(env, "2.0")
