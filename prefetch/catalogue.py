@@ -26,6 +26,7 @@ from bootseer.prefetch.records import (
     LayerRecord,
     decode_image,
     decode_layer,
+    encode_image,
 )
 from bootseer.store import Store
 
@@ -102,6 +103,18 @@ def find_image(store: Store, reference: str) -> ImageRecord:
         f"the store {store.url} has no image {reference!r}; `bootseer image list` shows what it "
         "has, `bootseer image index` adds one"
     )
+
+
+def publish_image(store: Store, record: ImageRecord) -> None:
+    """Catalogue `record`, whose objects are all in the store; replaces the image of that name."""
+    store.publish(image_key(record.reference), encode_image(record), replace=True)
+
+
+def check_replaceable(store: Store, reference: str) -> None:
+    """Raises UnknownFormatError where `reference` is an image that a later release wrote;
+    InvalidInputError where it cannot name one."""
+    with contextlib.suppress(NotFoundError, CorruptError):
+        _read_image(store, image_key(reference))
 
 
 def _read_image(store: Store, key: str) -> ImageRecord:

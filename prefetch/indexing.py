@@ -24,10 +24,10 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.prefetch.catalogue import (
     blob_key,
-    check_reference,
-    image_key,
+    check_replaceable,
     index_key,
     layer_key,
+    publish_image,
     read_layer,
     read_tree,
 )
@@ -36,7 +36,6 @@ from bootseer.prefetch.records import (
     ImageLayer,
     ImageRecord,
     LayerRecord,
-    encode_image,
     encode_layer,
 )
 from bootseer.prefetch.sources.model import ImageSource, Layer
@@ -77,7 +76,8 @@ def index_image(
     Raises: CorruptError, NotFoundError, NoSpaceError, UnavailableError, PermissionDeniedError,
     UnknownFormatError (the store was written by a newer release).
     """
-    name = check_reference(reference or source.reference)
+    name = reference or source.reference
+    check_replaceable(store, name)
     layers = _index_layers(source.layers, store, work_dir, workers, on_progress, on_layer)
     tree = merge([layer_tree for _, layer_tree in layers])
     data = encode(tree)
@@ -97,7 +97,7 @@ def index_image(
         file_count=tree.name_count,
         created_ns=time.time_ns(),
     )
-    store.publish(image_key(name), encode_image(record), replace=True)
+    publish_image(store, record)
     return record
 
 

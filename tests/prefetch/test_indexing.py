@@ -23,6 +23,7 @@ from bootseer.errors import CorruptError, NoSpaceError, NotFoundError, UnknownFo
 from bootseer.prefetch.catalogue import (
     blob_key,
     find_image,
+    image_key,
     index_key,
     layer_key,
     list_images,
@@ -245,6 +246,20 @@ def test_a_layer_record_of_a_later_release_is_not_overwritten(store: Store, tmp_
     with pytest.raises(UnknownFormatError, match="version 9"):
         index(tmp_path / "layout", store, tmp_path)
     assert store.read(key) == later
+
+
+def test_an_image_record_of_a_later_release_is_not_overwritten(
+    store: Store, tmp_path: Path
+) -> None:
+    write_layout(tmp_path / "layout", [[Member("x")]])
+    key = image_key(index(tmp_path / "layout", store, tmp_path).reference)
+    later = store.read(key).replace(b'"version": 1', b'"version": 9')
+    store.publish(key, later, replace=True)
+    with pytest.raises(UnknownFormatError, match="version 9"):
+        index(tmp_path / "layout", store, tmp_path)
+    assert store.read(key) == later
+    store.publish(key, b"damaged", replace=True)
+    index(tmp_path / "layout", store, tmp_path)
 
 
 def test_a_directory_is_one_layer(store: Store, tmp_path: Path) -> None:
