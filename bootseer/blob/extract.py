@@ -116,6 +116,8 @@ def extract(
     except BootseerError:
         raise
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise AlreadyExistsError(f"{target} has been filled by another process") from error
         raise from_oserror(error, f"extract to {target}") from error
     finally:
         if not done:

@@ -94,6 +94,8 @@ def scan(
             try:
                 status = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
                 if not stat.S_ISDIR(status.st_mode):
+                    if wanted is not None and path in wanted:
+                        raise NotFoundError(f"{_show(shown, path)} is not a directory")
                     yield Entry(path, fds[-1], name, status)
                     continue
                 if one_file_system and status.st_dev != device:
@@ -101,6 +103,8 @@ def scan(
                     continue
                 fds.append(os.open(name, _OPEN_DIRECTORY, dir_fd=fds[-1]))
                 status = os.fstat(fds[-1])
+            except BootseerError:
+                raise
             except OSError as error:
                 raise _explain(error, shown, path, listed=wanted is None) from error
             yield Entry(path, fds[-1], b"", status)

@@ -18,7 +18,8 @@ from bootseer.blob.tar_reader import Member, TarReader
 from bootseer.blob.tree import Blob, Extent, Inode, Tree, build_tree
 from bootseer.errors import CorruptError, InvalidInputError
 
-_IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
+IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
+"""Stands for a directory that the archive does not mention; compare with `is`."""
 _SYMLINKS_MAX = 40
 """As the kernel's own limit for one path."""
 
@@ -45,21 +46,21 @@ def pack_tar(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
         reader = TarReader(stream)
-        unpacked = _Unpacked()
+        unpacked = Unpacked()
         for member in reader:
-            extents, digest = _copy(reader, writer, member)
+            extents, digest = copy_member(reader, writer, member)
             unpacked.add(member, extents, digest)
-        rest = reader.rest
-        while rest:
-            writer.write(rest)
-            rest = reader.take_up_to(frame_bytes)
+        copy_end(reader, writer)
         return unpacked.tree(writer.finish())
 
 
-def _copy(
+def copy_member(
     reader: TarReader, writer: FrameWriter, member: Member
 ) -> tuple[tuple[Extent, ...], bytes | None]:
-    """Move one member from the reader to the writer: where its content is, and its digest."""
+    """Move one member and its content from the reader to the writer.
+
+    Returns where the content is in the blob's stream, and its digest.
+    """
     stored = member.stored_bytes
     writer.reserve(len(member.raw) + (stored if stored < writer.frame_bytes else 0))
     start = writer.position + len(member.raw)
@@ -79,6 +80,14 @@ def _copy(
             extents.append(Extent(offset, 0, start, length))
             start += length
     return tuple(extents), digest
+
+
+def copy_end(reader: TarReader, writer: FrameWriter) -> None:
+    """Move what follows the last member."""
+    rest = reader.rest
+    while rest:
+        writer.write(rest)
+        rest = reader.take_up_to(writer.frame_bytes)
 
 
 def _copied_pieces(reader: TarReader, writer: FrameWriter, stored: int) -> Iterator[bytes]:
@@ -119,12 +128,16 @@ def _digest(
     return hasher.digest()
 
 
-class _Unpacked:
-    """What the members so far would have made on disk."""
+class Unpacked:
+    """What the members so far would have made on disk.
+
+    `prefetch` derives from it for layers, which stand on others: it may override `add` and
+    `_remove`, and use `_locate`, `_names` (path -> inode number) and `_inodes`.
+    """
 
     def __init__(self) -> None:
         self._names: dict[bytes, int] = {b"": 0}
-        self._inodes: list[Inode] = [_IMPLIED_DIRECTORY]
+        self._inodes: list[Inode] = [IMPLIED_DIRECTORY]
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_label:
@@ -200,7 +213,7 @@ class _Unpacked:
             number = self._names.get(path)
             if number is None:
                 self._names[path] = len(self._inodes)
-                self._inodes.append(_IMPLIED_DIRECTORY)
+                self._inodes.append(IMPLIED_DIRECTORY)
             elif stat.S_ISLNK(self._inodes[number].mode):
                 target = self._inodes[number].link_target
                 followed += 1
@@ -232,3 +245,9 @@ def _inode(member: Member, extents: tuple[Extent, ...], digest: bytes | None) ->
         extents if is_file else (),
         digest if is_file else None,
     )
+
+
+# prefetch.sources.layer_tar imports these under their first names.
+_IMPLIED_DIRECTORY = IMPLIED_DIRECTORY
+_Unpacked = Unpacked
+_copy = copy_member

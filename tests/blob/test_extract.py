@@ -84,6 +84,21 @@ def test_only_absent_or_empty_targets(tmp_path: Path) -> None:
     extract(tree, unused, tmp_path / "empty")
 
 
+def test_of_two_extractions_to_one_target_one_wins(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x").write_bytes(b"x")
+    tree, blob = packed(tmp_path / "in")
+
+    def slow(number: int, offset: int, length: int) -> bytes:
+        extract(tree, reader_of(blob), tmp_path / "out")
+        return blob[offset : offset + length]
+
+    with pytest.raises(AlreadyExistsError, match="out"):
+        extract(tree, slow, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert os.listdir(tmp_path / "out") == ["x"]
+
+
 def test_limits_and_devices(tmp_path: Path) -> None:
     tree = build_tree([(b"null", 1)], [DIR, Inode(stat.S_IFCHR | 0o666, rdev=os.makedev(1, 3))], [])
     with pytest.raises(PermissionDeniedError, match="null"):

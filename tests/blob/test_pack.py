@@ -65,5 +65,10 @@ def test_paths_and_exclude_choose_what_is_packed(tmp_path: Path) -> None:
     assert [path for path, _ in tree.walk()] == [b"", b"d", b"d/e", b"d/link", b"empty", b"sym"]
     with pytest.raises(NotFoundError, match="nothing"):
         packed(tmp_path, paths=[b"d/nothing"])
+    with pytest.raises(NotFoundError, match="empty is not a directory"):
+        packed(tmp_path, paths=[b"empty/x"])
+    for path in (b"/etc", b"../x", b"d/../x", b"d//e"):
+        with pytest.raises(NotFoundError, match="relative"):
+            packed(tmp_path, paths=[path])
     with pytest.raises(NotFoundError, match="missing"):
         packed(tmp_path / "missing")
