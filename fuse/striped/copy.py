@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.config import Settings
-from bootseer.errors import from_oserror
+from bootseer.errors import BootseerError, from_oserror
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.writer import StripeSettings
@@ -99,8 +99,8 @@ def copy_out(
             raise
         return position
     except OSError as error:
-        if type(error).__module__ == "builtins":
-            raise from_oserror(error, f"write {target}") from error
-        raise
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, f"write {target}") from error
     finally:
         storage.reader.close(opened)

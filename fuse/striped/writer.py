@@ -131,6 +131,8 @@ class FileWriter:
         """
         with self._lock:
             self._check()
+            if not len(data):
+                return 0
             gap = offset - self.size_bytes
             if offset < self._sent_bytes or gap > self._settings.stripe_unit_bytes:
                 raise UnsupportedError(

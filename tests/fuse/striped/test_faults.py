@@ -1,0 +1,287 @@
+"""What goes wrong below: the writer is told, readers never see wrong bytes, nothing hangs."""
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from bootseer.fuse.striped.graveyard import find_garbage
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.store.local import LocalBackend
+from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
+from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
+
+OLD = random.Random(1).randbytes(5 * UNIT + 3)
+NEW = random.Random(2).randbytes(7 * UNIT + 5)
+
+
+class World:
+    """A driver over a faulty backend, holding one old file, and a second look from elsewhere."""
+
+    def __init__(self, root: Path) -> None:
+        self.backend = FaultyBackend(LocalBackend(root))
+        self.driver = Driver(storage_on(self.backend, deadline_s=1.0))
+        self.elsewhere = Driver(storage_on(root))
+        self.released = threading.Event()
+        self.driver.write("f", OLD)
+
+    def close(self) -> None:
+        self.released.set()
+        self.backend.rules.clear()
+        self.driver.fs.destroyed()
+        self.driver.storage.close()
+        self.elsewhere.storage.close()
+
+    def fails_with(self, code: int, call: Callable[[], object]) -> None:
+        with pytest.raises((BootseerError, OSError)) as caught:
+            call()
+        assert code_of(caught.value) == code, caught.value
+
+    def assert_old_is_whole(self) -> None:
+        self.backend.rules.clear()
+        assert self.elsewhere.read("f") == OLD
+        assert self.elsewhere.names("") == ["f"]
+
+    def assert_no_garbage(self) -> None:
+        """Part threads clean up by themselves: give them a moment."""
+        for _ in range(100):
+            if not list(find_garbage(self.backend.inner, "")):
+                return
+            time.sleep(0.02)
+        assert list(find_garbage(self.backend.inner, "")) == []
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "backend")
+    yield made
+    made.close()
+
+
+# ---- reading ------------------------------------------------------------------------------
+
+
+def flip(path: str, offset: int, data: memoryview) -> None:
+    if PARTS_FOLDER in path:
+        data[len(data) // 2] ^= 1
+
+
+def test_a_flipped_byte_is_never_served(world: World) -> None:
+    world.backend.corrupt = flip
+    world.fails_with(errno.EIO, lambda: world.driver.read("f"))
+    file = world.driver.open("f", os.O_RDONLY)
+    with pytest.raises(CorruptError, match="checksum"):
+        world.driver.pread(file, UNIT, 10)
+    world.driver.close(file)
+
+
+def test_a_flip_that_a_second_try_does_not_show_is_healed(world: World) -> None:
+    seen: set[tuple[str, int]] = set()
+
+    def once(path: str, offset: int, data: memoryview) -> None:
+        if (path, offset) not in seen:
+            seen.add((path, offset))
+            flip(path, offset, data)
+
+    world.backend.corrupt = once
+    assert world.driver.read("f") == OLD
+
+
+def test_a_damaged_layout_is_refused(world: World, tmp_path: Path) -> None:
+    stored = tmp_path / "backend" / "f"
+    data = bytearray(stored.read_bytes())
+    data[200] ^= 1
+    stored.write_bytes(data)
+    world.fails_with(errno.EIO, lambda: world.elsewhere.read("f"))
+    # It can still be removed and replaced.
+    world.elsewhere.unlink("f")
+    world.elsewhere.write("f", NEW)
+    assert world.elsewhere.read("f") == NEW
+
+
+def test_a_part_that_is_cut_short_is_an_error(world: World, tmp_path: Path) -> None:
+    (folder,) = (tmp_path / "backend" / PARTS_FOLDER).iterdir()
+    part = folder / "01"
+    part.write_bytes(part.read_bytes()[:-1])
+    world.fails_with(errno.EIO, lambda: world.driver.read("f"))
+
+
+def test_an_outage_is_tried_again(world: World) -> None:
+    outage = failing("read", lambda: UnavailableError("down"), within=PARTS_FOLDER, times=2)
+    world.backend.rules.append(outage)
+    assert world.driver.read("f") == OLD
+
+
+def test_a_lasting_outage_is_an_error_and_passes(world: World) -> None:
+    world.backend.rules.append(
+        failing("read", lambda: UnavailableError("down"), within=PARTS_FOLDER)
+    )
+    world.fails_with(errno.EIO, lambda: world.driver.read("f"))
+    world.backend.rules.clear()
+    assert world.driver.read("f") == OLD
+
+
+def test_a_read_that_hangs_ends_and_later_reads_work(world: World) -> None:
+    world.backend.rules.append(hanging("read", world.released, within=PARTS_FOLDER))
+    with pytest.raises(DeadlineError, match="within 1 s"):
+        world.driver.read("f")
+    world.backend.rules.clear()
+    assert world.driver.read("f") == OLD
+
+
+def test_an_exception_that_is_no_exception_reaches_the_reader(world: World) -> None:
+    class PanicError(BaseException):
+        pass
+
+    world.backend.rules.append(failing("read", lambda: PanicError("at end"), within=PARTS_FOLDER))
+    world.fails_with(errno.EIO, lambda: world.driver.read("f"))
+
+
+# ---- writing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "close"])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (lambda: NoSpaceError("full"), errno.ENOSPC),
+        (lambda: UnavailableError("down"), errno.EIO),
+        (lambda: OSError(errno.EOVERFLOW, "75"), errno.EOVERFLOW),
+        (lambda: OSError(errno.ENOTCONN, "107"), errno.ENOTCONN),
+    ],
+)
+def test_a_part_that_fails_fails_the_file(
+    world: World, operation: str, error: Callable[[], BaseException], code: int
+) -> None:
+    world.backend.rules.append(failing(operation, error, within=PARTS_FOLDER))
+    file = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+
+    def save() -> None:
+        for at in range(0, len(NEW), 5000):
+            world.driver.pwrite(file, at, NEW[at : at + 5000])
+        world.driver.fs.flush(None, *file)  # type: ignore[arg-type]
+
+    world.fails_with(code, save)
+    # Every later call on the descriptor tells the same.
+    world.fails_with(code, lambda: world.driver.fs.fsync(None, *file, False))  # type: ignore[arg-type]
+    world.fails_with(code, lambda: world.driver.close(file))
+    world.assert_old_is_whole()
+    world.assert_no_garbage()
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "close"])
+def test_a_write_that_hangs_ends(world: World, operation: str) -> None:
+    world.backend.rules.append(hanging(operation, world.released, within=PARTS_FOLDER))
+    world.fails_with(errno.ETIMEDOUT, lambda: world.driver.write("f", NEW))
+    world.assert_old_is_whole()
+    world.released.set()
+    world.assert_no_garbage()
+    assert world.driver.storage.budget.used_bytes <= 8 * UNIT
+
+
+def test_a_failed_commit_leaves_the_old_file(world: World) -> None:
+    world.backend.rules.append(failing("rename", lambda: PermissionDeniedError("no")))
+    world.fails_with(errno.EACCES, lambda: world.driver.write("f", NEW))
+    world.assert_old_is_whole()
+
+
+def test_a_commit_whose_answer_is_lost_keeps_the_new_file_whole(world: World) -> None:
+    world.backend.after.append(failing("rename", lambda: UnavailableError("lost")))
+    world.fails_with(errno.EIO, lambda: world.driver.write("f", NEW))
+    world.backend.after.clear()
+    assert world.elsewhere.read("f") == NEW
+
+
+def test_a_small_file_that_fails_leaves_the_old_one(world: World) -> None:
+    world.backend.rules.append(failing("close", lambda: NoSpaceError("full")))
+    world.fails_with(errno.ENOSPC, lambda: world.driver.write("f", b"small"))
+    world.assert_old_is_whole()
+    world.assert_no_garbage()
+
+
+def test_a_server_that_vanishes_in_a_save_leaves_only_garbage(world: World) -> None:
+    file = world.driver.open("new", os.O_WRONLY | os.O_CREAT)
+    over = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+    for at in range(0, len(NEW), 5000):
+        world.driver.pwrite(file, at, NEW[at : at + 5000])
+        world.driver.pwrite(over, at, NEW[at : at + 5000])
+    world.assert_old_is_whole()
+    assert list(find_garbage(world.backend.inner, ""))
+
+
+def test_two_writers_of_one_name_the_last_close_wins_whole(world: World) -> None:
+    first = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+    second = world.elsewhere.open("f", os.O_WRONLY | os.O_TRUNC)
+    for at in range(0, len(NEW), 5000):
+        world.driver.pwrite(first, at, NEW[at : at + 5000])
+        world.elsewhere.pwrite(second, at, OLD[::-1][at : at + 5000])
+    world.elsewhere.close(second)
+    assert world.elsewhere.read("f") == OLD[::-1]
+    world.driver.close(first)
+    time.sleep(1.1)  # names are cached for a second
+    assert world.elsewhere.read("f") == NEW
+    world.assert_no_garbage()
+
+
+def test_appending_to_what_was_replaced_meanwhile_is_refused(world: World) -> None:
+    file = world.driver.open("f", os.O_WRONLY | os.O_APPEND)
+    world.driver.pwrite(file, len(OLD), b"more")
+    world.elsewhere.write("f", NEW)
+    world.fails_with(errno.ESTALE, lambda: world.driver.close(file))
+    assert world.elsewhere.read("f") == NEW
+    world.assert_no_garbage()
+
+
+def test_a_reader_of_an_ordinary_file_replaced_elsewhere_gets_no_mix(
+    world: World, tmp_path: Path
+) -> None:
+    plain = tmp_path / "backend" / "plain"
+    plain.write_bytes(bytes(10 * 2**20))
+    file = world.driver.open("plain", os.O_RDONLY)
+    assert world.driver.pread(file, 0, 10) == bytes(10)
+    plain.write_bytes(b"x" * (10 * 2**20))
+    world.fails_with(errno.EIO, lambda: world.driver.pread(file, 5 * 2**20, 10))
+    world.driver.close(file)
+
+
+def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    from tests.support.fuse_mount import run
+
+    small = tmp_path / "small"
+    small.mkdir()
+    done = run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small])
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr}")
+    try:
+        driver = Driver(storage_on(small))
+        driver.write("old", OLD)
+        with pytest.raises((NoSpaceError, OSError)) as caught:
+            driver.write("new", bytes(2 * 2**20))
+        assert code_of(caught.value) == errno.ENOSPC
+        assert driver.read("old") == OLD
+        assert driver.names("") == ["old"]
+        # The parts of the failed save are gone: there is room again.
+        for _ in range(100):
+            if not list(find_garbage(driver.storage.backend, "")):
+                break
+            time.sleep(0.02)
+        driver.write("new", bytes(600 * 2**10))
+        driver.fs.destroyed()
+        driver.storage.close()
+    finally:
+        run(["umount", "-l", small])
