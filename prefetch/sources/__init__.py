@@ -2,6 +2,7 @@
 
 DIR                       a root file system, or an OCI layout when it has an oci-layout file
 oci:DIR[:TAG]             an OCI layout
+oci:URL[#TAG]             the same on shared storage, at any URL that a store may have
 FILE                      an archive of `docker save`, or an OCI layout in a tar
 docker-archive:FILE[:TAG] the same, choosing one of several images (also oci-archive:)
 docker://NAME             an image in the Docker engine
@@ -17,6 +18,7 @@ from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.docker_engine import PREFIX as DOCKER
 from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.model import ImageSource, Layer
+from bootseer.prefetch.sources.stored_layout import open_stored_layout
 
 __all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
 
@@ -33,6 +35,9 @@ def open_source(source: str, work_dir: Path) -> ImageSource:
         return open_docker_image(source.removeprefix(DOCKER), work_dir)
     if source.startswith(oci_layout.PREFIX):
         location = source.removeprefix(oci_layout.PREFIX)
+        if "://" in location:
+            url, _, tag = location.partition("#")
+            return open_stored_layout(url, tag)
         return oci_layout.open_oci_layout(*oci_layout.split_tag(location, Path.is_dir))
     for prefix in _ARCHIVES:
         if source.startswith(prefix):
