@@ -6,7 +6,6 @@ threads at once is harmless.
 """
 
 import stat
-import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,12 +14,11 @@ from itertools import accumulate, compress, islice
 from operator import ge, le
 from typing import TYPE_CHECKING, TypeVar
 
+from bootseer.blob.xattr_codec import Xattrs, decode_xattrs, encode_xattrs
 from bootseer.errors import CorruptError
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Blob, Inode
-
-Xattrs = tuple[tuple[bytes, bytes], ...]
 
 # Section numbers are part of the format: never reuse one. Typecode "" is a heap of bytes.
 SECTIONS: dict[str, tuple[int, str]] = {
@@ -58,10 +56,6 @@ DEPTH_MAX = 4096
 """Directories inside one another; with 255-byte names a path stays within 1 MiB."""
 LINK_BYTES_MAX = 4095
 """PATH_MAX of Linux without the final NUL: no kernel makes or reads a longer symlink target."""
-XATTR_VALUE_BYTES_MAX = 65536
-"""XATTR_SIZE_MAX of Linux."""
-XATTR_COUNT_MAX = 65536
-"""More names than XATTR_LIST_MAX (64 KiB) can list."""
 SIZE_BYTES_MAX = 2**63 - 1
 """Of a file: off_t."""
 
@@ -79,7 +73,6 @@ _KNOWN_TYPES = frozenset(
 
 Load = Callable[[str], bytes]
 _T = TypeVar("_T")
-_XATTR = struct.Struct("<HI")
 
 
 class Columns:
@@ -146,7 +139,7 @@ class Columns:
     @cached_property
     def xattr_sets(self) -> list[Xattrs]:
         """Distinct sets of extended attributes."""
-        return _decode_xattrs(self.load("xattrs"))
+        return decode_xattrs(self.load("xattrs"))
 
     @cached_property
     def xattr(self) -> "array[int]":
@@ -315,7 +308,7 @@ def columns_from(
         "frame_digests": b"".join(frame.digest for frame in frames),
         "names": b"".join(name + b"\0" for _, name, _ in entries),
         "links": b"".join(target + b"\0" for target in links),
-        "xattrs": _encode_xattrs(list(xattrs)),
+        "xattrs": encode_xattrs(list(xattrs)),
         "digests": b"".join(digests),
     }
     for section, values in numbers.items():
@@ -361,48 +354,3 @@ def _check_frames(blobs: Sequence["Blob"]) -> None:
             stream_offset += frame.stream_length
         if offset > blob.size_bytes:
             raise CorruptError(f"the frames of {blob.digest} reach beyond its end")
-
-
-def _encode_xattrs(sets: Sequence[Xattrs]) -> bytes:
-    """Per set: u16 count; per attribute: u16 name length, u32 value length, name, value."""
-    out = []
-    for attributes in sets:
-        if len(attributes) > XATTR_COUNT_MAX - 1:
-            raise CorruptError("an inode has too many extended attributes")
-        out.append(struct.pack("<H", len(attributes)))
-        for name, value in attributes:
-            if len(name) > NAME_BYTES_MAX or len(value) > XATTR_VALUE_BYTES_MAX:
-                raise CorruptError(f"the extended attribute {name!r} is too long")
-            out.append(_XATTR.pack(len(name), len(value)) + name + value)
-    encoded = b"".join(out)
-    if _decode_xattrs(encoded) != list(sets):
-        raise CorruptError("extended attributes must be sorted by name, each name once")
-    return encoded
-
-
-def _decode_xattrs(heap: bytes) -> list[Xattrs]:
-    sets: list[Xattrs] = []
-    position = 0
-    try:
-        while position < len(heap):
-            (count,) = struct.unpack_from("<H", heap, position)
-            position += 2
-            attributes = []
-            previous = b""
-            for _ in range(count):
-                name_bytes, value_bytes = _XATTR.unpack_from(heap, position)
-                position += _XATTR.size
-                name = heap[position : position + name_bytes]
-                position += name_bytes
-                value = heap[position : position + value_bytes]
-                position += value_bytes
-                if position > len(heap) or name_bytes > NAME_BYTES_MAX or b"\0" in name:
-                    raise CorruptError("an extended attribute is cut off or has a bad name")
-                if value_bytes > XATTR_VALUE_BYTES_MAX or name <= previous:
-                    raise CorruptError("extended attributes are too long, unsorted or repeated")
-                previous = name
-                attributes.append((name, value))
-            sets.append(tuple(attributes))
-    except struct.error as error:
-        raise CorruptError("the extended attributes are cut off") from error
-    return sets

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bootseer.blob.extract_plan import Node, Part, Place, Plan
-from bootseer.blob.frames import decode_frame, frames_for
+from bootseer.blob.extract_source import Source
 from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, CorruptError, from_oserror
+from bootseer.errors import BootseerError, from_oserror
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_DIRECTORIES_PER_THREAD = 32
-_RUN_BYTES = 4 * 1024 * 1024
-_DECODED_BYTES = 16 * 1024 * 1024
 _NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EINVAL)
 
 
@@ -76,8 +74,6 @@ class Writer:
         self._fds: list[OrderedDict[int, int]] = []
         self._lock = threading.Lock()
         self._stopped = False
-        # What most files share is computed once.
-        self._xattrs_of = tree.columns.xattr
         self._has_xattrs = bool(tree.columns.xattr_sets)
 
     def stop(self) -> None:
@@ -111,7 +107,7 @@ class Writer:
         """Some bytes of a large file. Its attributes come in `finish`."""
         if self._stopped:
             return
-        source = _Source(self._tree, self._read, part.places)
+        source = Source(self._tree, self._read, part.places)
         with self._naming(part.node):
             fd = os.open(part.node.name, _REOPEN, dir_fd=self._directory(part.node.parent))
             try:
@@ -123,7 +119,7 @@ class Writer:
 
     def write_group(self, group: Sequence[tuple[Node, list[Place]]]) -> None:
         """Whole files with their attributes."""
-        source = _Source(self._tree, self._read, [place for _, places in group for place in places])
+        source = Source(self._tree, self._read, [place for _, places in group for place in places])
         modes, sizes = self._tree.columns.mode, self._tree.columns.size_bytes
         written = 0
         for node, places in group:
@@ -215,7 +211,7 @@ class Writer:
             os.close(fds.popitem(last=False)[1])
         return fd
 
-    def _write(self, fd: int, places: Iterable[Place], source: "_Source") -> int:
+    def _write(self, fd: int, places: Iterable[Place], source: "Source") -> int:
         """Write the places of one file; returns the end of the last."""
         end = 0
         for offset, blob, blob_offset, length in places:
@@ -311,73 +307,3 @@ class Writer:
             dir_fd=directory,
             follow_symlinks=False,
         )
-
-
-class _Source:
-    """Decoded frames for a list of places, read in runs of neighbouring frames. One thread."""
-
-    def __init__(self, tree: Tree, read: ReadBlob, places: Iterable[Place]) -> None:
-        self._tree = tree
-        self._read = read
-        needed: set[tuple[int, int]] = set()
-        last: tuple[int, int, int] = (-1, 0, 0)
-        for _, blob, offset, length in places:
-            if blob == last[0] and last[1] <= offset and offset + length <= last[2]:
-                continue
-            numbers = frames_for(tree.blobs[blob], offset, length)
-            needed.update((blob, number) for number in numbers)
-            frame = tree.blobs[blob].frames[numbers[-1]]
-            last = (blob, frame.stream_offset, frame.stream_offset + frame.stream_length)
-        self._needed = needed
-        self._stored: dict[tuple[int, int], memoryview] = {}
-        self._decoded: OrderedDict[tuple[int, int], tuple[int, bytes]] = OrderedDict()
-        self._decoded_bytes = 0
-        self._current = (-1, 0, 0, memoryview(b""))
-
-    def view(self, blob: int, offset: int, length: int) -> memoryview:
-        """At least one and at most `length` bytes from `offset` of the stream."""
-        current, start, end, content = self._current
-        if current != blob or not start <= offset < end:
-            number = frames_for(self._tree.blobs[blob], offset, 1)[0]
-            start, data = self._frame(blob, number)
-            content = memoryview(data)
-            self._current = (blob, start, start + len(data), content)
-        return content[offset - start : offset - start + length]
-
-    def _frame(self, blob: int, number: int) -> tuple[int, bytes]:
-        key = (blob, number)
-        found = self._decoded.get(key)
-        if found is not None:
-            self._decoded.move_to_end(key)
-            return found
-        frame = self._tree.blobs[blob].frames[number]
-        if key not in self._stored:
-            self._fetch_run(blob, number)
-        data = decode_frame(frame, self._stored[key])
-        self._decoded[key] = (frame.stream_offset, data)
-        self._decoded_bytes += len(data)
-        while self._decoded_bytes > _DECODED_BYTES and len(self._decoded) > 1:
-            _, (_, dropped) = self._decoded.popitem(last=False)
-            self._decoded_bytes -= len(dropped)
-        return frame.stream_offset, data
-
-    def _fetch_run(self, blob: int, first: int) -> None:
-        """Read frame `first` and what is needed right after it, in one go."""
-        frames = self._tree.blobs[blob].frames
-        run = [frames[first]]
-        length = run[0].length
-        while (blob, first + len(run)) in self._needed:
-            following = frames[first + len(run)]
-            if length + following.length > _RUN_BYTES:
-                break
-            run.append(following)
-            length += following.length
-        data = memoryview(self._read(blob, run[0].offset, length))
-        if len(data) != length:
-            raise CorruptError(
-                f"the blob {self._tree.blobs[blob].digest} gave {len(data)} of {length} bytes "
-                f"at offset {run[0].offset}"
-            )
-        for i, frame in enumerate(run):
-            start = frame.offset - run[0].offset
-            self._stored[blob, first + i] = data[start : start + frame.length]

@@ -1,6 +1,5 @@
 """Packing real directories: the same bytes from any number of threads, readable by zstd and tar."""
 
-import io
 import os
 import subprocess
 from pathlib import Path
@@ -8,16 +7,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob import index
-from bootseer.blob.pack import pack_directory
 from bootseer.blob.read import BlobReader, verify
-from bootseer.blob.tree import Tree
 from bootseer.errors import NotFoundError
-
-
-def packed(root: Path, **options: object) -> tuple[Tree, bytes]:
-    sink = io.BytesIO()
-    tree = pack_directory(root, sink, **options)  # type: ignore[arg-type]
-    return tree, sink.getvalue()
+from tests.blob.trees import packed
 
 
 def make_files(root: Path) -> None:
