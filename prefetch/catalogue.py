@@ -27,6 +27,7 @@ from bootseer.prefetch.records import (
     decode_image,
     decode_layer,
     encode_image,
+    encode_layer,
 )
 from bootseer.store import Store
 
@@ -106,8 +107,24 @@ def find_image(store: Store, reference: str) -> ImageRecord:
 
 
 def publish_image(store: Store, record: ImageRecord) -> None:
-    """Catalogue `record`, whose objects are all in the store; replaces the image of that name."""
-    store.publish(image_key(record.reference), encode_image(record), replace=True)
+    """Catalogue `record`, whose objects are all in the store; replaces the image of that name.
+
+    Raises: CorruptError for a record that no reader would accept.
+    """
+    data = encode_image(record)
+    decode_image(data, f"the image {record.reference}")
+    store.publish(image_key(record.reference), data, replace=True)
+
+
+def publish_layer(store: Store, record: LayerRecord) -> None:
+    """Make a layer, whose objects are all in the store, known by its digest; replaces an older
+    record, which names what is gone or damaged or is equal.
+
+    Raises: CorruptError for a record that no reader would accept.
+    """
+    data = encode_layer(record)
+    decode_layer(data, f"the layer {record.digest}")
+    store.publish(layer_key(record.digest), data, replace=True)
 
 
 def check_replaceable(store: Store, reference: str) -> None:

@@ -26,18 +26,13 @@ from bootseer.prefetch.catalogue import (
     blob_key,
     check_replaceable,
     index_key,
-    layer_key,
     publish_image,
+    publish_layer,
     read_layer,
     read_tree,
 )
 from bootseer.prefetch.merge import LayerTree, merge
-from bootseer.prefetch.records import (
-    ImageLayer,
-    ImageRecord,
-    LayerRecord,
-    encode_layer,
-)
+from bootseer.prefetch.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.store import Store
 
@@ -199,8 +194,7 @@ def _pack_layer(
     )
     if layer.digest is not None:
         _publish_index(store, record.index_digest, data)
-        # Replaced where it names what is gone or damaged; equal otherwise.
-        store.publish(layer_key(record.digest), encode_layer(record), replace=True)
+        publish_layer(store, record)
     return record, layer_tree
 
 

@@ -23,6 +23,8 @@ from bootseer.prefetch.catalogue import (
     layer_key,
     list_images,
     load_tree,
+    publish_image,
+    publish_layer,
     read_layer,
 )
 from bootseer.prefetch.records import (
@@ -135,6 +137,14 @@ def test_a_record_under_another_name_is_refused(store: Store) -> None:
     store.publish(image_key("innocent"), encode_image(RECORD))
     with pytest.raises(CorruptError, match="innocent"):
         find_image(store, "innocent")
+
+
+def test_what_could_not_be_read_back_is_not_written(store: Store) -> None:
+    with pytest.raises(CorruptError, match="size_bytes"):
+        publish_image(store, replace(RECORD, size_bytes=2**64))
+    with pytest.raises(CorruptError, match="links"):
+        publish_layer(store, replace(LAYER, links=((b"a", b"b"),) * (2**20 + 1)))
+    assert list(store.list()) == []
 
 
 def test_layers(store: Store) -> None:
