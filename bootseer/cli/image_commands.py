@@ -19,9 +19,7 @@ from bootseer.cli.output import (
 )
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.catalogue import find_image, list_images, load_tree
-from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.records import ImageRecord, LayerRecord
-from bootseer.prefetch.sources import open_source
 from bootseer.progress import Progress
 from bootseer.store import open_store
 
@@ -45,6 +43,10 @@ def index(source: str, name: str | None, as_json: bool) -> None:
     of docker save (FILE or docker-archive:FILE[:TAG]), or docker://NAME. Layers that the store
     has already are not read again.
     """
+    # Imported late: `image run` must not pay for what only indexing needs.
+    from bootseer.prefetch.indexing import index_image
+    from bootseer.prefetch.sources import open_source
+
     settings = current_settings()
     started_s = time.monotonic()
     work_dir = settings.cache_dir / "tmp"
