@@ -1,8 +1,8 @@
 """Finding, ending and aborting mounts, without ever touching what is mounted.
 
 A stat of a stuck FUSE mount hangs and cannot be killed, so everything here goes through
-/proc/self/mountinfo and /sys/fs/fuse/connections. Alone knows umount2(2) and the fusectl file
-system. Stateless; safe from any thread.
+/proc/self/mountinfo and the kernel's control files. Alone knows umount2(2). Stateless; safe from
+any thread.
 """
 
 import ctypes
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.errors import BusyError, DeadlineError, InvalidInputError, from_oserror
+from bootseer.fuse.kernel import control
 
 log = logging.getLogger(__name__)
 
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
-_CONNECTIONS = Path("/sys/fs/fuse/connections")
 _HELPER_DEADLINE_S = 10.0
-_POLL_S = 0.01
+_ABORT_DEADLINE_S = 1.0
+_POLL_S = 0.05
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,32 +92,14 @@ def find_mount(path: Path) -> Mount | None:
     return found[-1] if found else None
 
 
-def connection_alive(device_minor: int) -> bool | None:
-    """Whether the kernel still has this connection; None where fusectl is not mounted."""
-    if not (_CONNECTIONS / str(device_minor)).is_dir():
-        return False if _fusectl_mounted() else None
-    return True
-
-
-def _fusectl_mounted() -> bool:
-    return os.path.ismount(_CONNECTIONS)
-
-
 def abort_connection(device_minor: int, path: Path | None = None) -> bool:
     """Fail every request of a connection now and for ever; readers get ENOTCONN or ECONNABORTED.
 
-    Falls back to umount2(MNT_FORCE) of `path` where fusectl is missing (most containers).
-    Returns whether the connection is known to be aborted.
+    Where the control files are out of reach, falls back to umount2(MNT_FORCE) of `path`, where
+    it must still be mounted. Returns whether the connection is known to be aborted.
     """
-    control = _CONNECTIONS / str(device_minor) / "abort"
-    try:
-        control.write_bytes(b"1")
+    if control.abort(device_minor):
         return True
-    except FileNotFoundError:
-        if _fusectl_mounted():
-            return True
-    except OSError as error:
-        log.debug("cannot write %s: %s", control, error)
     if path is None:
         return False
     # MNT_FORCE aborts the connection even when the mount then stays because it is busy.
@@ -184,21 +167,11 @@ def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
     raise BusyError(f"cannot unmount {path}: {reason}; close the files under it, or detach it")
 
 
-def wait_gone(device_minor: int, timeout_s: float) -> bool:
-    """Wait until the kernel has dropped the connection. True at once without fusectl."""
-    deadline = time.monotonic() + timeout_s
-    while connection_alive(device_minor):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
 def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
     """Unmount the FUSE file system on `path`, whatever state it is in.
 
-    Gives open files `timeout_s` to be closed, then detaches the mount and aborts its connection:
-    when this returns, the path is free and no process waits for a reply.
+    Gives open files `timeout_s` to be closed, then aborts the connection: when this returns, the
+    path is free and no process waits for a reply.
 
     Raises:
         InvalidInputError: no FUSE file system is mounted there.
@@ -207,9 +180,29 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
     mount = find_mount(path)
     if mount is None:
         raise InvalidInputError(f"cannot unmount {path}: no FUSE file system is mounted there")
+    if control.is_alive(mount.device_minor) is None:
+        _unmount_blindly(mount, timeout_s)
+        return
     detach(mount.path, lazy=True)
-    if wait_gone(mount.device_minor, timeout_s):
+    if control.wait_gone(mount.device_minor, timeout_s):
         return
     log.warning("%s still has open files after %.1f s: aborting them", mount.path, timeout_s)
     abort_connection(mount.device_minor)
-    wait_gone(mount.device_minor, 1.0)
+    control.wait_gone(mount.device_minor, _ABORT_DEADLINE_S)
+
+
+def _unmount_blindly(mount: Mount, timeout_s: float) -> None:
+    """Unmount without the control files: whether files are open shows only while mounted."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            detach(mount.path, lazy=False)
+            return
+        except BusyError:
+            if time.monotonic() >= deadline:
+                break
+        time.sleep(_POLL_S)
+    log.warning("%s still has open files after %.1f s: detaching it", mount.path, timeout_s)
+    abort_connection(mount.device_minor, mount.path)
+    if find_mount(mount.path) == mount:
+        detach(mount.path, lazy=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bootseer.errors import InvalidInputError, UnavailableError
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel import control, mounts
 from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
@@ -202,7 +202,7 @@ class _Supervisor:
         if mounted is not None and mounted.device_minor == attached.device_minor:
             mounts.abort_connection(attached.device_minor, attached.path)
             mounts.detach(attached.path, lazy=True)
-        elif mounts.connection_alive(attached.device_minor):
+        elif control.is_alive(attached.device_minor):
             mounts.abort_connection(attached.device_minor)
 
 
