@@ -13,7 +13,7 @@ from bootseer.blob.pack import pack_directory
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import ImageConfig
-from bootseer.prefetch.sources.model import ImageSource
+from bootseer.prefetch.sources.model import ImageSource, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +43,4 @@ def open_directory(root: Path) -> ImageSource:
     """Raises: NotFoundError."""
     if not root.is_dir():
         raise NotFoundError(f"there is no directory {root}")
-    name = root.resolve().name or "root"
-    return ImageSource(name, None, ImageConfig(), [DirectoryLayer(root)])
+    return ImageSource(name_of(root), None, ImageConfig(), [DirectoryLayer(root)])

@@ -24,7 +24,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.sources.documents import parse_archive_manifest, parse_config
 from bootseer.prefetch.sources.layout import read_document, read_layout
-from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
+from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked, name_of
 
 _MEMBER_COUNT_MAX = 100_000
 _LINK_HOPS_MAX = 8
@@ -141,7 +141,7 @@ def open_docker_archive(path: Path, tag: str = "") -> ImageSource:
         return _open_old_layout(archive, tag)
     if "index.json" in archive:
         name, identity, config, layers = read_layout(archive.open, tag, str(path))
-        return ImageSource(name or path.stem, identity, config, layers)
+        return ImageSource(name or name_of(path.with_suffix("")), identity, config, layers)
     if "repositories" in archive:
         raise UnknownFormatError(
             f"{path} was written by a Docker older than 1.10, which is not read"
@@ -178,7 +178,10 @@ def _open_old_layout(archive: ArchiveFiles, tag: str) -> ImageSource:
         for diff_id, path in zip(config.diff_ids, image.layers, strict=True)
     ]
     return ImageSource(
-        image.tags[0] if image.tags else archive.archive.stem, identity, config, layers
+        image.tags[0] if image.tags else name_of(archive.archive.with_suffix("")),
+        identity,
+        config,
+        layers,
     )
 
 

@@ -7,8 +7,10 @@ an `ImageSource`, mostly of `TarLayer`s whose `open_stored` reads the layer from
 Threading: layers of one source may be packed from several threads at once, each layer by one.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
@@ -94,6 +96,12 @@ class ImageSource:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def name_of(path: Path) -> str:
+    """A reference for an image that has no name of its own, from the name of its file."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().name).strip("-._")
+    return name[:100] or "image"
 
 
 def layer_count_checked(count: int, config: ImageConfig, where: str) -> None:

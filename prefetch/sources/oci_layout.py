@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.prefetch.sources.layout import read_layout
-from bootseer.prefetch.sources.model import ImageSource
+from bootseer.prefetch.sources.model import ImageSource, name_of
 
 PREFIX = "oci:"
 MARKER = "oci-layout"
@@ -41,7 +41,7 @@ def open_oci_layout(directory: Path, tag: str) -> ImageSource:
     if directory.is_dir() and not (directory / "index.json").exists():
         raise InvalidInputError(f"{where} is not an OCI layout: it has no index.json")
     name, identity, config, layers = read_layout(open_file, tag, where)
-    base = directory.resolve().name
+    base = name_of(directory)
     # A tag is either a whole name ("docker.io/library/python:3.12") or only the part after ":".
     reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
     return ImageSource(reference, identity, config, layers)

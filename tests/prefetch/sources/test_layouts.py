@@ -338,6 +338,15 @@ def test_a_directory_that_is_no_layout_is_a_root_file_system(tmp_path: Path) -> 
     assert (source.reference, source.identity) == ("root", None)
 
 
+@pytest.mark.parametrize(
+    ("directory", "reference"),
+    [(".venv", "venv"), ("my root (old)", "my-root-old"), ("é", "image"), ("x" * 200, "x" * 100)],
+)
+def test_a_name_for_what_has_none(directory: str, reference: str, tmp_path: Path) -> None:
+    (tmp_path / directory).mkdir()
+    assert opened(tmp_path / directory, tmp_path).reference == reference
+
+
 def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         # The SDK does not close the socket that it could not connect.
