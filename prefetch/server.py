@@ -23,6 +23,7 @@ from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import MountState
+from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.replay import Aim, Replay, aim_of
 from bootseer.prefetch.streams import BlobStreams
@@ -120,6 +121,7 @@ class ImageServer:
 
     def _unmount(self) -> None:
         _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
+        end_left_over(self._plan.state_dir)
         try:
             mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
         except InvalidInputError:

@@ -95,8 +95,10 @@ class BlobStreams:
         *,
         deadline_s: float = 30.0,
         workers: int = 8,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Raises: BootseerError when the cache cannot be opened."""
+        """`on_progress` gets the stored bytes of each part that came. Raises: BootseerError when
+        the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
         """Set once a bundle is known; see `replay.Replay.start`."""
@@ -116,7 +118,11 @@ class BlobStreams:
         self._fault_count = self._bundle_wait_count = self._fault_wait_ns = 0
         self._fault_frame_count = self._readahead_frame_count = 0
         self.executor = Executor(
-            read_object, workers=workers, deadline_s=deadline_s, is_cached=self._is_cached
+            read_object,
+            workers=workers,
+            deadline_s=deadline_s,
+            is_cached=self._is_cached,
+            on_progress=on_progress,
         )
 
     # ---- reading ------------------------------------------------------------------------------

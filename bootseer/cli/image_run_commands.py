@@ -1,0 +1,372 @@
+"""`bootseer image mount | unmount | status | run | trace | warm`: images in use on this node.
+
+`COMMANDS` are added to the group `image` by `image_commands`.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from bootseer.cli.output import (
+    current_settings,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+)
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
+
+_WINDOW_HELP = "End the record after this many seconds, if ready() was not called."
+
+
+def _record_mode(choice: bool | None) -> str:
+    return {None: "auto", True: "always", False: "never"}[choice]
+
+
+_record_option = click.option(
+    "--record/--no-record",
+    "record",
+    default=None,
+    help="Record what is read; by default where no bundle exists or it missed much.",
+)
+_prefetch_option = click.option(
+    "--prefetch/--no-prefetch", default=True, help="Stream the workload's bundle, if there is one."
+)
+_window_option = click.option(
+    "--window", "window_s", type=click.FloatRange(0.1, 86_400), default=120.0, help=_WINDOW_HELP
+)
+
+
+@click.command(epilog="Example: bootseer image mount train:v1 /mnt/train")
+@click.argument("reference", metavar="REF")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@_record_option
+@_prefetch_option
+@_window_option
+@click.option("--foreground", is_flag=True, help="Stay until unmounted; Ctrl-C unmounts.")
+def mount(
+    reference: str,
+    directory: Path,
+    record: bool | None,
+    prefetch: bool,
+    window_s: float,
+    foreground: bool,
+) -> None:
+    """Mount the image REF on the directory DIR, read-only.
+
+    Returns at once: what is read is fetched when it is first touched, and what earlier starts of
+    the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
+    """
+    from bootseer.prefetch.mount import mount_image
+
+    settings = current_settings()
+    image = mount_image(
+        settings,
+        reference,
+        directory,
+        record=_record_mode(record),
+        prefetch=prefetch,
+        window_s=window_s,
+    )
+    if foreground:
+        _stay(settings, image.directory)
+
+
+def _stay(settings: Settings, directory: Path) -> None:
+    from bootseer.prefetch.mount import find_live_mount, unmount_image
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        while True:
+            find_live_mount(settings, directory)
+            time.sleep(0.5)
+    except NotFoundError:
+        return
+    except KeyboardInterrupt:
+        with contextlib.suppress(NotFoundError):
+            unmount_image(settings, directory)
+
+
+@click.command(epilog="Example: bootseer image unmount /mnt/train")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 3600),
+    default=10.0,
+    help="Give open files this many seconds, then abort them.",
+)
+def unmount(directory: Path, timeout_s: float) -> None:
+    """Unmount an image from DIR, whatever state its server is in."""
+    from bootseer.prefetch.mount import unmount_image
+
+    unmount_image(current_settings(), directory, timeout_s=timeout_s)
+
+
+@click.command(epilog="Example: bootseer image status /mnt/train --json")
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--wait", "wait_s", type=float, metavar="SECONDS", help="First wait until nothing is published."
+)
+@json_option
+def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
+    """Show what is mounted, what was fetched ahead, and how well that met what was read.
+
+    With --json, all figures of each mount. Precision is the share of the prefetched bytes that was
+    used, recall the share of the bytes read that had been prefetched.
+    """
+    from bootseer.prefetch.control import ask
+    from bootseer.prefetch.mount import find_live_mount
+    from bootseer.prefetch.mount_state import live_mounts
+    from bootseer.prefetch.publish import wait_published
+
+    settings = current_settings()
+    if wait_s is not None and not wait_published(settings, wait_s):
+        raise DeadlineError(f"a record was still being published after {wait_s:g} s")
+    found = [find_live_mount(settings, directory)] if directory else list(live_mounts(settings))
+    statuses: list[dict[str, Any]] = []
+    for state_dir, state in found:
+        try:
+            statuses.append(ask(state_dir, "status"))
+        except BootseerError as error:
+            statuses.append({"directory": state.directory, "error": str(error)})
+    if as_json:
+        emit_json(statuses)
+        return
+    emit_table(
+        ("directory", "image", "workload", "moved", "faults", "precision", "recall", "record"),
+        (_status_row(one) for one in statuses),
+    )
+
+
+def _status_row(one: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in one:
+        return (one["directory"], one["error"], "", "", "", "", "", "")
+    prefetch = one["prefetch"] or {}
+    return (
+        one["directory"],
+        one["reference"],
+        one["workload"],
+        human_bytes(one["moved"]["fetched_bytes"]),
+        str(one["faults"]["fault_count"]),
+        _percent(prefetch.get("precision")),
+        _percent(prefetch.get("recall")),
+        one["record"],
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+@click.command(
+    epilog="Example: bootseer image run --bind /data:/data:ro train:v1 -- python3 train.py",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("reference", metavar="REF")
+@click.argument("command", metavar="[-- CMD...]", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--runtime",
+    type=click.Choice(("auto", "runc", "chroot")),
+    default="auto",
+    help="runc isolates; chroot has the host's network, devices and privileges.",
+)
+@click.option("--bind", "binds", multiple=True, metavar="SRC:DST[:ro]", help="Show a host's path.")
+@click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set it.")
+@click.option("--user", metavar="USER[:GROUP]", help="Instead of the image's user.")
+@_record_option
+@_prefetch_option
+@_window_option
+def run(
+    reference: str,
+    command: tuple[str, ...],
+    runtime: str,
+    binds: tuple[str, ...],
+    variables: tuple[str, ...],
+    user: str | None,
+    record: bool | None,
+    prefetch: bool,
+    window_s: float,
+) -> int:
+    """Run CMD (default: the image's own command) in the image REF.
+
+    The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
+    is the command's own; 126 and 127 where it cannot be started.
+    """
+    from bootseer.prefetch.process_spec import parse_environment
+    from bootseer.prefetch.run import run_image
+
+    return run_image(
+        current_settings(),
+        reference,
+        command,
+        runtime=runtime,
+        binds=binds,
+        environment=parse_environment(variables, os.environ),
+        user=user,
+        record=_record_mode(record),
+        prefetch=prefetch,
+        window_s=window_s,
+    )
+
+
+@click.command(epilog="Example: bootseer image warm train:v1")
+@click.argument("reference", metavar="REF")
+def warm(reference: str) -> None:
+    """Bring all of the image REF into this node's cache, so that it starts without the store."""
+    from bootseer.prefetch.cache import NodeCache
+    from bootseer.prefetch.catalogue import find_image, load_tree
+    from bootseer.prefetch.streams import BlobStreams
+    from bootseer.progress import Progress
+    from bootseer.store import open_store
+
+    settings = current_settings()
+    with open_store(settings.store_url) as store:
+        record = find_image(store, reference)
+        tree = load_tree(store, record, settings.cache_dir)
+        size_bytes = sum(blob.size_bytes for blob in tree.blobs)
+        with Progress(f"warming {record.reference}", size_bytes) as progress:
+            streams = BlobStreams(
+                tree.blobs,
+                store.read,
+                NodeCache(settings.cache_dir),
+                deadline_s=settings.deadline_s,
+                on_progress=progress.advance,
+            )
+            try:
+                streams.fill()
+            finally:
+                streams.close()
+
+
+@click.group()
+def trace() -> None:
+    """What starts of a workload read: recorded traces."""
+
+
+@trace.command("list", epilog="Example: bootseer image trace list train:v1")
+@click.argument("reference", metavar="REF")
+@json_option
+def trace_list(reference: str, as_json: bool) -> None:
+    """List the traces of the image REF, of all workloads, and the bundles made from them."""
+    from bootseer.prefetch import hot_store
+    from bootseer.prefetch.catalogue import find_image
+    from bootseer.store import open_store
+
+    with open_store(current_settings().store_url) as store:
+        index = find_image(store, reference).index_digest
+        found: list[dict[str, Any]] = []
+        for workload in hot_store.workloads(store, index):
+            pointer = hot_store.read_pointer(store, index, workload)
+            for key in hot_store.trace_keys(store, index, workload):
+                one = hot_store.read_trace(store, key)
+                found.append(
+                    {
+                        "id": key.rpartition("/")[2],
+                        "workload": workload,
+                        "node": one.node,
+                        "started_ns": one.started_ns,
+                        "ended": one.ended,
+                        "file_count": len(one.files),
+                        "access_count": len(one.accesses),
+                        "read_bytes": sum(access.length for access in one.accesses),
+                        "bundle": pointer.bundle_digest if pointer else None,
+                        "bundle_size_bytes": pointer.size_bytes if pointer else None,
+                    }
+                )
+    if as_json:
+        emit_json(found)
+        return
+    emit_table(
+        ("trace", "workload", "node", "started", "ended by", "files", "reads", "read", "bundle"),
+        (
+            (
+                one["id"][:12],
+                one["workload"],
+                one["node"],
+                _time(one["started_ns"]),
+                one["ended"],
+                one["file_count"],
+                one["access_count"],
+                human_bytes(one["read_bytes"]),
+                "-" if one["bundle"] is None else human_bytes(one["bundle_size_bytes"]),
+            )
+            for one in found
+        ),
+    )
+
+
+@trace.command("show", epilog="Example: bootseer image trace show train:v1 --workload train")
+@click.argument("reference", metavar="REF")
+@click.argument("identity", metavar="[TRACE]", required=False)
+@click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
+@json_option
+def trace_show(reference: str, identity: str | None, workload: str | None, as_json: bool) -> None:
+    """Show what a start of the image REF read, in order: the newest trace, or the one whose name
+    begins with TRACE."""
+    from bootseer.prefetch import hot_store
+    from bootseer.prefetch.catalogue import find_image
+    from bootseer.store import open_store
+
+    settings = current_settings()
+    workload = workload or settings.workload
+    with open_store(settings.store_url) as store:
+        index = find_image(store, reference).index_digest
+        keys = hot_store.trace_keys(store, index, workload)
+        fitting = [key for key in keys if key.rpartition("/")[2].startswith(identity or "")]
+        if not fitting:
+            raise NotFoundError(
+                f"{reference} has no such trace of the workload {workload!r}; see "
+                "`bootseer image trace list`"
+            )
+        if identity and len(fitting) > 1:
+            raise InvalidInputError(f"{identity} fits {len(fitting)} traces; write more of it")
+        found = hot_store.read_trace(store, fitting[0])
+    rows = [
+        {
+            "after_s": access.time_ns / 1e9,
+            "offset": access.offset,
+            "length": access.length,
+            "path": found.files[access.file].path.decode("utf-8", "surrogateescape"),
+        }
+        for access in found.accesses
+    ]
+    if as_json:
+        emit_json(
+            {
+                "id": fitting[0].rpartition("/")[2],
+                "index": found.index_digest,
+                "workload": found.workload,
+                "node": found.node,
+                "started_ns": found.started_ns,
+                "ended": found.ended,
+                "readahead_bytes": found.readahead_bytes,
+                "accesses": rows,
+            }
+        )
+        return
+    emit_table(
+        ("path", "after s", "offset", "length"),
+        ((row["path"], f"{row['after_s']:.4f}", row["offset"], row["length"]) for row in rows),
+    )
+
+
+def _time(time_ns: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+COMMANDS = (mount, unmount, status, run, warm, trace)

@@ -1,0 +1,277 @@
+"""A container root over a mounted image, for `bootseer image run` and `bootseer run --image`.
+
+Alone owns the order of steps. The tree is mounted in the host's namespace by its server; a private
+mount namespace copies it and puts the overlay and the rest on top; then the host's own mount is
+taken off. So all of it lives exactly as long as the last process of the namespace: when that ends,
+however it ends, the kernel drops the mounts and the server follows and cleans up.
+
+A `Container` belongs to one thread, the main one.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from bootseer.config import Settings
+from bootseer.errors import (
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    SetupFailedError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.fuse.kernel.mount import can_mount_directly
+from bootseer.prefetch import namespaces
+from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
+from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
+from bootseer.prefetch.mount_state import make_private, new_mount_dir
+from bootseer.prefetch.process_spec import (
+    ProcessSpec,
+    arguments_of,
+    find_program,
+    image_environment,
+    job_environment,
+    resolve_user,
+)
+from bootseer.prefetch.records import ImageConfig
+
+_log = logging.getLogger(__name__)
+
+READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
+
+
+@dataclass(slots=True)
+class Container:
+    """A mounted image whose writable root can be entered. Made by `prepare_container`."""
+
+    image: MountedImage
+    root: Path
+    """The writable root; there is something in it after `enter`, in this process only."""
+    scratch: Path
+    rootless: bool
+    binds: list[Bind] = field(default_factory=list)
+    entered: bool = False
+
+    @property
+    def ready_name(self) -> str:
+        """For BOOTSEER_READY_SOCKETS."""
+        return self.image.ready_name
+
+    @property
+    def config(self) -> ImageConfig:
+        """What the image says about its processes."""
+        return self.image.record.config
+
+    def bind(self, source: Path, target: str, *, read_only: bool = False) -> None:
+        """Show a host's path at `target` of the container. Before `enter`."""
+        if self.entered:
+            raise InvalidInputError("binds must be named before the container is entered")
+        if not target.startswith("/"):
+            raise InvalidInputError(f"cannot bind to {target}: it must begin with /")
+        self.binds.append(Bind(source, target, read_only))
+
+    def enter(self, extra_namespaces: int = 0) -> None:
+        """Move this process into the container's mount namespace and build the root there.
+
+        The host's files stay visible until `exec` or `change_root`. Idempotent.
+        Raises: UnsupportedError and others; the process is then of no more use.
+        """
+        if not self.entered:
+            self.unshare(extra_namespaces)
+            self.build(own_pids=False)
+
+    def unshare(self, extra_namespaces: int = 0) -> None:
+        """The first half of `enter`."""
+        uid, gid = os.geteuid(), os.getegid()
+        flags = namespaces.CLONE_NEWNS | extra_namespaces
+        try:
+            namespaces.unshare(flags | (namespaces.CLONE_NEWUSER if self.rootless else 0))
+            if self.rootless:
+                namespaces.map_user(uid, gid)
+            namespaces.make_private()
+        except OSError as error:
+            raise UnsupportedError(
+                f"cannot make namespaces for a container: {error.strerror}; run as root, or allow "
+                "user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_"
+                "unprivileged_userns); `bootseer image mount` works without"
+            ) from error
+
+    def build(self, *, own_pids: bool, furnished: bool = True) -> None:
+        """The second half of `enter`: overlay, /proc and the like, binds."""
+        mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
+        if furnished:
+            furnish(self.root, self.binds, own_pids=own_pids)
+        self.image.detach()
+        self.entered = True
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def job_environment(self, host: Mapping[str, str]) -> dict[str, str]:
+        """The launcher's variables as far as they make sense in here, and the image's on top."""
+        spec = self._spec(("x",), {}, None)
+        home = {"HOME": spec.user.home}
+        return {**home, **job_environment(self.config, host), READY_VARIABLE: self.ready_name}
+
+    def spec(
+        self, command: Sequence[str], environment: Mapping[str, str], user: str | None = None
+    ) -> ProcessSpec:
+        """The process that `docker run` would start: entrypoint, variables, folder, user."""
+        return self._spec(arguments_of(self.config, command), environment, user)
+
+    def _spec(
+        self, arguments: tuple[str, ...], environment: Mapping[str, str], user: str | None
+    ) -> ProcessSpec:
+        tree = self.root if self.entered else self.image.directory
+        resolved = resolve_user(tree, self.config.user if user is None else user)
+        variables = {"HOME": resolved.home, **image_environment(self.config)}
+        variables[READY_VARIABLE] = self.ready_name
+        variables.update(environment)
+        return ProcessSpec(arguments, variables, self.config.working_dir or "/", resolved)
+
+    def run(
+        self,
+        args: Sequence[str],
+        /,
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """`subprocess.run` of a program of the container, as its root user; enters it first.
+
+        Raises: as `enter`; OSError where the program cannot be started; TimeoutExpired.
+        """
+        self.enter()
+        working_dir = cwd or self.config.working_dir or "/"
+
+        def into_root() -> None:
+            os.chroot(self.root)
+            os.chdir(working_dir)
+
+        return subprocess.run(
+            args,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=self.job_environment(os.environ) if env is None else env,
+            timeout=timeout,
+            check=False,
+            preexec_fn=into_root,
+        )
+
+    def exec(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        working_dir: str | None = None,
+        user: str | None = None,
+    ) -> NoReturn:
+        """Become `command`, inside: this process keeps its id and goes on as that program.
+
+        `environment` is all that it gets; see `job_environment`. The image's entrypoint is not
+        used. Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
+        """
+        self.enter()
+        spec = ProcessSpec(
+            tuple(command),
+            environment,
+            working_dir or self.config.working_dir or "/",
+            resolve_user(self.root, self.config.user if user is None else user),
+        )
+        namespaces.change_root(self.root)
+        become(spec, rootless=self.rootless)
+
+    def close(self) -> None:
+        """Unmount, where the container was never entered. Otherwise it ends by itself."""
+        if not self.entered:
+            self.image.close()
+
+
+def prepare_container(
+    settings: Settings,
+    reference: str,
+    *,
+    workload: str | None = None,
+    record: str = "auto",
+    prefetch: bool = True,
+    window_s: float = WINDOW_S,
+    binds: Sequence[str] = (),
+) -> Container:
+    """Mount the image for a container of this process; its bundle is on its way when it returns.
+
+    `binds`: "SRC:/DST[:ro]". If this process ends before it has entered, all is taken down.
+    Raises: as `mount.mount_image`.
+    """
+    parsed = [parse_bind(text) for text in binds]
+    rootless = not can_mount_directly()
+    state_dir = new_mount_dir(settings)
+    scratch = settings.cache_dir / "containers" / state_dir.name
+    try:
+        tree, root = state_dir / "tree", state_dir / "root"
+        for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
+            make_private(path)
+        image = mount_image(
+            settings,
+            reference,
+            tree,
+            workload=workload,
+            record=record,
+            prefetch=prefetch,
+            window_s=window_s,
+            purpose="run",
+            state_dir=state_dir,
+            scratch=str(scratch),
+            watch_pid=os.getpid(),
+            owner=(os.geteuid(), os.getegid()) if rootless else None,
+        )
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.rmdir()
+        raise
+    return Container(image, root, scratch, rootless, parsed)
+
+
+def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
+    """Replace this process by `spec`, in the current root.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it, where the program is missing or
+    may not be run; BootseerError.
+    """
+    user = spec.user
+    try:
+        os.makedirs(spec.working_dir, exist_ok=True)
+        os.chdir(spec.working_dir)
+        if rootless:
+            if user.uid:
+                _log.warning("without root every process of a container runs as its root user")
+        elif (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
+            os.setgroups(user.groups)
+            os.setgid(user.gid)
+            os.setuid(user.uid)
+    except OSError as error:
+        raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
+    try:
+        path = spec.environment.get("PATH", "")
+        program = find_program(spec.arguments[0], path, spec.working_dir)
+        os.execve(program, spec.arguments, dict(spec.environment))
+    except NotFoundError as error:
+        raise SetupFailedError(str(error), 127) from error
+    except PermissionDeniedError as error:
+        raise SetupFailedError(str(error), 126) from error
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise SetupFailedError(
+            f"cannot run {spec.arguments[0]} of the image: {error.strerror}", 126
+        ) from error

@@ -1,0 +1,100 @@
+"""The system calls behind a container root: namespaces, mounts, a new root. Linux only.
+
+Python gained `os.unshare` with 3.12 and never had mount(2); ctypes gives both. Edge module without
+state. Everything here acts on the calling process.
+"""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+from typing import TypeAlias
+
+PathLike: TypeAlias = str | bytes | os.PathLike[str]
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), what)
+
+
+def unshare(flags: int) -> None:
+    """New namespaces for this process. Raises: OSError."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def map_user(uid: int, gid: int) -> None:
+    """In a new user namespace: be root there, and `uid` and `gid` outside."""
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+
+
+def mount(
+    source: PathLike, target: PathLike, kind: str = "", flags: int = 0, options: str = ""
+) -> None:
+    """mount(2). Raises: OSError naming the target."""
+    result = _libc.mount(
+        os.fsencode(source),
+        os.fsencode(target),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode("utf-8", "surrogateescape") or None,
+    )
+    _check(result, os.fsdecode(target))
+
+
+def unmount(target: PathLike) -> None:
+    """Detach a mount. Raises: OSError."""
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), os.fsdecode(target))
+
+
+def make_private() -> None:
+    """From now on no mount of ours is seen outside, and none from outside here."""
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+
+
+def change_root(root: PathLike) -> None:
+    """Make `root`, a mount, the root directory, and let go of the old one. Raises: OSError."""
+    os.chdir(root)
+    if _libc.pivot_root(b".", b".") == 0:
+        # pivot_root(2), NOTES: the old root now lies on top of the new one at ".".
+        unmount(".")
+    else:
+        # An initramfs cannot be pivoted away from.
+        os.chroot(".")
+    os.chdir("/")
+
+
+def set_host_name(name: str) -> None:
+    """In a new UTS namespace. Raises: OSError."""
+    encoded = os.fsencode(name)
+    _check(_libc.sethostname(encoded, len(encoded)), "sethostname")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when process `parent`, which forked it, ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    if os.getppid() not in (parent, 0):
+        # It ended before we asked. (0: it is outside our PID namespace.)
+        os.kill(os.getpid(), signal.SIGKILL)
