@@ -32,6 +32,7 @@ _WINDOW_BYTES_MAX = 2**27
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_MAGIC_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,9 @@ def decompressed(
 
 def _pieces(stored: _Stored, expected: Expected) -> Iterator[bytes]:
     head = stored.read(_PIECE_BYTES)
+    # A socket may give fewer bytes than it takes to tell.
+    while len(head) < _MAGIC_BYTES and (more := stored.read(_PIECE_BYTES)):
+        head += more
     for magic, name in _OTHERS.items():
         if head.startswith(magic):
             raise UnsupportedError(

@@ -53,6 +53,21 @@ def test_empty(compression: str) -> None:
     assert read(compress(b"", compression), content=b"") == b""
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_source_that_gives_little_at_a_time(compression: str) -> None:
+    class Dribbling(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return super().read(min(3, size) if size and size > 0 else 3)
+
+    content = CONTENT[:20_000] + bytes(30_000)
+    stored = compress(content, compression)
+    expected = Expected(digest(content), len(stored), digest(stored))
+    source = Dribbling(stored)
+    with TarStream(source, expected, Limits(), lambda count: None) as stream:
+        assert stream.file.read() == content
+    assert source.closed
+
+
 def test_zeros_after_gzip_are_padding() -> None:
     assert read(gzip.compress(CONTENT) + bytes(5_000_000)) == CONTENT
 
