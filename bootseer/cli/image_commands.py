@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import click
 
 from bootseer.blob.tree import Tree
+from bootseer.cli.image_run_commands import COMMANDS
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -30,6 +31,10 @@ _SHORT_DIGEST = 19
 @click.group()
 def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
+
+
+for _command in COMMANDS:
+    image.add_command(_command)
 
 
 @image.command(epilog="Example: bootseer image index oci:./build:v1 --name train:v1")
