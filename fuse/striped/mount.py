@@ -33,7 +33,7 @@ from bootseer.fuse.striped.mount_spec import MountSpec, MountState, log_path, re
 from bootseer.fuse.striped.server import SUBTYPE
 
 _START_S = 10.0
-# The server itself waits for open files before it gives up on them.
+# What a server may take to clean up once its mount is gone: it deletes what was replaced.
 _END_GRACE_S = 15.0
 _MAX_STATUS_BYTES = 1 << 16
 
@@ -231,16 +231,17 @@ def unmount_checkpoints(
         raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
     if mounted is not None and mounted.subtype != SUBTYPE:
         raise InvalidInputError(f"cannot unmount {path}: it is not a checkpoint mount of ours")
+    if mounted is not None:
+        # The server sees its connection end, and ends.
+        kernel.unmount(path, timeout_s=timeout_s)
     if state is not None and state.is_running:
-        _end_server(state, timeout_s)
-    if find_mount(path) is not None:
-        kernel.unmount(path, timeout_s=0.0)
+        _end_server(state)
     ended = read_state(run_dir, path)
     return ended.unwritten if ended is not None else ()
 
 
-def _end_server(state: MountState, timeout_s: float) -> None:
-    """SIGTERM, then patience, then the end of the connection, then SIGKILL."""
+def _end_server(state: MountState) -> None:
+    """Wait for the server; it cleans up for a while. Then SIGTERM, then SIGKILL."""
     try:
         process = os.pidfd_open(state.pid)
     except ProcessLookupError:
@@ -248,18 +249,15 @@ def _end_server(state: MountState, timeout_s: float) -> None:
     except OSError as error:
         raise from_oserror(error, f"reach the server process {state.pid}") from error
     try:
+        # Between reading the state and this the process may have ended, and its id been reused.
         if not state.is_running:
             return
-        for number, wait_s in (
-            (signal.SIGTERM, timeout_s + _END_GRACE_S),
-            (signal.SIGKILL, _END_GRACE_S),
-        ):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, number)
-            if select.select([process], [], [], wait_s)[0]:
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, number)
+            if select.select([process], [], [], _END_GRACE_S)[0]:
                 return
-            with contextlib.suppress(BootseerError):
-                kernel.abort(Path(state.directory))
         raise DeadlineError(f"the server process {state.pid} does not end")
     finally:
         os.close(process)
