@@ -8,6 +8,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
@@ -23,8 +24,7 @@ Place = tuple[int, int, int, int]
 """(file offset, blob, offset in its stream, length)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One name to make: `name` in the directory with inode number `parent`."""
 
     number: int
@@ -32,8 +32,7 @@ class Node:
     name: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """A further name of something that is made before."""
 
     parent: int
@@ -78,7 +77,7 @@ def plan_extraction(
         raise InvalidInputError(f"{content_bytes} bytes are more than the {max_bytes} allowed")
     first_names: dict[int, Node] = {}
     directories: list[Node] = []
-    files: list[tuple[tuple[int, int], Node, list[Place]]] = []
+    files: list[tuple[Node, list[Place]]] = []
     empty: list[tuple[Node, list[Place]]] = []
     others: list[Node] = []
     links: list[Link] = []
@@ -94,7 +93,7 @@ def plan_extraction(
         if kind == stat.S_IFREG:
             places = tree.extents(number)
             if places:
-                files.append((places[0][1:3], node, places))
+                files.append((node, places))
             else:
                 empty.append((node, places))
         elif kind == stat.S_IFDIR:
@@ -105,20 +104,24 @@ def plan_extraction(
                     f"{tree.path(number)!r} is a device node, which is not allowed here"
                 )
             others.append(node)
-    files.sort(key=lambda item: item[0])
-    large = [item for item in files if sum(place[3] for place in item[2]) > PART_BYTES]
-    small = [item for item in files if sum(place[3] for place in item[2]) <= PART_BYTES]
-    groups = _groups(tree, [(node, places) for _, node, places in small])
+    files.sort(key=lambda item: item[1][0][1:3])
+    large = [item for item in files if content_length(item[1]) > PART_BYTES]
+    groups = _groups(tree, [item for item in files if content_length(item[1]) <= PART_BYTES])
     groups += [empty[i : i + GROUP_FILES] for i in range(0, len(empty), GROUP_FILES)]
     return Plan(
         _parents_first(directories),
         groups,
-        [node for _, node, _ in large],
-        [part for _, node, places in large for part in _parts(tree, node, places)],
+        [node for node, _ in large],
+        [part for node, places in large for part in _parts(tree, node, places)],
         others,
         links,
         content_bytes,
     )
+
+
+def content_length(places: list[Place]) -> int:
+    """Bytes in all places together."""
+    return places[0][3] if len(places) == 1 else sum(place[3] for place in places)
 
 
 def _parents_first(directories: list[Node]) -> list[Node]:
@@ -149,7 +152,7 @@ def _groups(
                 groups.append(group)
                 group, group_bytes = [], 0
         group.append(item)
-        group_bytes += sum(place[3] for place in item[1])
+        group_bytes += content_length(item[1])
         if group_bytes >= GROUP_BYTES or len(group) >= GROUP_FILES:
             _, blob, offset, length = item[1][-1]
             last = (blob, _frame_number(tree.blobs[blob], offset + length - 1))
