@@ -30,8 +30,6 @@ _DEADLINE_S = 60.0
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
-# HDFS's own default, for a file whose status does not tell.
-_BLOCK_SIZE_BYTES = 128 << 20
 
 
 class HdfsBackend:
@@ -52,7 +50,6 @@ class HdfsBackend:
         self._lock = threading.Lock()
         self._client_or_none: Client | None = None
         self._mode_or_none: int | None = None
-        self._block_size_bytes = options.block_size_bytes
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)
@@ -105,15 +102,15 @@ class HdfsBackend:
 
     def create(self, path: str, *, overwrite: bool = False) -> HdfsWriter:
         full = self._full(path, file=True)
-        return HdfsWriter(self, path, full, self.create_raw(path, overwrite=overwrite))
+        return HdfsWriter(self, path, full).open(overwrite=overwrite)
 
-    def create_raw(self, path: str, *, overwrite: bool) -> Any:
+    def create_raw(self, path: str, *, overwrite: bool, replication: int | None = None) -> Any:
         """A new file as hdfs-native's own writer, for `HdfsWriter`."""
         full = self._full(path)
         return self.call(
             # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
             # make a half-written file look complete.
-            lambda client: client.inner.create(full, self._write_options(overwrite)),
+            lambda client: client.inner.create(full, self._write_options(overwrite, replication)),
             "create",
             path,
         )
@@ -212,12 +209,12 @@ class HdfsBackend:
             self._mode_or_none = mode & 0o775 | 0o700
         return self._mode_or_none
 
-    def _write_options(self, overwrite: bool) -> Any:
+    def _write_options(self, overwrite: bool, replication: int | None) -> Any:
         from hdfs_native import WriteOptions
 
         return WriteOptions(
             block_size=self._options.block_size_bytes,
-            replication=self._options.replication,
+            replication=replication or self._options.replication,
             permission=self._mode(self._client()) & 0o664,
             overwrite=overwrite,
             create_parent=True,
@@ -228,14 +225,6 @@ class HdfsBackend:
         if file and not names:
             raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
         return "/".join((self._root.rstrip("/"), *names)) or "/"
-
-    def block_size_bytes(self, path: str) -> int:
-        """Bytes per block of new files; `path` is one of them."""
-        if self._block_size_bytes is None:
-            full = self._full(path)
-            status = self.call(lambda client: client.get_file_info(full), "look at", path)
-            self._block_size_bytes = status.blocksize or _BLOCK_SIZE_BYTES
-        return self._block_size_bytes
 
     def name(self, path: str) -> str:
         """The full URL, for messages."""

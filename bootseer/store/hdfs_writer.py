@@ -1,16 +1,20 @@
-"""Writing one file to HDFS.
+"""Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive.
 
-Owns what hdfs-native 0.14.7 does not do when a block cannot be started. Either its DataNode has
-died and the NameNode does not know yet (ten minutes, by default): then another try is given
-another one. Or the NameNode answers NotReplicatedYetException, because the DataNodes' report of
-the block before is still on its way (seen for one block in a few hundred on a loaded cluster),
-and hdfs-native forgets that block. In both cases the file is finished by lease recovery (0.1 to
-1 s), which keeps its whole blocks, and opened again for append. A writer belongs to one thread.
+A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
+may lose a DataNode, or the NameNode may answer the request for the next block with
+NotReplicatedYetException, because the report of the block before is still on its way (seen for
+one block in a few hundred on a loaded cluster). hdfs-native then fails, and forgets the block.
+
+Owns the way out: the last bytes written are kept; a short file is begun again; a longer one is
+finished by lease recovery (0.1 to 1 s), which keeps a prefix of what was sent, opened for append,
+and continued from there. A writer belongs to one thread.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,90 +32,151 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A call takes a fraction of a second at this size, so each one is progress for the deadline.
-_WRITE_BYTES = 4 << 20
-# Each attempt is given a random DataNode: with a third of them dead, one write in 700 fails.
+_PIECE_BYTES = 4 << 20
+# Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
+_TAIL_MAX_BYTES = 16 << 20
 _ATTEMPTS_MAX = 6
+# From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
+# would spoil all others. The wanted number is asked for again at the end.
+_SINGLE_REPLICA_ATTEMPT = 2
 _PAUSE_S = 0.02
+# Between two questions whether a recovery is done: at first a block's report is all it waits for,
+# later a DataNode, and each question may make the NameNode begin anew.
+_POLL_MAX_S = 1.0
 
 
 class HdfsWriter:
     """A new file, complete and durable when closed."""
 
-    def __init__(self, backend: "HdfsBackend", path: str, full: str, writer: Any) -> None:
+    def __init__(self, backend: "HdfsBackend", path: str, full: str) -> None:
         self._backend = backend
         self._path = path
         self._full = full
-        self._writer = writer
+        self._writer: Any = None
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = 0
         self._size_bytes = 0
+        self._wanted_replication: int | None = None
+
+    def open(self, *, overwrite: bool) -> Self:
+        """Create the file. Raises: AlreadyExistsError."""
+        self._writer = self._backend.create_raw(self._path, overwrite=overwrite)
+        return self
 
     def write(self, data: bytes) -> None:
         if self._writer is None:
             raise InvalidInputError(f"cannot write {self._backend.name(self._path)}: closed")
         data = bytes(data)  # a no-op for bytes, for which alone hdfs-native is fast
-        block_size_bytes = self._backend.block_size_bytes(self._path)
-        done = 0
-        while done < len(data):
-            # No call crosses the end of a block, so that it is known where one failed.
-            block_left_bytes = block_size_bytes - self._size_bytes % block_size_bytes
-            count = min(len(data) - done, block_left_bytes, _WRITE_BYTES)
-            piece = data if count == len(data) else data[done : done + count]
-            self._write_piece(piece, at_block_start=block_left_bytes == block_size_bytes)
-            done += count
-            self._size_bytes += count
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._write_piece(data[start : start + _PIECE_BYTES])
 
-    def _write_piece(self, piece: bytes, *, at_block_start: bool) -> None:
+    def _write_piece(self, piece: bytes) -> None:
+        self._tail.append(piece)
+        self._tail_bytes += len(piece)
+        self._size_bytes += len(piece)
+        try:
+            self._call(partial(self._writer.write, piece))
+        except UnavailableError as error:
+            self._try_again(error, close=False)
+        # Only now: the failure of a piece may concern those before it.
+        while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
+            self._tail_bytes -= len(self._tail.popleft())
+
+    def _try_again(self, cause: UnavailableError, *, close: bool) -> None:
+        """Bring the file to where it should be, and close it or leave it open."""
         for attempt in range(_ATTEMPTS_MAX):
+            if isinstance(cause.__cause__, NotFoundError):
+                raise cause  # deleted or replaced by somebody else: not ours any more
+            logger.debug("%s: attempt %d after %s", self._path, attempt, cause)
+            time.sleep(_PAUSE_S * 2**attempt)
             try:
-                return self._call(lambda: self._writer.write(piece))
+                waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
+                single = attempt >= _SINGLE_REPLICA_ATTEMPT and not waiting
+                for piece in self._missing(self._reopen(single=single)):
+                    self._call(partial(self._writer.write, piece))
+                if close:
+                    self._call(self._writer.close)
+                return
             except UnavailableError as error:
-                # In the middle of a block nobody can tell what arrived.
-                if not at_block_start or attempt == _ATTEMPTS_MAX - 1:
-                    raise
-                logger.debug("%s: again from byte %d: %s", self._path, self._size_bytes, error)
-                time.sleep(_PAUSE_S * 2**attempt)
-                self._reopen(error)
-        raise AssertionError("unreachable")
+                cause = error
+        raise cause
 
-    def _reopen(self, cause: UnavailableError) -> None:
-        """Have the file as it was at the end of its last whole block, open for writing."""
+    def _reopen(self, *, single: bool) -> int:
+        """Have the file open for writing, and return its size; `single`: with one replica."""
         backend, full = self._backend, self._full
-        if not self._size_bytes:
-            self._writer = backend.create_raw(self._path, overwrite=True)
-            return
+        if single and self._wanted_replication is None:
+            status = backend.call(lambda client: client.get_file_info(full), "write", self._path)
+            self._wanted_replication = status.replication or 1
+        if self._tail_bytes == self._size_bytes:
+            replication = 1 if single else None
+            self._writer = backend.create_raw(self._path, overwrite=True, replication=replication)
+            return 0
         end_s = time.monotonic() + backend.deadline_s
+        pause_s = _PAUSE_S
         while not backend.call(lambda client: client.recover_lease(full), "write", self._path):
             if time.monotonic() > end_s:
-                raise DeadlineError(f"{cause}; not recovered within {backend.deadline_s:g} s")
-            time.sleep(_PAUSE_S)
-        size_bytes = backend.stat(self._path).size_bytes
-        if size_bytes != self._size_bytes:
-            raise UnavailableError(f"{cause}; the file ends at {size_bytes} bytes")
+                raise DeadlineError(
+                    f"cannot write {backend.name(self._path)}: no DataNode gave its last block "
+                    f"within {backend.deadline_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+        if single:
+            backend.call(lambda client: client.set_replication(full, 1), "write", self._path)
         self._writer = backend.call(lambda client: client.inner.append(full), "write", self._path)
+        return backend.stat(self._path).size_bytes
+
+    def _missing(self, size_bytes: int) -> Iterator[bytes]:
+        """What was given to `write` from `size_bytes` on."""
+        position = self._size_bytes - self._tail_bytes
+        if not position <= size_bytes <= self._size_bytes:
+            raise UnavailableError(
+                f"cannot write {self._backend.name(self._path)}: after a failure it has "
+                f"{size_bytes} of {self._size_bytes} bytes"
+            )
+        for piece in list(self._tail):
+            end = position + len(piece)
+            if end > size_bytes:
+                yield piece[max(0, size_bytes - position) :]
+            position = end
 
     def _call(self, function: Callable[[], object]) -> None:
         try:
             self._backend.run(lambda _: function(), "write", self._path)
         except NotFoundError as error:
-            # Somebody deleted or replaced the file meanwhile; nothing that was asked for is
-            # missing.
             raise UnavailableError(str(error)) from error
 
     def close(self) -> None:
         if self._writer is None:
             return
-        writer = self._writer
         try:
-            self._call(writer.close)
+            try:
+                self._call(self._writer.close)
+            except UnavailableError as error:
+                self._try_again(error, close=True)
         except BootseerError:
             self.abort()
             raise
         self._writer = None
+        self._tail.clear()
+        if self._wanted_replication is not None:
+            self._restore_replication(self._wanted_replication)
+
+    def _restore_replication(self, count: int) -> None:
+        full = self._full
+        try:
+            self._backend.call(
+                lambda client: client.set_replication(full, count), "replicate", self._path
+            )
+        except BootseerError as error:
+            logger.warning("%s has one replica only: %s", self._backend.name(self._path), error)
 
     def abort(self) -> None:
         if self._writer is None:
             return
         # The client is not told to close, which would make the file look complete.
         self._writer = None
+        self._tail.clear()
         try:
             self._backend.delete(self._path)
         except BootseerError as error:

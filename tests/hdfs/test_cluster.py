@@ -1,10 +1,12 @@
 """The HDFS of the tests is real: it loses servers, gets them back, and keeps data meanwhile."""
 
+import concurrent.futures
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from bootseer.errors import DeadlineError, UnavailableError
+from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.store import open_backend, open_store
 from tests.hdfs.classpath import unshade_class
 from tests.hdfs.cluster import MiniHdfs
@@ -20,20 +22,68 @@ def whole(hdfs: MiniHdfs) -> Iterator[MiniHdfs]:
     hdfs.wait_for_datanodes(hdfs.datanode_count)
 
 
-def test_data_outlives_a_datanode(whole: MiniHdfs, hdfs_url: str) -> None:
+@pytest.mark.parametrize("replication", [1, 2, 3])
+def test_writing_outlives_a_dead_datanode(whole: MiniHdfs, hdfs_url: str, replication: int) -> None:
+    """The NameNode still offers a dead one to writers, for as long as it does not know."""
     data = bytes(range(256)) * 1024
-    with open_store(hdfs_url + "?replication=3") as safe, open_store(hdfs_url) as store:
-        safe.publish("kept", data)
-        whole.kill_datanode(1)
-        try:
-            assert safe.read("kept") == data
-            # The NameNode still offers the dead one to writers for some seconds.
+    safe = open_store(hdfs_url + "?replication=3")
+    safe.publish("kept", data)
+    whole.kill_datanode(1)
+    try:
+        assert safe.read("kept") == data
+        with open_store(f"{hdfs_url}?replication={replication}") as store:
             for index in range(4):
                 assert store.publish(f"new/{index}", data)
                 assert store.read(f"new/{index}") == data
-        finally:
-            whole.start_datanode(1)
-            whole.wait_for_datanodes(3)
+    finally:
+        whole.start_datanode(1)
+        whole.wait_for_datanodes(3)
+    safe.close()
+
+
+def test_writing_outlives_a_datanode_that_dies_meanwhile(whole: MiniHdfs, hdfs_url: str) -> None:
+    backend = open_backend(hdfs_url + "?replication=2&block_size_bytes=8388608")
+    pieces = [os.urandom(1 << 20) for _ in range(12)]
+    try:
+        with backend.create("file") as writer:
+            for index, piece in enumerate(pieces):
+                if index == 6:
+                    whole.kill_datanode(2)
+                writer.write(piece)
+        assert backend.read("file") == b"".join(pieces)
+    finally:
+        whole.start_datanode(2)
+        whole.wait_for_datanodes(3)
+    assert backend.read("file") == b"".join(pieces)
+    backend.close()
+
+
+def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> None:
+    """Under load, a NameNode answers NotReplicatedYetException for some of these blocks."""
+    backend = open_backend(hdfs_url + "?block_size_bytes=65536")
+    data = os.urandom(65536 * 40 + 1)
+
+    def work(index: int) -> bool:
+        with backend.create(f"{index}") as writer:
+            for start in range(0, len(data), 100_000):
+                writer.write(data[start : start + 100_000])
+        return backend.read(f"{index}") == data
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(12)))
+    backend.close()
+
+
+def test_a_file_deleted_under_its_writer_stays_deleted(hdfs: MiniHdfs, hdfs_url: str) -> None:
+    backend = open_backend(hdfs_url)
+    writer = backend.create("file")
+    writer.write(b"x" * 100_000)
+    backend.delete("file")
+    with pytest.raises(UnavailableError):
+        writer.close()
+    with pytest.raises(NotFoundError):
+        backend.stat("file")
+    backend.close()
 
 
 def test_data_outlives_a_namenode_restart(whole: MiniHdfs, hdfs_url: str) -> None:
@@ -53,7 +103,7 @@ def test_data_outlives_a_namenode_restart(whole: MiniHdfs, hdfs_url: str) -> Non
 
 
 def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
-    backend = open_backend(hdfs_url + "?deadline_s=2")
+    backend = open_backend(hdfs_url + "?deadline_s=1.5")
     with backend.create("file") as writer:
         writer.write(b"abc")
     buffer = bytearray(b"???")
