@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 WORKERS = 2
 """Layers packed at once. Each packer compresses in threads of its own; two of them overlap one
 layer's parsing and publishing with the other's compression."""
-_PIECE_BYTES = 4 * 2**20
+_PIECE_BYTES = 2**20
+"""Small enough for an interrupt to take effect soon on a slow network."""
 
 OnProgress = Callable[[int], None]
 OnLayer = Callable[[LayerRecord, bool], None]

@@ -4,6 +4,8 @@ What `skopeo copy ... oci:DIR:TAG`, `umoci`, `buildctl --output type=oci,tar=fal
 `docker buildx` write.
 """
 
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +29,19 @@ def split_tag(location: str, exists: Callable[[Path], bool]) -> tuple[Path, str]
     return Path(location), ""
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file, unbuffered. A pipe in its place, which could be waited for without end, is refused.
+
+    Raises: OSError, InvalidInputError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise InvalidInputError(f"{path} is not a regular file")
+    return file
+
+
 def open_oci_layout(directory: Path, tag: str) -> ImageSource:
     """Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError,
     PermissionDeniedError."""
@@ -34,7 +49,7 @@ def open_oci_layout(directory: Path, tag: str) -> ImageSource:
 
     def open_file(path: str) -> BinaryIO:
         try:
-            return (directory / path).open("rb", buffering=0)
+            return open_regular(directory / path)
         except OSError as error:
             raise from_oserror(error, f"read {directory / path}") from error
 

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +205,35 @@ def test_no_permission(cli: Cli, layout: Path) -> None:
         lost = "-dac_override,-dac_read_search"
         prefix = ("setpriv", f"--inh-caps={lost}", f"--bounding-set={lost}")
     assert "Permission denied" in cli.fails(12, "index", layout, prefix=prefix)
+
+
+def test_interrupted(cli: Cli, tmp_path: Path) -> None:
+    write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(4_000_000))]] * 3)
+    cli.environ["BOOTSEER_STORE"] = f"limit+file://{cli.store}?stream_bytes_per_s=1000000"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "bootseer", "image", "index", "layout"],
+        env=cli.environ,
+        cwd=cli.directory,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline_s = time.monotonic() + 30
+        while not list(cli.store.glob(".tmp/*")):
+            assert child.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        _, message = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert message.strip() == "bootseer: interrupted"
+    with open_store(str(cli.store)) as store:
+        assert list(store.list()) == []
+    assert list(cli.store.glob(".tmp/*")) == []
+    assert list((cli.directory / "cache/tmp").iterdir()) == []
 
 
 @pytest.mark.root

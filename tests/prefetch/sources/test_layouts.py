@@ -4,6 +4,7 @@ import gc
 import gzip
 import io
 import json
+import os
 import tarfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -173,6 +174,14 @@ def test_a_document_that_is_not_what_its_digest_says(layout: Path, tmp_path: Pat
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(CorruptError, match="other contents"):
         opened(layout, tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(layout: Path, tmp_path: Path) -> None:
+    blob = max(layout.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    blob.unlink()
+    os.mkfifo(blob)
+    with pytest.raises(InvalidInputError, match="regular file"):
+        packed_digests(opened(layout, tmp_path))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"[" * 100_000, b"\xff\xfe", b" " * 9_000_000])
