@@ -5,6 +5,7 @@ comes last; what an interrupted capture leaves is unnamed temporary files, gone 
 and blobs that no manifest names.
 """
 
+import logging
 import stat
 import tempfile
 import time
@@ -27,6 +28,8 @@ from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
 from bootseer.snapshots.scan import Scan
 from bootseer.store import Store
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -45,7 +48,7 @@ def capture(store: Store, cache_dir: Path, change: Change, *, replace: bool = Fa
     Raises: BusyError where something still writes to the target; NoSpaceError; UnavailableError.
     """
     difference = diff(change.before, change.after)
-    paths = difference.packed_paths()
+    paths = [path for path in difference.packed_paths() if not _is_device(change, path)]
     try:
         folder = private_directory(cache_dir / "snapshots")
         # Without a name: it goes with the process, however that ends.
@@ -72,6 +75,15 @@ def capture(store: Store, cache_dir: Path, change: Change, *, replace: bool = Fa
             if stat.S_ISREG(tree.columns.mode[number])
         ),
     )
+
+
+def _is_device(change: Change, path: bytes) -> bool:
+    """Extractions refuse devices: one of them would make the whole snapshot useless."""
+    mode = change.after[path].mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        logger.warning("the device node %s is left out", text_of(change.path + b"/" + path))
+        return True
+    return False
 
 
 def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO) -> tuple[Tree, Stored]:

@@ -20,8 +20,11 @@ from bootseer.store import Store
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, plan
 
-# Enough to keep eight streams of 4 MiB busy while two threads extract.
+# Enough to keep eight streams busy while a thread is held up by a large file.
 _WINDOW_BYTES = 64 * 1024 * 1024
+# Small, so that the first bytes are here soon although all fetches share the network; large enough
+# that a server's latency of some milliseconds does not count.
+_FETCH_BYTES = 1024 * 1024
 # Consumed frames kept for the neighbour that shares them.
 _KEPT_BYTES = 16 * 1024 * 1024
 
@@ -131,7 +134,12 @@ class FrameSource:
                     self._ahead_bytes += frame.length
                     room -= frame.length
         if wanted:
-            fetches = plan(wanted, lambda chunk: False, priority=Priority.PREFETCH)
+            fetches = plan(
+                wanted,
+                lambda chunk: False,
+                priority=Priority.PREFETCH,
+                max_fetch_bytes=_FETCH_BYTES,
+            )
             self._executor.submit(fetches, self._deliver)
 
     def close(self) -> None:

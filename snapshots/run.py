@@ -143,6 +143,10 @@ class _Run:
                 setup_s = error.setup_s
             except (BootseerError, OSError) as error:
                 reason = str(error)
+            except Exception as error:
+                # A mistake of ours must not keep a job from starting.
+                logger.exception("unexpected error in a set-up")
+                reason = f"unexpected {type(error).__name__}: {error}"
             if not ran:
                 return self.ordinary(reason)
         self.report(f"warning: the set-up ran but was not stored: {reason}")
@@ -293,7 +297,10 @@ class _Run:
         setup_s = self._command()
         try:
             manifest = self._publish(store, resolved, before, bases, setup_s, replace=replace)
-        except (BootseerError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, BootseerError | OSError):
+                logger.exception("unexpected error in a capture")
+            # Whatever it is: the command has run, and must not run again.
             raise _NotStoredError(setup_s) from error
         for target, path in self.paths.items():
             self.note(path, self.key, bases[target])

@@ -1,6 +1,8 @@
 """`bootseer snapshot`: environments, captured once and restored everywhere."""
 
+import signal
 import stat
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +87,8 @@ def run(
     from bootseer.snapshots.request import Request
     from bootseer.snapshots.run import run_setup
 
+    # As an exception it ends the command and gives the lease back.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     request = Request(
         command=command,
         targets=targets,

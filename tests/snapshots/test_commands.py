@@ -1,6 +1,10 @@
 """The command line of snapshots: what it prints and how it exits."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +119,31 @@ def test_a_corrupt_manifest_has_its_code(tmp_path: Path, cli: _Cli) -> None:
     file.write_text(text.replace('"version": 1,', '"version": 7,'))
     assert cli("restore", key)[0] == 16
     assert "newer Bootseer" in cli.err
+
+
+def test_a_terminated_setup_ends_and_gives_its_lease_back(tmp_path: Path) -> None:
+    environ = {
+        **os.environ,
+        "BOOTSEER_STORE": str(tmp_path / "store"),
+        "BOOTSEER_CACHE_DIR": str(tmp_path / "cache"),
+        "BOOTSEER_RUN_DIR": str(tmp_path / "run"),
+    }
+    script = f"echo $$ > {tmp_path}/pid; exec sleep 60"
+    command = ["snapshot", "run", "--target", str(tmp_path / "env"), "--", "sh", "-c", script]
+    process = subprocess.Popen([sys.executable, "-m", "bootseer", *command], env=environ)
+    try:
+        for _ in range(600):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
+            time.sleep(0.05)
+        child = int((tmp_path / "pid").read_text())
+        process.terminate()
+        assert process.wait(30) == 128 + 15
+    finally:
+        process.kill()
+        process.wait()
+    assert not Path(f"/proc/{child}").exists()
+    assert [path for path in (tmp_path / "store/leases").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("command", ["run", "create", "restore", "list", "show"])

@@ -12,7 +12,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("scenario", "points"),
-    [("restore_whole", 24), ("restore_difference", 24), ("capture_and_publish", 3)],
+    [("restore_whole", 16), ("restore_difference", 16), ("capture_and_publish", 2)],
 )
 def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
     driver = Path(__file__).with_name("crash_driver.py")
@@ -27,5 +27,5 @@ def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> Non
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) >= points // 2
+    assert len(lines) >= points - 1
     assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2

@@ -67,58 +67,45 @@ def _check(env: Path, version: str) -> None:
 
 
 @pytest.mark.usefixtures("pip_environ")
-def test_a_new_environment(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
-    env = tmp_path / "env"
-    requirements = tmp_path / "requirements.txt"
-    requirements.write_text("alpha\n")
-    pip = f"{env}/bin/pip install --no-index --find-links {wheels} -r {requirements}"
-    said: list[str] = []
-    request = Request(command=["sh", "-e", "-c", f"{_python()} -m venv {env}; {pip}"])
-    first = run_setup(make_node("a"), request, report=said.append)
-    assert first.how == "captured", said
-    assert first.targets == (str(env),)
-    assert any(str(requirements) in sentence for sentence in said)
-    original = describe(env)
-
-    shutil.rmtree(env)
-    assert run_setup(make_node("b"), request).how == "restored"
-    assert differences(original, describe(env)) == []
-    _check(env, "2.0")
-    after = describe(env)
-    # Nothing was compiled again: no bytecode file is new or has been written.
-    for path, entry in after.items():
-        if path.endswith(".pyc"):
-            assert entry == original[path], path
-    assert len([path for path in after if path.endswith(".pyc")]) > 100
-
-
-@pytest.mark.usefixtures("pip_environ")
-def test_upgrades_and_removals_in_an_existing_prefix(
+def test_an_environment_and_an_upgrade_on_top(
     tmp_path: Path, make_node: MakeNode, wheels: Path
 ) -> None:
-    env = tmp_path / "prefix"
-    _run(_python(), "-m", "venv", str(env))
+    env = tmp_path / "env"
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("alpha==1.0\ngamma\n")
     pip = f"{env}/bin/pip"
-    packages = ["alpha==1.0", "gamma"]
-    _run(pip, "install", "--no-index", "--find-links", str(wheels), *packages)
-    _run("cp", "-a", str(env), str(tmp_path / "base"))
-    request = Request(
-        command=[
-            *("sh", "-e", "-c"),
-            f"{pip} install --no-index --find-links {wheels} alpha==2.0; {pip} uninstall -y gamma",
-        ],
-    )
+    options = f"--no-index --find-links {wheels}"
+    make = f"{_python()} -m venv {env}; {pip} install {options} -r {requirements}"
+    change = f"{pip} install {options} alpha==2.0; {pip} uninstall -y gamma"
+    first = Request(command=["sh", "-e", "-c", make])
+    second = Request(command=["sh", "-e", "-c", change])
+
     said: list[str] = []
-    assert run_setup(make_node("a"), request, report=said.append).how == "captured"
-    assert any(f"the environment of {env}/bin" in sentence for sentence in said)
-    original = describe(env)
+    result = run_setup(make_node("a"), first, report=said.append)
+    assert (result.how, result.targets) == ("captured", (str(env),)), said
+    assert any(str(requirements) in sentence for sentence in said)
+    made = describe(env)
 
     shutil.rmtree(env)
-    _run("cp", "-a", str(tmp_path / "base"), str(env))
-    result = run_setup(make_node("b"), request)
+    assert run_setup(make_node("b"), first).how == "restored"
+    assert differences(made, describe(env)) == []
+    _check(env, "1.0")
+    # Nothing was compiled again: no bytecode file is new or has been written.
+    bytecode = {path: entry for path, entry in describe(env).items() if path.endswith(".pyc")}
+    assert len(bytecode) > 100
+    assert all(made.get(path) == entry for path, entry in bytecode.items())
+
+    said.clear()
+    assert run_setup(make_node("b"), second, report=said.append).how == "captured"
+    assert any(f"the environment of {env}/bin" in sentence for sentence in said)
+    changed = describe(env)
+
+    shutil.rmtree(env)
+    assert run_setup(make_node("c"), first).how == "restored"
+    result = run_setup(make_node("c"), second)
     assert result.how == "restored"
-    assert result.file_count < len(original) / 4
-    assert differences(original, describe(env)) == []
+    assert result.file_count < len(changed) / 4
+    assert differences(changed, describe(env)) == []
     assert not list(env.rglob("gamma*"))
     assert not list(env.rglob("only_in_1*"))
     _check(env, "2.0")

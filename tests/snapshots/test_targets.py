@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import InvalidInputError
+from bootseer.snapshots.command import hints_of
+from bootseer.snapshots.inputs import Place
+from bootseer.snapshots.interpreter import Interpreter, find_python, parse, probe
+from bootseer.snapshots.request import run_plainly
+from bootseer.snapshots.roots import resolve_in_root
+from bootseer.snapshots.targets import declared_targets, infer_targets
+
+
+def _interpreter(prefix: str, base: str) -> Interpreter:
+    site = f"{prefix}/lib/python3.11/site-packages"
+    return Interpreter(
+        path=f"{prefix}/bin/python3",
+        implementation="cpython",
+        version="3.11.7",
+        abi="cpython-311-x86_64-linux-gnu",
+        platform="linux-x86_64",
+        libc="glibc 2.36",
+        prefix=prefix,
+        base_prefix=base,
+        paths={
+            "purelib": site,
+            "platlib": site,
+            "scripts": f"{prefix}/bin",
+            "include": f"{prefix}/include/python3.11",
+            "data": prefix,
+        },
+        user_base="/home/me/.local",
+    )
+
+
+_ENV = _interpreter("/opt/env", "/usr")
+_SYSTEM = _interpreter("/usr/local", "/usr/local")
+_SYSTEM_PATHS = (
+    b"/usr/local/bin",
+    b"/usr/local/etc",
+    b"/usr/local/include/python3.11",
+    b"/usr/local/lib/python3.11/site-packages",
+    b"/usr/local/share",
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "interpreter", "active", "expected"),
+    [
+        ("pip install a", _ENV, "", (b"/opt/env",)),
+        ("pip install a", _ENV, "/opt/env", (b"/opt/env",)),
+        ("/usr/bin/pip install a", _SYSTEM, "/opt/env", _SYSTEM_PATHS),
+        ("pip install a", _SYSTEM, "", _SYSTEM_PATHS),
+        ("uv pip install a", _SYSTEM, "/opt/env", (b"/opt/env",)),
+        ("uv sync", _SYSTEM, "", (b"/work/.venv",)),
+        ("python3 -m venv env", _SYSTEM, "", (b"/work/env",)),
+        ("pip install --target lib a", _SYSTEM, "/opt/env", (b"/work/lib",)),
+        ("pip install --user a", _SYSTEM, "", (b"/home/me/.local",)),
+        ("./install.sh", None, "/opt/env", (b"/opt/env",)),
+        ("./install.sh", _ENV, "/opt/env", (b"/opt/env",)),
+    ],
+)
+def test_inferred(
+    command: str, interpreter: Interpreter | None, active: str, expected: tuple[bytes, ...]
+) -> None:
+    hints = hints_of(command.split())
+    found = infer_targets(hints, interpreter, {"VIRTUAL_ENV": active}, "/work")
+    assert found.paths == expected
+
+
+@pytest.mark.parametrize("command", ["./install.sh", "make", "pip list"])
+def test_not_inferred(command: str) -> None:
+    with pytest.raises(InvalidInputError, match="--target"):
+        infer_targets(hints_of(command.split()), _SYSTEM, {}, "/work")
+
+
+def test_nested_targets_are_one() -> None:
+    assert declared_targets(["/a/b", "/a", "/ab", "/a/b/c"], "/").paths == (b"/a", b"/ab")
+
+
+def test_the_python_of_a_console_script(tmp_path: Path) -> None:
+    """A root of its own: nothing outside of it is looked at."""
+    for name in ("usr/bin/python3", "opt/env/bin/python3", "opt/shims/python3"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    for name, first in (
+        ("opt/env/bin/pip", "#!/opt/env/bin/python3"),
+        ("opt/shims/pip", "#!/usr/bin/env bash"),
+        ("usr/bin/pip", "#!/nowhere/python3"),
+    ):
+        (tmp_path / name).write_text(f"{first}\n")
+        (tmp_path / name).chmod(0o755)
+    place = Place(tmp_path, "/opt")
+    path = "/usr/bin:/opt/env/bin"
+    assert find_python(place, ["/opt/env/bin/pip"], path) == "/opt/env/bin/python3"
+    assert find_python(place, ["env/bin/pip"], path) == "/opt/env/bin/python3"
+    assert find_python(place, ["/opt/shims/pip"], path) == "/opt/shims/python3"
+    assert find_python(place, ["/opt/missing/bin/pip", "pip"], path) == "/usr/bin/python3"
+    assert find_python(place, [], path) == "/usr/bin/python3"
+    assert find_python(place, [], "/nothing") is None
+
+
+def test_a_real_interpreter_answers() -> None:
+    found = probe("python3", run_plainly, cwd=None, env=None)
+    assert found is not None
+    assert found.implementation == "cpython"
+    assert "purelib" in found.paths
+    assert probe("/no/such/python", run_plainly, cwd=None, env=None) is None
+    assert probe("false", run_plainly, cwd=None, env=None) is None
+
+
+@pytest.mark.parametrize("output", [b"", b"hello", b"[]", b"{}", b'{"paths": 3}', b"\xff"])
+def test_other_answers_are_none(output: bytes) -> None:
+    assert parse("python3", output) is None
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("/etc", "etc"),
+        ("../../../../etc", "etc"),
+        ("inner/../..", ""),
+        ("missing/x", "a/missing/x"),
+        ("/b", "etc"),
+    ],
+)
+def test_links_stay_in_the_root(tmp_path: Path, link: str, expected: str) -> None:
+    (tmp_path / "a/inner").mkdir(parents=True)
+    (tmp_path / "b").symlink_to("../../etc")
+    (tmp_path / "a/link").symlink_to(link)
+    assert resolve_in_root(tmp_path, b"/a/link") == tmp_path / expected
+
+
+def test_a_loop_of_links(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(InvalidInputError, match="symbolic links"):
+        resolve_in_root(tmp_path, b"/a/x")
