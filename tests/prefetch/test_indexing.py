@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -332,56 +331,72 @@ def assert_nothing_dangles(store: Store) -> None:
 
 
 INDEXER = textwrap.dedent("""
-    import sys
+    import os, signal, sys
     from pathlib import Path
     from bootseer.prefetch.indexing import index_image
     from bootseer.prefetch.sources import open_source
-    from bootseer.store import open_store
+    from bootseer.store import Store, open_store
 
-    source, store, work = sys.argv[1:]
-    print("ready", flush=True)
+    source, store, work, deadly, moment = sys.argv[1:]
+    publish = Store.publish
+    count = 0
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pieces(data):
+        yield data if isinstance(data, bytes) else next(iter(data))
+        die()
+
+    def deadly_publish(self, key, data, *, replace=False):
+        global count
+        count += 1
+        if count != int(deadly):
+            return publish(self, key, data, replace=replace)
+        if moment == "within":
+            data = pieces(data)
+        done = publish(self, key, data, replace=replace)
+        die()
+
+    Store.publish = deadly_publish
     with open_source(source, Path(work)) as image, open_store(store) as opened:
-        index_image(image, opened, Path(work))
+        index_image(image, opened, Path(work), workers=1)
 """)
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    layers = [[Member(f"f{n}", data=os.urandom(1_500_000))] for n in range(5)]
-    layers.append([Member(f"small/{n}", data=str(n).encode()) for n in range(500)])
-    layout = tmp_path / "layout"
-    write_layout(layout, layers, compression="gzip", tag="t")
-    location = str(tmp_path / "store")
-    command = [sys.executable, "-c", INDEXER, str(layout), location, str(tmp_path / "work")]
-    with open_store(location) as store:
-        stages = Counter[int]()
-        for delay_ms in (0, 20, 40, 60, 80, 100, 130, 160, 200, 250):
-            child = subprocess.Popen(command, stdout=subprocess.PIPE)
-            assert child.stdout is not None
-            child.stdout.readline()
-            time.sleep(delay_ms / 1000)
-            child.send_signal(signal.SIGKILL)
-            child.wait(20)
-            child.stdout.close()
+def indexer(tmp_path: Path, deadly: int = 0, moment: str = "") -> list[str]:
+    """A command that kills itself at a moment of the publish number `deadly`."""
+    places = [str(tmp_path / name) for name in ("layout", "store", "work")]
+    return [sys.executable, "-c", INDEXER, *places, str(deadly), moment]
+
+
+@pytest.mark.parametrize("moment", ["within", "after"])
+def test_killed_at_every_step(moment: str, tmp_path: Path) -> None:
+    layers = [[Member(f"f{n}", data=os.urandom(300_000))] for n in range(2)]
+    write_layout(tmp_path / "layout", layers, compression="gzip", tag="t")
+    with open_store(str(tmp_path / "store")) as store:
+        # Each time from an empty store: blob, index and record of two layers, then of the image.
+        for deadly in range(1, 9):
+            for key in keys(store):
+                store.delete(key)
+            child = subprocess.run(indexer(tmp_path, deadly, moment), timeout=60, check=False)
+            assert child.returncode == -signal.SIGKILL
+            assert len(keys(store)) == deadly - (moment != "after")
             assert_nothing_dangles(store)
-            stages[len(keys(store))] += 1
-        assert list((tmp_path / "work").iterdir()) == []
-        subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
-        record = find_image(store, "layout:t")
-        tree = load_tree(store, record, tmp_path / "cache")
-        found = contents(tree, store)
-        for number, layer in enumerate(layers[:-1]):
-            assert found[f"f{number}"] == layer[0].data
+            assert list((tmp_path / "work").iterdir()) == []
+        subprocess.run(indexer(tmp_path), check=True, timeout=60)
+        assert_nothing_dangles(store)
+        tree = load_tree(store, find_image(store, "layout:t"), tmp_path / "cache")
+        assert contents(tree, store) == {layer[0].name: layer[0].data for layer in layers}
 
 
 def test_two_indexers_at_once(tmp_path: Path) -> None:
     layers = [[Member(f"f{n}", data=os.urandom(500_000))] for n in range(4)]
     layout = tmp_path / "layout"
     write_layout(layout, layers, compression="gzip", tag="t")
-    location = str(tmp_path / "store")
-    command = [sys.executable, "-c", INDEXER, str(layout), location, str(tmp_path / "work")]
-    children = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(3)]
+    children = [subprocess.Popen(indexer(tmp_path)) for _ in range(3)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
-    with open_store(location) as store:
+    with open_store(str(tmp_path / "store")) as store:
         assert_nothing_dangles(store)
         tree = load_tree(store, find_image(store, "layout:t"), tmp_path / "cache")
         assert len(contents(tree, store)) == 4
