@@ -11,8 +11,8 @@ import org.apache.hadoop.metrics2.lib.DefaultMetricsSystem;
  * A real NameNode and N real DataNodes in one JVM, on loopback.
  *
  * <p>Arguments: HOME N BIND key=value... where BIND is "shared" (all DataNodes listen on 127.0.0.1)
- * or "apart" (DataNode I on 127.0.1.(I+1), while the NameNode still hands out 127.0.0.1, so that a
- * relay can stand between).
+ * or "PORT,PORT,..." (DataNode I on 127.0.1.(I+1) at its port, while the NameNode still hands out
+ * 127.0.0.1, so that a relay can stand between).
  *
  * <p>Prints "READY rpcPort httpPort dataPort...". Then obeys lines on standard input: "kill I" and
  * "start I" (a DataNode), "stop-namenode", "start-namenode", "wait N" (until N DataNodes are live),
@@ -30,7 +30,10 @@ public class MiniHdfs {
     home = arguments[0];
     dataNodes = new DataNode[Integer.parseInt(arguments[1])];
     ports = new int[dataNodes.length];
-    apart = arguments[2].equals("apart");
+    apart = !arguments[2].equals("shared");
+    for (int i = 0; apart && i < ports.length; i++) {
+      ports[i] = Integer.parseInt(arguments[2].split(",")[i]);
+    }
     conf.set("fs.defaultFS", "hdfs://127.0.0.1:0");
     conf.set("hadoop.tmp.dir", home + "/tmp");
     conf.set("dfs.namenode.name.dir", "file://" + home + "/namenode");

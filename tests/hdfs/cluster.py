@@ -7,8 +7,10 @@ however that ends, because its standard input does. Used by the tests and by the
 import contextlib
 import os
 import queue
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -65,7 +67,10 @@ class MiniHdfs:
         command += ["-Djava.net.preferIPv4Stack=true"]
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
         command += ["-cp", ":".join(map(str, jars)), "MiniHdfs", str(self.home)]
-        command += [str(self.datanode_count), "apart" if self._apart else "shared"]
+        bind = "shared"
+        if self._apart:
+            bind = ",".join(str(port) for port in _relay_ports(self.datanode_count))
+        command += [str(self.datanode_count), bind]
         command += [f"{key}={value}" for key, value in self._conf.items()]
         with (self.home / "hdfs.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -186,6 +191,19 @@ class MiniHdfs:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _relay_ports(count: int) -> list[int]:
+    """Ports that are free on all of loopback, and that no outgoing connection will be given.
+
+    The latter are from 32768 on (net.ipv4.ip_local_port_range), and there are many of them.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.append(port)
+    return found
 
 
 def _state(task: Path) -> str:
