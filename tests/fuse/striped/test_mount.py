@@ -110,7 +110,7 @@ def test_the_usual_tools(here: Path, big: Path) -> None:
 def test_trees_of_small_files(here: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep" / "er").mkdir(parents=True)
-    for index in range(20):
+    for index in range(4):
         (source / "deep" / f"{index}.json").write_text(str(index) * index)
     (source / "deep" / "er" / "Umlaut ä").write_bytes(os.urandom(5 * MIB))
     (source / "empty").touch()
@@ -466,7 +466,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
 def test_a_datanode_that_dies_under_a_reader(
     request: pytest.FixtureRequest, tmp_path: Path, mountpoint: Path, big: Path
 ) -> None:
-    hdfs_url = str(request.getfixturevalue("hdfs_url"))
+    hdfs_url = str(request.getfixturevalue("hdfs_url")) + "?replication=2"
     cluster = request.getfixturevalue("hdfs")
     with checkpoints(tmp_path, mountpoint, hdfs_url):
         shell("cp {b} {d}/f", b=big, d=mountpoint)
