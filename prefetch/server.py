@@ -30,6 +30,7 @@ from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
 from bootseer.store import Store, open_store
+from bootseer.timeline import stage
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class ImageServer:
         if not self._log.close():
             return
         self._record = "ended"
+        self._note_on_timeline()
         plan = self._plan
         entries = self._log.entries()
         if plan.record == "never" or not entries:
@@ -200,6 +202,14 @@ class ImageServer:
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._record = "publishing"
+
+    def _note_on_timeline(self) -> None:
+        """What serving the start took, beside the stages of the start itself."""
+        moved, faults = self._streams.statistics(), self._streams.figures()
+        with stage("image served") as span:
+            span.set("bootseer.bytes", moved.fetched_bytes)
+            span.set("bootseer.fault_count", faults.fault_count)
+            span.set("bootseer.hit", self._streams.replay is not None)
 
     # ---- status ---------------------------------------------------------------------------
 
