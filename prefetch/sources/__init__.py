@@ -20,9 +20,15 @@ from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.prefetch.sources.stored_layout import open_stored_layout
 
-__all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
+__all__ = ["ImageConfig", "ImageSource", "Layer", "is_source", "open_source"]
 
 _ARCHIVES = ("docker-archive:", "oci-archive:")
+
+
+def is_source(text: str) -> bool:
+    """Whether `text` says where an image is, rather than naming one in the store."""
+    prefixes = (DOCKER, oci_layout.PREFIX, *_ARCHIVES)
+    return text.startswith(prefixes) or ("/" in text and Path(text).exists())
 
 
 def open_source(source: str, work_dir: Path) -> ImageSource:

@@ -1,0 +1,92 @@
+"""`bootseer run`: the entrypoint wrapper."""
+
+import click
+
+from bootseer.cli.output import current_settings
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"bootseer: {sentence}", err=True)
+
+
+@click.command(
+    epilog="Example: bootseer run --setup 'pip install -r requirements.txt' "
+    "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt -- python train.py",
+)
+@click.option(
+    "--image", metavar="REF", default="", help="Run in this image: an indexed one, or its source."
+)
+@click.option(
+    "--bind",
+    "binds",
+    metavar="SRC:DST[:ro]",
+    multiple=True,
+    help="Show a path of this host in the image.",
+)
+@click.option(
+    "--setup",
+    "setups",
+    metavar="CMD",
+    multiple=True,
+    help="A set-up command: run once, restored later. In order, where there are several.",
+)
+@click.option(
+    "--target",
+    "targets",
+    metavar="DIR",
+    multiple=True,
+    help="A directory that the set-up makes or changes. Without: inferred, and printed.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    metavar="FILE",
+    multiple=True,
+    help="A file that decides the set-up's result, besides those that it names.",
+)
+@click.option(
+    "--env",
+    "variables",
+    metavar="NAME",
+    multiple=True,
+    help="An environment variable that decides the set-up's result.",
+)
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    metavar="URL:DIR",
+    multiple=True,
+    help="Mount a checkpoint folder on DIR, and read the newest checkpoint ahead.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    image: str,
+    binds: tuple[str, ...],
+    setups: tuple[str, ...],
+    targets: tuple[str, ...],
+    inputs: tuple[str, ...],
+    variables: tuple[str, ...],
+    checkpoints: tuple[str, ...],
+    command: tuple[str, ...],
+) -> None:
+    """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
+
+    The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
+    first start of a job records; later starts, on any node, replay. See `bootseer report`.
+    """
+    from bootseer.launch import Job, launch
+    from bootseer.launch_checkpoints import parse_checkpoint
+
+    if binds and not image:
+        raise click.UsageError("--bind needs --image")
+    job = Job(
+        command=command,
+        image=image,
+        setups=setups,
+        targets=targets,
+        inputs=inputs,
+        variables=variables,
+        checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
+        binds=binds,
+    )
+    launch(current_settings(), job, _say)
