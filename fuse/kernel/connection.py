@@ -125,7 +125,9 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, 
     largest_bytes = max(options.max_read_bytes, options.max_write_bytes)
     # Without MAX_PAGES a request carries 32 pages (FUSE_DEFAULT_MAX_PAGES_PER_REQ).
     max_pages = -(-largest_bytes // wire.PAGE_BYTES) if flags & wire.MAX_PAGES else 32
-    max_write_bytes = min(options.max_write_bytes, max_pages * wire.PAGE_BYTES)
+    # Every server thread has a buffer for the largest write.
+    wanted_write_bytes = wire.PAGE_BYTES if options.read_only else options.max_write_bytes
+    max_write_bytes = min(wanted_write_bytes, max_pages * wire.PAGE_BYTES)
     max_readahead_bytes = max(request.max_readahead_bytes, options.max_readahead_bytes)
     reply = wire.INIT_OUT.pack(
         wire.KERNEL_MAJOR,

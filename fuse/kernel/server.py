@@ -149,9 +149,10 @@ class Server:
             request_deadline_s=self.options.request_deadline_s,
             on_end=self._end,
         )
-        self._session.start()
         if resend:
+            # Before the threads start: it repeats all that was taken, also what they would take.
             self.notify_resend()
+        self._session.start()
 
     def __enter__(self) -> "Server":
         self.mount()

@@ -28,6 +28,10 @@ _CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
 # A reply that nobody waits for any more, or a connection that is gone.
 _UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
 _IOV_MAX = 1024
+# Resident from the start, also after a fork: if this process is killed while the kernel faults in
+# a page to copy a request to, the request fails with EIO instead of going to our successor
+# (fuse_dev_do_read).
+_BUFFER_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 # A deadline is noticed within a quarter of itself.
 _WATCHDOG_TICKS = 4
 # How many threads may be stuck in operations before nobody is left to answer.
@@ -135,8 +139,7 @@ class Session:
 
     def _serve(self, slot: _Slot) -> None:
         device = self._device
-        memory = mmap.mmap(-1, self._buffer_bytes)
-        view = memoryview(memory)
+        view = memoryview(mmap.mmap(-1, self._buffer_bytes, flags=_BUFFER_FLAGS))
         into = [view]
         out = bytearray(wire.OUT_HEADER_BYTES)
         readv, writev = os.readv, os.writev
