@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.tar_pack import _IMPLIED_DIRECTORY, _copy, _Unpacked
+from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member
 from bootseer.blob.tar_reader import Member, TarReader
 from bootseer.blob.tree import Extent
 from bootseer.prefetch.merge import LayerTree
@@ -16,7 +16,7 @@ from bootseer.prefetch.merge import LayerTree
 LEVEL = 3
 
 
-class _Layer(_Unpacked):
+class _Layer(Unpacked):
     """What the members so far would have made on disk, on top of unknown lower layers."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class _Layer(_Unpacked):
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_hard_link:
-            target = self._locate(member.link)
+            target = self._target(member.link)
             if target not in self._names:
                 path = self._locate(member.path)
                 target = self._below.get(target, target)
@@ -33,6 +33,18 @@ class _Layer(_Unpacked):
                 self._below[path] = target
                 return
         super().add(member, extents, digest)
+
+    def _target(self, link: bytes) -> bytes:
+        """Where a hard link points. Unlike `_locate` this makes no directories, which would
+        appear in this layer only because something below was linked to."""
+        parts = [part for part in link.split(b"/") if part not in (b"", b".")]
+        for count in range(1, len(parts)):
+            number = self._names.get(b"/".join(parts[:count]))
+            if number is None:
+                break
+            if not self._is_directory(number):
+                return self._locate(link)
+        return b"/".join(parts)
 
     def _remove(self, path: bytes) -> None:
         super()._remove(path)
@@ -46,7 +58,7 @@ class _Layer(_Unpacked):
         return frozenset(
             path
             for path, number in self._names.items()
-            if self._inodes[number] is _IMPLIED_DIRECTORY
+            if self._inodes[number] is IMPLIED_DIRECTORY
         )
 
     @property
@@ -68,9 +80,6 @@ def pack_layer(
         reader = TarReader(stream)
         layer = _Layer()
         for member in reader:
-            layer.add(member, *_copy(reader, writer, member))
-        rest = reader.rest
-        while rest:
-            writer.write(rest)
-            rest = reader.take_up_to(FRAME_BYTES)
+            layer.add(member, *copy_member(reader, writer, member))
+        copy_end(reader, writer)
         return LayerTree(layer.tree(writer.finish()), layer.implied, layer.links)

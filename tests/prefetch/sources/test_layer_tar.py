@@ -197,6 +197,19 @@ def test_a_link_whose_directory_is_replaced_is_gone() -> None:
     assert layer.links == ()
 
 
+def test_a_link_into_a_directory_that_the_layer_removes() -> None:
+    lower = [Member("old/file", data=b"f"), Member("old/other", data=b"o")]
+    upper = [Member(".wh.old"), Member("new/file", "h", link="./old/file")]
+    tree = merge([packed(lower), packed(upper)])
+    assert [path for path, _ in tree.walk()] == [b"", b"new", b"new/file"]
+
+
+def test_a_link_through_a_symbolic_link_of_its_layer() -> None:
+    layer = [Member("lib", "l", link="usr/lib"), Member("usr/lib/x", data=b"x")]
+    tree = packed([*layer, Member("y", "h", link="lib/x")]).tree
+    assert tree.resolve(b"y") == tree.resolve(b"usr/lib/x")
+
+
 def test_a_link_that_hides_a_directory_below() -> None:
     lower = [Member("d/x", data=b"x"), Member("file", data=b"f")]
     tree = merge([packed(lower), packed([Member("d", "h", link="file")])])
