@@ -72,12 +72,13 @@ def new_mount_dir(settings: Settings) -> Path:
     return path
 
 
-def take_lock(directory: Path) -> int:
+def take_lock(directory: Path, *, create: bool = True) -> int:
     """The lock of a folder, as a descriptor that holds it until closed in every process.
 
     Raises: BlockingIOError when another process has it; OSError.
     """
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    fd = os.open(directory / "lock", flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -89,7 +90,8 @@ def take_lock(directory: Path) -> int:
 def is_alive(directory: Path) -> bool:
     """Whether somebody holds the folder's lock."""
     try:
-        os.close(take_lock(directory))
+        # Without making one: its holder may be removing the folder this moment.
+        os.close(take_lock(directory, create=False))
     except BlockingIOError:
         return True
     except OSError:

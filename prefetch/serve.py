@@ -125,9 +125,10 @@ def serve_image(plan: ServePlan, report: Report) -> None:
             worker, Path(state.directory), options, on_ready=lambda: report.send({"ready": True})
         )
     finally:
-        shutil.rmtree(plan.state_dir, ignore_errors=True)
+        # The folder last: it is what says that the mount is not quite gone.
         if plan.state.scratch:
             shutil.rmtree(plan.state.scratch, ignore_errors=True)
+        shutil.rmtree(plan.state_dir, ignore_errors=True)
         os.close(lock)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -29,6 +29,7 @@ from bootseer.store import open_store
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TIMEOUT_S = 60.0
+Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
 def skip_unless_fuse() -> None:
@@ -167,3 +168,27 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it never happened"
         time.sleep(0.02)
+
+
+def bootseer(settings: Settings, *arguments: object, timeout_s: float = TIMEOUT_S) -> Completed:
+    """Runs the command line with these settings; gives it up when it hangs."""
+    with start_bootseer(settings, *arguments) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"bootseer {arguments} did not end within {timeout_s} s")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_bootseer(settings: Settings, *arguments: object) -> "subprocess.Popen[str]":
+    """The command line, started."""
+    flags = ["--store", settings.store_url, "--cache-dir", settings.cache_dir]
+    flags += ["--run-dir", settings.run_dir, "--workload", settings.workload]
+    return subprocess.Popen(
+        [sys.executable, "-m", "bootseer", *map(str, flags), *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,173 @@
+"""What runs in a container: derived as docker derives it, from images that are not trusted."""
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.prefetch.container_root import Bind, parse_bind, resolve_in_root
+from bootseer.prefetch.oci_runtime import runtime_config
+from bootseer.prefetch.process_spec import (
+    DEFAULT_PATH,
+    ProcessSpec,
+    User,
+    arguments_of,
+    find_program,
+    image_environment,
+    job_environment,
+    parse_environment,
+    resolve_user,
+)
+from bootseer.prefetch.records import ImageConfig
+
+
+def config(**changes: object) -> ImageConfig:
+    plain: dict[str, object] = {
+        "env": (),
+        "entrypoint": (),
+        "cmd": (),
+        "working_dir": "",
+        "user": "",
+        "architecture": "amd64",
+        "diff_ids": (),
+    }
+    return ImageConfig(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def test_a_command_replaces_cmd_but_not_the_entrypoint() -> None:
+    image = config(entrypoint=("/entry", "-x"), cmd=("serve",))
+    assert arguments_of(image, ()) == ("/entry", "-x", "serve")
+    assert arguments_of(image, ("train", "1")) == ("/entry", "-x", "train", "1")
+    with pytest.raises(InvalidInputError, match="no command"):
+        arguments_of(config(), ())
+
+
+def test_a_jobs_environment_is_the_launchers_without_the_hosts_files() -> None:
+    host = {
+        "RANK": "3",
+        "MASTER_ADDR": "n1",
+        "PATH": "/host/bin",
+        "PYTHONPATH": "/host",
+        "LD_LIBRARY_PATH": "/host/lib",
+        "XDG_RUNTIME_DIR": "/run/user/0",
+        "CUDA": "host",
+    }
+    found = job_environment(config(env=("CUDA=12", "EMPTY=", "PATH=/opt/bin")), host)
+    assert found == {
+        "RANK": "3",
+        "MASTER_ADDR": "n1",
+        "CUDA": "12",
+        "EMPTY": "",
+        "PATH": "/opt/bin",
+    }
+    assert image_environment(config()) == {"PATH": DEFAULT_PATH}
+
+
+def test_assignments() -> None:
+    assert parse_environment(("A=1=2", "B", "C", "D="), {"B": "host"}) == {
+        "A": "1=2",
+        "B": "host",
+        "D": "",
+    }
+    with pytest.raises(InvalidInputError):
+        parse_environment(("=x",), {})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    (root / "etc").mkdir(parents=True)
+    (root / "etc/passwd").write_text(
+        "root:x:0:0::/root:/bin/sh\nweb:x:33:34::/srv:/bin/sh\nodd:x:abc:0::/:\nshort:x\n"
+    )
+    (root / "etc/group").write_text("root:x:0:\nweb:x:34:\nlogs:x:50:adm,web\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "user"),
+    [
+        ("", User(0, 0, (), "/root")),
+        ("web", User(33, 34, (50,), "/srv")),
+        ("33", User(33, 34, (50,), "/srv")),
+        ("web:logs", User(33, 50, (), "/srv")),
+        ("1234", User(1234, 0, (), "/")),
+        ("1234:99", User(1234, 99, (), "/")),
+    ],
+)
+def test_users(root: Path, text: str, user: User) -> None:
+    assert resolve_user(root, text) == user
+
+
+@pytest.mark.parametrize("text", ["nobody", "web:none", "odd", "4294967295", "-1"])
+def test_users_that_do_not_exist(root: Path, text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        resolve_user(root, text)
+
+
+def test_a_missing_or_odd_passwd_knows_numbers_only(root: Path) -> None:
+    (root / "etc/passwd").unlink()
+    assert resolve_user(root, "7") == User(7, 0, (), "/")
+    (root / "etc/passwd").mkdir()
+    assert resolve_user(root, "") == User(0, 0, (), "/")
+
+
+def test_links_of_an_image_stay_inside(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("secret")
+    (root / "absolute").symlink_to("/etc")
+    (root / "up").symlink_to("../../../../etc")
+    (root / "out").symlink_to(str(tmp_path / "outside"))
+    (root / "chain").symlink_to("absolute/../up")
+    (root / "loop").symlink_to("loop")
+    for path in ("/absolute/passwd", "up/passwd", "/chain/passwd", "/../../etc/./passwd"):
+        assert resolve_in_root(root, path) == root / "etc/passwd"
+    assert resolve_in_root(root, "/out") == root.joinpath(*(tmp_path / "outside").parts[1:])
+    assert resolve_in_root(root, "/new/../dir") == root / "dir"
+    assert resolve_in_root(root, "/") == root
+    with pytest.raises(InvalidInputError, match="too many"):
+        resolve_in_root(root, "/loop/x")
+
+
+def test_binds(tmp_path: Path) -> None:
+    assert parse_bind(f"{tmp_path}:/data") == Bind(tmp_path, "/data")
+    assert parse_bind(f"{tmp_path}:/data:ro") == Bind(tmp_path, "/data", True)
+    for text in ("x", f"{tmp_path}:data", f"{tmp_path}:/data:rx", ":/data"):
+        with pytest.raises(InvalidInputError, match="no bind"):
+            parse_bind(text)
+    with pytest.raises(NotFoundError):
+        parse_bind(f"{tmp_path}/missing:/data")
+
+
+def test_programs_are_found_as_execvp_finds_them(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a/tool").write_text("")
+    (tmp_path / "a/tool").chmod(0o644)
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    with pytest.raises(PermissionDeniedError, match="not executable"):
+        find_program("tool", path, "/")
+    (tmp_path / "b/tool").write_text("")
+    (tmp_path / "b/tool").chmod(0o755)
+    assert find_program("tool", path, "/") == f"{tmp_path}/b/tool"
+    assert find_program("b/tool", path, str(tmp_path)) == f"{tmp_path}/b/tool"
+    with pytest.raises(NotFoundError, match="no command"):
+        find_program("other", path, "/")
+
+
+def test_runtime_configuration() -> None:
+    spec = ProcessSpec(("x", "y"), {"A": "1"}, "/w", User(5, 6, (7,), "/"))
+    found = runtime_config(
+        spec, Path("/r"), [Bind(Path("/s"), "/t", True)], terminal=True, host_name="h"
+    )
+    assert found["process"]["args"] == ["x", "y"]
+    assert found["process"]["env"] == ["A=1"]
+    assert found["process"]["user"] == {"uid": 5, "gid": 6, "additionalGids": [7]}
+    assert found["mounts"][-1] == {
+        "destination": "/t",
+        "type": "bind",
+        "source": "/s",
+        "options": ["rbind", "ro"],
+    }
+    kinds = [namespace["type"] for namespace in found["linux"]["namespaces"]]
+    assert "network" not in kinds
+    assert "pid" in kinds
