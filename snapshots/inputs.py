@@ -85,12 +85,12 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
         return
     if not is_declared and _is_output(collected, name):
         return
-    path = collected.place.host(name)
     try:
+        path = collected.place.host(name)
         mode = path.stat().st_mode
-    except OSError as error:
+    except (OSError, InvalidInputError) as error:
         if is_declared:
-            raise NotFoundError(f"the input {name} cannot be read: {error.strerror}") from error
+            raise NotFoundError(f"the input {name} cannot be read: {error}") from error
         return
     try:
         if stat.S_ISDIR(mode):
@@ -103,7 +103,9 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
         else:
             return
     except OSError as error:
-        raise from_oserror(error, f"read the input {name}") from error
+        if is_declared:
+            raise from_oserror(error, f"read the input {name}") from error
+        return
     if value is None:
         return
     collected.parts[name] = Part(f"input {name}", value)
@@ -181,17 +183,15 @@ def _add_links(collected: _Collected, name: str) -> None:
     """A folder of wheels: names and sizes, since a wheel's name holds its version."""
     if "://" in name or name in collected.parts:
         return
-    path = collected.place.host(name)
-    if not path.is_dir():
-        return
     digest = hashlib.sha256()
     try:
+        path = collected.place.host(name)
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             if entry.is_file():
                 line = os.fsencode(entry.name)
                 digest.update(b"%d:%b,%d," % (len(line), line, entry.stat().st_size))
-    except OSError as error:
-        raise from_oserror(error, f"list the wheels in {name}") from error
+    except (OSError, InvalidInputError):
+        return  # pip says what is wrong with it
     collected.parts[name] = Part(f"wheels {name}", "sha256:" + digest.hexdigest())
     collected.found.append(name)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.snapshots.command import hints_of
 from bootseer.snapshots.fingerprint import (
     Part,
@@ -106,8 +106,8 @@ def working_directory(request: Request) -> str:
 def resolve(request: Request, report: Report) -> Resolved:
     """Find out what decides the result, and say what was not declared.
 
-    Raises: InvalidInputError where a declaration cannot be used or no target can be inferred;
-    NotFoundError for a declared input that is missing.
+    Raises: InvalidInputError where a declaration cannot be used; NotFoundError for a declared
+    input that is missing; UnsupportedError where no target can be inferred.
     """
     if not request.command:
         raise InvalidInputError("there is no set-up command; write it behind --")
@@ -125,7 +125,10 @@ def resolve(request: Request, report: Report) -> Resolved:
     if request.targets:
         targets = declared_targets(request.targets, directory)
     else:
-        targets = infer_targets(hints, interpreter, environ, directory)
+        try:
+            targets = infer_targets(hints, interpreter, environ, directory)
+        except InvalidInputError as error:
+            raise UnsupportedError(f"{error}; name the targets with --target DIR") from error
         report(f"targets: {show(targets.paths)} ({targets.reason})")
     inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
     if found:

@@ -59,7 +59,10 @@ def find_program(root: Path, name: str, search_path: str, directory: str) -> str
             os.path.join(directory, folder, name) for folder in search_path.split(":") if folder
         ]
     for candidate in candidates:
-        host = resolve_in_root(root, os.fsencode(candidate))
+        try:
+            host = resolve_in_root(root, os.fsencode(candidate))
+        except InvalidInputError:
+            continue
         if host.is_file() and os.access(host, os.X_OK):
             return candidate
     return None

@@ -90,10 +90,12 @@ def run_setup(
     run = _Run(settings, request, report, wait_s, lease_s, started)
     try:
         resolved = resolve(request, report)
-    except InvalidInputError as error:
-        if request.targets or not request.command:
-            raise
-        return run.ordinary(f"{error}")
+    except (InvalidInputError, NotFoundError):
+        raise
+    except Exception as error:
+        if not isinstance(error, BootseerError | OSError):
+            logger.exception("unexpected error before a set-up")
+        return run.ordinary(str(error))
     return run.guarded(resolved)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bootseer.config import Settings
+from bootseer.errors import BootseerError
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.scan import Scan, exact_digest, scan
 
@@ -77,10 +78,10 @@ def remember(settings: Settings, root: Path) -> Callable[[Path, str, str], None]
 
 
 def save_state(cache_dir: Path, target: Path, fingerprint: str, base: str, after: Scan) -> None:
-    """Remember that `target` holds `fingerprint`. Never raises OSError: it is only a hint."""
+    """Remember that `target` holds `fingerprint`. Never raises: it is only a hint."""
     state = State(fingerprint, base, exact_digest(after), _boot_id())
     path = _file(cache_dir, target)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, BootseerError):
         private_directory(path.parent)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}), encoding="utf-8")

@@ -8,7 +8,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import UnsupportedError
 from bootseer.snapshots.command import Hints
 from bootseer.snapshots.interpreter import Interpreter
 from bootseer.snapshots.manifest import target_path, text_of
@@ -34,7 +34,7 @@ def infer_targets(
 
     In this order: environments that it makes or activates and places given with --target or
     --prefix; the active VIRTUAL_ENV; the environment or the system paths of the interpreter whose
-    pip is used. Raises: InvalidInputError where nothing fits.
+    pip is used. Raises: UnsupportedError where nothing fits.
     """
     named = [*hints.environment_dirs, *hints.install_dirs]
     if named:
@@ -55,7 +55,7 @@ def infer_targets(
             _disjoint(_system_paths(interpreter, directory)),
             f"the install paths of {interpreter.path}",
         )
-    raise InvalidInputError(
+    raise UnsupportedError(
         "cannot tell which directories the set-up command writes; name them with --target DIR"
     )
 

@@ -32,6 +32,8 @@ def _say(sentence: str) -> None:
 
 
 @snapshot.command(
+    # Behind its first word everything belongs to the command, "--" or not.
+    context_settings={"allow_interspersed_args": False},
     epilog="Example: bootseer snapshot run --target /opt/env -- "
     "sh -c 'python3 -m venv /opt/env && /opt/env/bin/pip install -r requirements.txt'",
 )

@@ -81,6 +81,7 @@ def test_run_and_exit_codes(tmp_path: Path, cli: _Cli) -> None:
     assert "in place" in cli.err
     code, out = cli("run", "--json", *command)
     assert json.loads(out)["hit"] is True
+    assert cli("run", "--target", "env3", "mkdir", "-p", "env3")[0] == 0
     assert cli("run", "--target", "env2", "--", "sh", "-c", "exit 42")[0] == 42
     assert cli("run", "--target", "/", "--", "true")[0] == 2
     assert cli("run", "--target", "e", "--input", "missing", "--", "true")[0] == 10

@@ -362,6 +362,41 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode) -> None:
     assert _runs(tmp_path) == 1
 
 
+def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
+    """Too small for the snapshot: nothing appears, and the command has the last word."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    (tmp_path / "disk").mkdir()
+    target = tmp_path / "disk/env"
+    script = f"mkdir {target}; head -c 3000000 /dev/urandom > {target}/file"
+    request = Request(command=["sh", "-e", "-c", script], targets=[str(target)])
+    run_setup(make_node("a"), request)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        said: list[str] = []
+        with pytest.raises(SetupFailedError):
+            run_setup(make_node("b"), request, report=said.append)
+        assert "bytes" in said[-1]
+        assert os.listdir(tmp_path / "disk") == ["env"]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=False)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, make_node: MakeNode) -> None:
+    request = _request(tmp_path)
+    (tmp_path / "file").write_text("x")
+    node = replace(make_node("a"), cache_dir=tmp_path / "file/cache")
+    said: list[str] = []
+    assert run_setup(node, request, report=said.append).how == "ran"
+    assert said[-1].startswith("warning: the set-up ran but was not stored")
+    shutil.rmtree(tmp_path / "env")
+    assert run_setup(make_node("b"), request).how == "captured"
+    shutil.rmtree(tmp_path / "env")
+    assert run_setup(node, request).how == "restored"
+
+
 def test_the_interpreter_is_part_of_the_key(tmp_path: Path, make_node: MakeNode) -> None:
     """Two nodes with different Pythons on PATH must not share an environment."""
     said = []

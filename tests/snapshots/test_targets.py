@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.snapshots.command import hints_of
 from bootseer.snapshots.inputs import Place
 from bootseer.snapshots.interpreter import Interpreter, find_python, parse, probe
@@ -70,7 +70,7 @@ def test_inferred(
 
 @pytest.mark.parametrize("command", ["./install.sh", "make", "pip list"])
 def test_not_inferred(command: str) -> None:
-    with pytest.raises(InvalidInputError, match="--target"):
+    with pytest.raises(UnsupportedError, match="--target"):
         infer_targets(hints_of(command.split()), _SYSTEM, {}, "/work")
 
 
