@@ -9,6 +9,7 @@ Every method is thread-safe.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,10 +47,14 @@ class HdfsBackend:
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         self.deadline_s = options.deadline_s
         self._options = options
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
-        self._lock = threading.Lock()
-        self._client_or_none: Client | None = None
+        self._connect()
         self._mode_or_none: int | None = None
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
+        self._client_or_none: Client | None = None
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)
@@ -172,6 +177,8 @@ class HdfsBackend:
 
     def run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
         """As `call`, for work that reports its progress."""
+        if self._pid != os.getpid():
+            self._connect()  # forked: the parent's threads and connections stayed there
         try:
             return self._caller.run(work, self.deadline_s)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -100,6 +102,25 @@ def test_data_outlives_a_namenode_restart(whole: MiniHdfs, hdfs_url: str) -> Non
             whole.start_namenode()
             whole.wait_for_datanodes(3)
         assert store.read("kept") == b"x" * 1000
+
+
+_FORKING = """
+import os, sys, warnings
+from bootseer.store import open_store
+warnings.simplefilter("ignore")  # the point is to fork with threads about
+store = open_store(sys.argv[1] + "?deadline_s=10")
+store.publish("parent", b"1")
+pid = os.fork()
+if pid == 0:
+    store.publish("child", b"2")
+    os._exit(0 if store.read("parent") == b"1" else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert store.read("child") == b"2"
+"""
+
+
+def test_a_forked_child_connects_anew(hdfs: MiniHdfs, hdfs_url: str) -> None:
+    subprocess.run([sys.executable, "-c", _FORKING, hdfs_url], check=True, timeout=60)
 
 
 def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
