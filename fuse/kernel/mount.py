@@ -73,6 +73,12 @@ def mount(mountpoint: Path, options: MountOptions) -> int:
             f"cannot mount on {path}: there is no {DEVICE}; load the module (modprobe fuse), or "
             f"give the container the device (--device {DEVICE})"
         )
+    # The helper, too, opens it with the rights of its caller.
+    if not os.access(DEVICE, os.R_OK | os.W_OK):
+        raise PermissionDeniedError(
+            f"cannot mount on {path}: this user may not open {DEVICE}; let root run "
+            f"`chmod 666 {DEVICE}`, as most distributions do"
+        )
     if can_mount_directly():
         return _mount_directly(path.resolve(), mode, options)
     return _mount_with_helper(path.resolve(), options)

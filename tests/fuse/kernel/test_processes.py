@@ -1,0 +1,239 @@
+"""Servers as processes: signals end them cleanly, and kill -9 of a supervised one goes unseen."""
+
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.supervisor import RestartPolicy
+from tests.support import fuse_mount
+
+pytestmark = pytest.mark.fuse
+
+_DEADLINE_S = 60.0
+_FILE_BYTES = 192 << 20
+_SLOW_HASH = """
+import hashlib, sys, time
+digest = hashlib.sha256()
+sys.stdout.write("x"); sys.stdout.flush()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    while block := file.read(1 << 20):
+        digest.update(block); time.sleep(0.01)
+sys.stdout.write(digest.hexdigest())
+"""
+
+
+class Process:
+    """A running `tests.support.flat_server`."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        command = [sys.executable, "-m", "tests.support.flat_server", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=fuse_mount.REPOSITORY,
+        )
+
+    def await_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line == "ready\n", self.process.communicate(timeout=_DEADLINE_S)
+
+    def worker(self, *, other_than: int = 0) -> int:
+        """The pid of the process that serves under this supervisor."""
+        pid = self.process.pid
+        deadline = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < deadline:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if children and int(children[0]) != other_than:
+                return int(children[0])
+            time.sleep(0.01)
+        raise AssertionError("there is no worker")
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=_DEADLINE_S)
+        return self.process.returncode, out, err
+
+
+@contextlib.contextmanager
+def _process(mountpoint: Path, *arguments: str | Path) -> Iterator[Process]:
+    process = Process(*arguments)
+    try:
+        process.await_ready()
+        yield process
+    except BaseException:
+        # Shown by pytest with the failure: what the server logged.
+        fuse_mount.clear_mount(mountpoint)
+        process.process.kill()
+        sys.stderr.write(process.end()[2])
+        raise
+    finally:
+        fuse_mount.clear_mount(mountpoint)
+        process.process.kill()
+        process.process.wait(_DEADLINE_S)
+        for pipe in (process.process.stdout, process.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "small").write_bytes(b"small")
+    (path / "crash").write_bytes(b"crash")
+    return path
+
+
+def _write_large(source: Path) -> str:
+    digest = hashlib.sha256()
+    block = os.urandom(1 << 20)
+    with (source / "large").open("wb") as file:
+        for number in range(_FILE_BYTES >> 20):
+            changed = number.to_bytes(8, "little") + block[8:]
+            file.write(changed)
+            digest.update(changed)
+    return digest.hexdigest()
+
+
+def _cat(path: Path) -> str:
+    return fuse_mount.run(["cat", path]).stdout
+
+
+@pytest.mark.parametrize("how", ["serve", "supervise"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_unmounts_and_exits_0(
+    source: Path, mountpoint: Path, how: str, number: signal.Signals
+) -> None:
+    with _process(mountpoint, how, source, mountpoint, "cached") as server:
+        assert _cat(mountpoint / "small") == "small"
+        server.process.send_signal(number)
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+        assert mounts.find_mount(mountpoint) is None
+
+
+@pytest.mark.parametrize("how", ["serve", "supervise"])
+def test_unmounting_from_outside_ends_the_server(source: Path, mountpoint: Path, how: str) -> None:
+    with _process(mountpoint, how, source, mountpoint, "cached") as server:
+        mounts.unmount(mountpoint)
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+
+
+@pytest.mark.parametrize("how", ["serve", "supervise"])
+def test_a_signal_waits_for_open_files_only_so_long(
+    source: Path, mountpoint: Path, how: str
+) -> None:
+    code = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+sys.stdout.write("x"); sys.stdout.flush(); sys.stdin.read(1)
+try: os.pread(fd, 10, 0); sys.stdout.write("read")
+except OSError: sys.stdout.write("failed")
+"""
+    with _process(mountpoint, how, source, mountpoint, "direct_io", "0.3") as server:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", code, mountpoint / "small"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.read(1) == "x"
+        server.process.terminate()
+        code_, out, err = server.end()
+        assert (code_, out) == (0, "ended\n"), err
+        assert holder.communicate("x", timeout=_DEADLINE_S)[0] == "failed"
+
+
+def test_a_mount_that_fails_exits_with_a_reason(source: Path, tmp_path: Path) -> None:
+    process = Process("supervise", source, tmp_path / "missing", "cached")
+    code, _, err = process.end()
+    assert code == 1
+    assert "create it" in err
+
+
+def test_a_worker_that_cannot_start_leaves_no_mount(tmp_path: Path, mountpoint: Path) -> None:
+    process = Process("supervise", tmp_path / "missing", mountpoint, "cached")
+    code, _, err = process.end()
+    assert code == 1
+    assert "failed to start" in err
+    assert mounts.find_mount(mountpoint) is None
+
+
+@pytest.mark.parametrize("mode", ["cached", "direct_io", "passthrough"])
+def test_kill_9_of_the_worker_goes_unseen(source: Path, mountpoint: Path, mode: str) -> None:
+    fuse_mount.require_root()
+    expected = _write_large(source)
+    with _process(mountpoint, "supervise", source, mountpoint, mode) as server:
+        # The kernel says what it offers only to the server: ask for its version instead.
+        if tuple(int(n) for n in os.uname().release.split(".")[:2]) < (6, 9):
+            pytest.skip("this kernel does not repeat requests (Linux 6.9 does)")
+        reader = subprocess.Popen(
+            [sys.executable, "-c", _SLOW_HASH, mountpoint / "large"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert reader.stdout is not None
+        assert reader.stdout.read(1) == "x"
+        worker = server.worker()
+        for _ in range(4):
+            os.kill(worker, signal.SIGKILL)
+            worker = server.worker(other_than=worker)
+            time.sleep(0.25)
+        assert reader.communicate(timeout=_DEADLINE_S)[0] == expected
+        # Opened by the new worker, with the old one's backing id where there is one.
+        assert _cat(mountpoint / "small") == "small"
+        server.process.terminate()
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+        assert err.count("restarting") == 4
+
+
+def test_workers_that_keep_dying_end_in_an_error_and_no_hang(
+    source: Path, mountpoint: Path
+) -> None:
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io") as server:
+        done = fuse_mount.run(["cat", mountpoint / "crash"])
+        assert done.returncode != 0
+        code, _, err = server.end()
+        assert code == 1
+        assert "keep dying" in err
+        assert mounts.find_mount(mountpoint) is None
+
+
+def test_the_worker_serves_on_when_the_supervisor_is_killed(source: Path, mountpoint: Path) -> None:
+    with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
+        worker = server.worker()
+        server.process.kill()
+        server.process.wait(_DEADLINE_S)
+        assert _cat(mountpoint / "small") == "small"
+        pidfd = os.pidfd_open(worker)
+        try:
+            mounts.unmount(mountpoint)
+            assert select.select([pidfd], [], [], _DEADLINE_S)[0], "the worker does not end"
+        finally:
+            os.close(pidfd)
+
+
+def test_restarts_slow_down_and_end() -> None:
+    policy = RestartPolicy(limit=3, window_s=10.0)
+    assert policy.pause_s(0.0) == 0.0
+    second, third = policy.pause_s(1.0), policy.pause_s(2.0)
+    assert second is not None
+    assert third is not None
+    assert 0 < second < third
+    assert policy.pause_s(3.0) is None
+    assert policy.pause_s(30.0) == 0.0

@@ -1,0 +1,139 @@
+"""An ordinary user mounts through fusermount3."""
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from tests.support import fuse_mount
+
+pytestmark = pytest.mark.fuse
+
+_NOBODY = 65534
+_SESSION = """
+import os, subprocess, sys
+from pathlib import Path
+from bootseer.fuse.kernel import Server, find_mounts, mounts
+from bootseer.fuse.kernel.mount import can_mount_directly
+from tests.support.fuse_mount import short_options
+from tests.support.passthrough_fs import PassthroughFileSystem
+assert not can_mount_directly()
+root = Path(sys.argv[1])
+options = short_options(name="a name", read_only=len(sys.argv) > 2)
+with Server(PassthroughFileSystem(root / "backing"), root / "mnt", options) as server:
+    mount, = [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"]
+    assert (mount.name, mount.read_only) == ("a name", options.read_only), mount
+    assert mount.device_minor == server.attached.device_minor
+    assert not server.backing_counts()
+    code = "cat $0/file; echo more 2>/dev/null >$0/new && cat $0/new; id -u"
+    done = subprocess.run(["sh", "-c", code, root / "mnt"], capture_output=True, timeout=30)
+    sys.stdout.write(done.stdout.decode())
+print("left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"])
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A folder of an ordinary user's own."""
+    fuse_mount.require_fuse()
+    if mounts.find_helper() is None:
+        pytest.skip("there is no fusermount3")
+    path = Path(tempfile.mkdtemp(prefix="bootseer-test-"))
+    try:
+        for name in (".", "backing", "mnt"):
+            (path / name).mkdir(exist_ok=True)
+            if os.geteuid() == 0:
+                os.chown(path / name, _NOBODY, _NOBODY)
+        (path / "backing" / "file").write_text("hello\n")
+        yield path
+    finally:
+        fuse_mount.sweep(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _with_device_for_all() -> list[str]:
+    """A prefix that runs a command where /dev/fuse is open to all, as most distributions have it:
+    in a mount namespace of its own, if this machine has not."""
+    if stat.S_IMODE(DEVICE.stat().st_mode) & 0o006 == 0o006:
+        return []
+    script = f"""set -e
+mount -t tmpfs -o mode=755 tmpfs /mnt
+mknod -m 666 /mnt/fuse c 10 229
+mount --bind /mnt/fuse {DEVICE}
+exec "$@"
+"""
+    prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if not can_mount_directly() or fuse_mount.run([*prefix, "true"]).returncode != 0:
+        pytest.skip(f"{DEVICE} is not open to ordinary users, and no namespace can change that")
+    return prefix
+
+
+def _as_nobody(code: str, *arguments: str | Path) -> str:
+    command: list[str | Path] = [sys.executable, "-c", code, *arguments]
+    if os.geteuid() == 0:
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            pytest.skip("there is no setpriv to become an ordinary user with")
+        identity = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+        become = [setpriv, *identity, "--"]
+        if fuse_mount.run([*become, sys.executable, "-c", ""]).returncode != 0:
+            pytest.skip("an ordinary user cannot run this Python")
+        command = [*_with_device_for_all(), *become, *command]
+    done = fuse_mount.run(command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_ordinary_user_mounts_reads_writes_and_unmounts(home: Path) -> None:
+    uid = str(_NOBODY if os.geteuid() == 0 else os.geteuid())
+    assert _as_nobody(_SESSION, home) == f"hello\nmore\n{uid}\nleft []\n"
+
+
+def test_read_only_is_kept_by_the_kernel(home: Path) -> None:
+    uid = str(_NOBODY if os.geteuid() == 0 else os.geteuid())
+    assert _as_nobody(_SESSION, home, "ro") == f"hello\n{uid}\nleft []\n"
+
+
+def test_the_helpers_refusal_is_passed_on(home: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from bootseer.errors import PermissionDeniedError
+from bootseer.fuse.kernel.mount import mount
+from tests.support.fuse_mount import short_options
+try:
+    mount(Path("/usr"), short_options())
+except PermissionDeniedError as error:
+    print(error)
+try:
+    mount(Path(sys.argv[1]) / "mnt", short_options(allow_suid=True))
+except PermissionDeniedError as error:
+    print(error)
+"""
+    first, second = _as_nobody(code, home).splitlines()
+    assert "/usr" in first
+    assert "fusermount" in first
+    assert "need root" in second
+
+
+def test_without_the_helper_it_says_what_to_install(home: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from bootseer.errors import UnsupportedError
+from bootseer.fuse.kernel.mount import mount
+from tests.support.fuse_mount import short_options
+os.environ["PATH"] = "/nowhere"
+try:
+    mount(Path(sys.argv[1]) / "mnt", short_options())
+except UnsupportedError as error:
+    print(error)
+"""
+    assert "install fuse3" in _as_nobody(code, home)

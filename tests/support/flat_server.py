@@ -1,0 +1,55 @@
+"""Serves a flat directory from a process of its own, for tests that kill or stop servers.
+
+    python -m tests.support.flat_server serve|supervise SOURCE MOUNTPOINT MODE [SHUTDOWN_S]
+
+Prints "ready" when the mount works and "ended" when it ended as it should.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from bench.peers.flat_directory import FlatDirectory, Mode
+from bootseer.fuse.kernel import serve, supervise
+from bootseer.fuse.kernel.operations import Buffer, Caller
+from tests.support.fuse_mount import short_options
+
+
+class Crashing(FlatDirectory):
+    """Dies at every read of the file "crash"."""
+
+    def read(self, caller: Caller, node: int, handle: int, offset: int, length: int) -> Buffer:
+        if self._names[node - 2] == b"crash":
+            os._exit(9)
+        data = super().read(caller, node, handle, offset, length)
+        assert isinstance(data, memoryview)
+        return data
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve until the end."""
+    logging.basicConfig(level=logging.INFO)
+    how, source, mountpoint, mode = sys.argv[1:5]
+    shutdown_s = float(sys.argv[5]) if len(sys.argv) > 5 else 5.0
+    options = short_options(
+        read_only=True, passthrough=mode == Mode.PASSTHROUGH, shutdown_s=shutdown_s
+    )
+
+    def factory() -> FlatDirectory:
+        return Crashing(Path(source), Mode(mode))
+
+    if how == "supervise":
+        supervise(factory, Path(mountpoint), options, on_ready=lambda: _say("ready"))
+    else:
+        serve(factory(), Path(mountpoint), options, on_ready=lambda: _say("ready"))
+    _say("ended")
+
+
+if __name__ == "__main__":
+    main()
