@@ -2,7 +2,10 @@
 
 import hashlib
 import io
+import os
+import struct
 from array import array
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -14,6 +17,7 @@ from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.frames import FrameTable, decode_frame, frames_for
 from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
+from tests.blob.trees import packed
 
 
 def frame_of(data: bytes, stream_length: int) -> Frame:
@@ -85,6 +89,21 @@ def test_small_members_share_a_frame_and_large_ones_start_their_own() -> None:
     assert [frame.stream_length for frame in blob.frames] == [3000, 2000, 3000, 3000]
     assert blob.size_bytes == len(sink.getvalue())
     assert sink.getvalue().endswith(b"\xb1\xea\x92\x8f")
+
+
+def test_the_seek_table_says_what_the_index_says(tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(os.urandom(300_000))
+    (tmp_path / "text").write_bytes(b"text " * 30_000)
+    tree, blob = packed(tmp_path)
+    count, descriptor, magic = struct.unpack("<IBI", blob[-9:])
+    assert (descriptor, magic) == (0, 0x8F92EAB1)
+    table = blob[-9 - 8 * count - 8 :]
+    assert struct.unpack("<II", table[:8]) == (0x184D2A5E, 8 * count + 9)
+    entries = list(struct.iter_unpack("<II", table[8:-9]))
+    frames = tree.blobs[0].frames
+    assert entries == [(frame.length, frame.stream_length) for frame in frames]
+    last = frames[-1]
+    assert last.offset + last.length + len(table) == len(blob)
 
 
 def test_the_seek_table_has_room_for_so_many_frames_only(monkeypatch: pytest.MonkeyPatch) -> None:
