@@ -25,6 +25,7 @@ from bootseer.fuse.kernel.operations import (
     Operations,
     SetAttributes,
 )
+from bootseer.fuse.striped.callers import is_dying, was_killed
 from bootseer.fuse.striped.graveyard import is_hidden
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.nodes import Handle, Node, NodeTable
@@ -43,30 +44,10 @@ _BLOCK_BYTES = 4096
 # Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
-_SIGKILL_BIT = 1 << 8
 
 
 def _refuse(code: int, path: str = "") -> OSError:
     return OSError(code, os.strerror(code), path)
-
-
-def is_dying(caller: Caller) -> bool:
-    """Whether the process behind a request has been killed.
-
-    The kernel sends INTERRUPT for any signal; only a fatal one (SIGKILL pending, to which the
-    kernel turns every other deadly signal) may end a read or write early: programs do not expect
-    EINTR from a file.
-    """
-    if not caller.is_interrupted or not caller.pid:
-        return False
-    try:
-        with open(f"/proc/{caller.pid}/status", encoding="ascii", errors="replace") as status:  # noqa: PTH123
-            for line in status:
-                if line.startswith(("SigPnd:", "ShdPnd:")) and int(line[7:], 16) & _SIGKILL_BIT:
-                    return True
-    except (OSError, ValueError):
-        pass
-    return False
 
 
 class StripedFileSystem(Operations):
@@ -142,6 +123,7 @@ class StripedFileSystem(Operations):
         if known is None or not same:
             return self._nodes.add(directory, name, status, self._clock())
         known.status, known.seen_s = status, self._clock()
+        known.is_forgotten = False
         return known
 
     def dropped(self, node: int) -> None:
@@ -395,9 +377,17 @@ class StripedFileSystem(Operations):
     def flush(self, caller: Caller, node: int, handle: int) -> None:
         opened = self._handle(handle)
         writer = opened.writer
+        if writer is None:
+            return
+        opened.was_killed = was_killed(caller)
+        if opened.was_killed:
+            # Killed in the middle of a save: half a checkpoint must not appear. Another process
+            # that holds the descriptor too may still finish the file and close it.
+            _log.warning("process %d was killed while it wrote %s", caller.pid, writer.path)
+            return
         # A shell that redirects output closes its copy of the descriptor before anything was
         # written: that must not replace the file by an empty one.
-        if writer is not None and (writer.was_written or writer.has_failed):
+        if writer.was_written or writer.has_failed:
             self._publish(opened, writer)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
@@ -416,7 +406,7 @@ class StripedFileSystem(Operations):
         writer = opened.writer
         if writer is not None:
             try:
-                if writer.needs_publishing:
+                if writer.needs_publishing and not opened.was_killed:
                     self._publish(opened, writer)
             except (BootseerError, OSError) as error:
                 _log.error("%s was not written: %s", writer.path, error)

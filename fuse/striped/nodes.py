@@ -35,6 +35,10 @@ class Node:
     had_readers: bool = False
     """Whether the kernel may hold pages of it."""
     handles: "list[Handle]" = field(default_factory=list)
+    child_count: int = 0
+    """How many nodes have this one as their parent: their paths lead through it."""
+    is_forgotten: bool = False
+    """Whether the kernel let go of it, and only its children keep it."""
 
     @property
     def is_detached(self) -> bool:
@@ -71,6 +75,8 @@ class Handle:
     base: FileView | None = None
     """What it appends to, before the first write."""
     writer: FileWriter | None = None
+    was_killed: bool = False
+    """Whether the process that closed it last was ended by a signal."""
 
     @property
     def is_writable(self) -> bool:
@@ -99,15 +105,20 @@ class NodeTable:
         if old is not None:
             self.detach(old)
         node = Node(next(self._ids), parent, name, status, now_s)
+        parent.child_count += 1
         self.by_id[node.id] = node
         self._by_name[parent.id, name] = node
         return node
 
     def detach(self, node: Node) -> None:
         """The name no longer means this node."""
-        if node.parent is not None:
-            self._by_name.pop((node.parent.id, node.name), None)
+        parent = node.parent
+        if parent is not None:
+            self._by_name.pop((parent.id, node.name), None)
             node.parent = None
+            parent.child_count -= 1
+            if parent.is_forgotten:
+                self.forget(parent.id)
 
     def move(self, node: Node, parent: Node, name: str) -> None:
         """The node has another name now; what had that name is detached."""
@@ -116,15 +127,16 @@ class NodeTable:
             self.detach(replaced)
         self.detach(node)
         node.parent, node.name = parent, name
+        parent.child_count += 1
         self._by_name[parent.id, name] = node
 
     def forget(self, node_id: int) -> None:
         """The kernel does not know the node any more."""
         node = self.by_id.get(node_id)
-        if node is None or node.handles or node.id == ROOT_NODE:
+        if node is None or node.id == ROOT_NODE:
             return
-        # A directory whose children are still known stays: their paths lead through it.
-        if any(parent_id == node_id for parent_id, _ in self._by_name):
+        node.is_forgotten = True
+        if node.handles or node.child_count:
             return
         del self.by_id[node_id]
         self.detach(node)
@@ -140,6 +152,8 @@ class NodeTable:
         """The handle is gone."""
         self.handles.pop(handle.id, None)
         handle.node.handles.remove(handle)
+        if handle.node.is_forgotten:
+            self.forget(handle.node.id)
 
     def writers(self) -> Iterator[FileWriter]:
         """Every writer at work."""

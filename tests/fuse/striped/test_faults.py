@@ -22,7 +22,7 @@ from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
-from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
+from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
@@ -172,11 +172,11 @@ def test_a_part_that_fails_fails_the_file(
     def save() -> None:
         for at in range(0, len(NEW), 5000):
             world.driver.pwrite(file, at, NEW[at : at + 5000])
-        world.driver.fs.flush(None, *file)  # type: ignore[arg-type]
+        world.driver.fs.flush(CALLER, *file)
 
     world.fails_with(code, save)
     # Every later call on the descriptor tells the same.
-    world.fails_with(code, lambda: world.driver.fs.fsync(None, *file, False))  # type: ignore[arg-type]
+    world.fails_with(code, lambda: world.driver.fs.fsync(CALLER, *file, False))
     world.fails_with(code, lambda: world.driver.close(file))
     world.assert_old_is_whole()
     world.assert_no_garbage()

@@ -320,6 +320,23 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
     assert_only_the_old_file(tmp_path, url)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_writer_that_is_killed_leaves_the_old_file(
+    tmp_path: Path, mountpoint: Path, local_url: str, number: int
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        writer = start_slow_writer(mountpoint)
+        writer.send_signal(number)
+        writer.wait(20)
+        end(writer)
+        shell("test $(stat -c %s {d}/old) = 9000000; test ! -e {d}/new", d=mountpoint)
+        # A process that exits without closing its files has finished them.
+        shell("sh -c 'head -c 9000000 /dev/zero; exit 3' > {d}/done || true", d=mountpoint)
+        shell("test $(stat -c %s {d}/done) = 9000000; rm {d}/done", d=mountpoint)
+        mount.close()
+    assert_only_the_old_file(tmp_path, local_url)
+
+
 @pytest.fixture
 def local_url(tmp_path: Path) -> str:
     return (tmp_path / "stored").as_uri()

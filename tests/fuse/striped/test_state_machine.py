@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
+from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZES = st.one_of(
@@ -117,7 +117,7 @@ class Tree(RuleBasedStateMachine):
             piece = content(number, size)
             self.driver.pwrite(file, len(data), piece)
             data += piece
-            self.driver.fs.fsync(None, *file, False)  # type: ignore[arg-type]
+            self.driver.fs.fsync(CALLER, *file, False)
             assert self.driver.read(path) == data
         self.driver.close(file)
         self.note_written(path, data)
