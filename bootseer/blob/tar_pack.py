@@ -245,9 +245,3 @@ def _inode(member: Member, extents: tuple[Extent, ...], digest: bytes | None) ->
         extents if is_file else (),
         digest if is_file else None,
     )
-
-
-# prefetch.sources.layer_tar imports these under their first names.
-_IMPLIED_DIRECTORY = IMPLIED_DIRECTORY
-_Unpacked = Unpacked
-_copy = copy_member
