@@ -14,10 +14,12 @@ _MIN_FILES = 5
 
 
 def _tag(distribution: importlib.metadata.Distribution) -> str | None:
-    for line in (distribution.read_text("WHEEL") or "").splitlines():
-        if line.startswith("Tag: "):
-            return line.removeprefix("Tag: ").strip()
-    return None
+    """The compressed tag set of PEP 425: "py2.py3-none-any" for two lines of tags."""
+    text = distribution.read_text("WHEEL") or ""
+    tags = [line[5:].strip().split("-") for line in text.splitlines() if line.startswith("Tag: ")]
+    if not tags or any(len(tag) != 3 for tag in tags):
+        return None
+    return "-".join(".".join(dict.fromkeys(column)) for column in zip(*tags, strict=True))
 
 
 def _write(distribution: importlib.metadata.Distribution, folder: Path) -> str | None:

@@ -1,0 +1,96 @@
+"""What the demo's two launches show, stage by stage. Pure (no I/O)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootseer.demo.job import Launch
+from bootseer.timeline.otlp import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stage of both launches."""
+
+    first_s: float
+    second_s: float
+    first_bytes: int
+    second_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the second launch was."""
+        return self.first_s / self.second_s if self.second_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Both launches. Bytes are what was read over the network."""
+
+    stages: Mapping[str, Row]
+    total: Row
+    image_bytes: int
+    """Compressed."""
+    first_publish_bytes: int
+    """What the first launch wrote to the store so that others can replay."""
+    identical: bool
+    """Whether both launches loaded the same weights."""
+
+
+def _seconds(launch: Launch, *names: str) -> float:
+    return sum(
+        (stage.end_ns - stage.start_ns) / 1e9
+        for stage in launch.stages
+        if stage.name in names and stage.end_ns is not None
+    )
+
+
+def _bytes(launch: Launch, *names: str) -> int:
+    return sum(
+        int(stage.attributes.get("bootseer.bytes", 0))
+        for stage in launch.stages
+        if stage.name in names
+    )
+
+
+def _until_ready(launch: Launch) -> float:
+    begin_ns = min(stage.start_ns for stage in launch.stages)
+    ready: list[Stage] = [stage for stage in launch.stages if stage.name == "ready"]
+    return (ready[0].start_ns - begin_ns) / 1e9 if ready else launch.wall_s
+
+
+# An image costs what it takes to open it and what its files then cost the program that uses them:
+# a lazy image moves work from the one to the other. The same holds for a checkpoint.
+_STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "image": (("image", "import"), ("image index", "image served")),
+    "environment": (("environment",), ("environment",)),
+    "checkpoint": (("checkpoint", "load"), ()),
+}
+
+
+def _moved(launch: Launch, counted: tuple[str, ...]) -> int:
+    if counted:
+        return _bytes(launch, *counted)
+    # What the other stages did not read.
+    others = sum(_bytes(launch, *names) for _, names in _STAGES.values())
+    return max(launch.bytes_read - others, 0)
+
+
+def compare(first: Launch, second: Launch, image_bytes: int) -> Comparison:
+    """Stages that neither launch had are left out."""
+    rows: dict[str, Row] = {}
+    for name, (timed, counted) in _STAGES.items():
+        if any(stage.name == timed[0] for stage in first.stages):
+            rows[name] = Row(
+                _seconds(first, *timed),
+                _seconds(second, *timed),
+                _moved(first, counted),
+                _moved(second, counted),
+            )
+    total = Row(_until_ready(first), _until_ready(second), first.bytes_read, second.bytes_read)
+    return Comparison(
+        stages=rows,
+        total=total,
+        image_bytes=image_bytes,
+        first_publish_bytes=first.bytes_written,
+        identical=first.trainer["checksum"] == second.trainer["checksum"],
+    )

@@ -1,0 +1,242 @@
+"""The demo's world and its two launches, each on a "node" of its own: empty caches, one store.
+
+Everything runs through the command line, as a user would run it, in child processes. The store,
+the image's layers and the checkpoints are reached through a rate limit that stands for a shared
+network. Alone knows the demo's folders.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from bootseer.demo import image, root_file_system, wheels
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from bootseer.report.files import read_start
+from bootseer.store import open_store
+from bootseer.store.limited import read_account
+from bootseer.timeline.otlp import Stage
+
+_LAUNCH_TIMEOUT_S = 600.0
+_RECORD_TIMEOUT_S = 120.0
+_BLOCK_BYTES = 16 << 20
+_CHECKPOINTS = "/checkpoints"
+_WHEELS = "/wheels"
+_ENVIRONMENT = "/opt/environment"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The stand-in for a shared network, in bytes per second."""
+
+    node_bytes_per_s: int
+    """All that one node moves together."""
+    file_bytes_per_s: int
+    """One stored file, as one DataNode's disk serves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the demo does."""
+
+    folder: Path
+    network: Network
+    checkpoint_bytes: int
+    with_image: bool
+    with_environment: bool
+    with_checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one launch did."""
+
+    stages: tuple[Stage, ...]
+    trainer: dict[str, Any]
+    """What the training job printed."""
+    bytes_read: int
+    """Over the "network", until the job had ended."""
+    bytes_written: int
+    wall_s: float
+
+
+class World:
+    """The folders of one demo."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._say = say
+        self.layout = plan.folder / "images" / "demo"
+        self.wheels = plan.folder / "wheels"
+        self.account = plan.folder / "account"
+        self.requirements: list[str] = []
+        self.image_bytes = 0
+        """Compressed, as the registry stores it."""
+
+    # ---- building ---------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """The image, the wheels and the first checkpoint. Raises: BootseerError."""
+        try:
+            self.plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.plan.with_image:
+                self._say("building an image from this interpreter and its installed packages")
+                self._build_image()
+            if self.plan.with_environment:
+                self.requirements = wheels.make_wheels(self.wheels)
+            if self.plan.with_checkpoint:
+                self._say(f"writing a checkpoint of {self.plan.checkpoint_bytes / 2**30:.2g} GiB")
+                self._write_checkpoint()
+        except OSError as error:
+            if isinstance(error, BootseerError):
+                raise
+            raise from_oserror(error, f"build the demo in {self.plan.folder}") from error
+
+    def _build_image(self) -> None:
+        roots = [self.plan.folder / "root" / name for name in ("base", "packages")]
+        for root in roots:
+            root.mkdir(parents=True)
+        root_file_system.build_base(roots[0])
+        root_file_system.build_packages(roots[1])
+        environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
+        self.image_bytes = image.write_layout(self.layout, roots, environment)
+        shutil.rmtree(self.plan.folder / "root")
+
+    def _write_checkpoint(self) -> None:
+        folder = self.plan.folder / "checkpoints"
+        folder.mkdir(mode=0o700)
+        with (folder / "step-1.bin").open("wb") as file:
+            for begin in range(0, self.plan.checkpoint_bytes, _BLOCK_BYTES):
+                file.write(os.urandom(min(_BLOCK_BYTES, self.plan.checkpoint_bytes - begin)))
+
+    # ---- launching --------------------------------------------------------------------------
+
+    def _limited(self, folder: Path) -> str:
+        query = {
+            "node_bytes_per_s": self.plan.network.node_bytes_per_s,
+            "stream_bytes_per_s": self.plan.network.file_bytes_per_s,
+            "account": str(self.account),
+        }
+        return f"limit+{folder.as_uri()}?{urlencode(query)}"
+
+    @property
+    def store_url(self) -> str:
+        """The shared store, behind the limit."""
+        return self._limited(self.plan.folder / "store")
+
+    def _arguments(self) -> list[str]:
+        plan = self.plan
+        environment = _ENVIRONMENT if plan.with_image else str(plan.folder / "environment")
+        interpreter = "python3" if plan.with_image else sys.executable
+        arguments: list[str] = []
+        if plan.with_image:
+            arguments += ["--image", f"oci:{self._limited(self.layout)}"]
+        if plan.with_environment:
+            found = _WHEELS if plan.with_image else str(self.wheels)
+            arguments += ["--setup", self._setup(interpreter, environment, found)]
+            arguments += ["--target", environment]
+            if plan.with_image:
+                arguments += ["--bind", f"{self.wheels}:{_WHEELS}:ro"]
+        folder = str(plan.folder / "empty")
+        if plan.with_checkpoint:
+            folder = _CHECKPOINTS if plan.with_image else str(plan.folder / "mount")
+            url = self._limited(plan.folder / "checkpoints")
+            arguments += ["--checkpoint", f"{url}:{folder}"]
+        python = f"{environment}/bin/python" if plan.with_environment else interpreter
+        return [*arguments, "--", python, "-m", "bootseer.demo.trainer", folder]
+
+    def _setup(self, interpreter: str, environment: str, found: str) -> str:
+        packages = " ".join(self.requirements)
+        return (
+            f"{interpreter} -m venv --without-pip --system-site-packages {environment} && "
+            f"{interpreter} -m pip --python {environment}/bin/python install --quiet "
+            f"--disable-pip-version-check --no-index --no-deps --ignore-installed "
+            f"--find-links {found} {packages}"
+        )
+
+    def launch(self, number: int) -> Launch:
+        """Launch the job for the `number`th time, on a node that has nothing.
+
+        Raises: BootseerError with the tail of what the job said.
+        """
+        plan = self.plan
+        node = plan.folder / f"node-{number}"
+        timeline = plan.folder / "timeline"
+        if not plan.with_image:
+            shutil.rmtree(plan.folder / "environment", ignore_errors=True)
+        (plan.folder / "empty").mkdir(exist_ok=True)
+        (plan.folder / "mount").mkdir(exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "bootseer", "--store", self.store_url),
+            *("--cache-dir", str(node / "cache"), "--run-dir", str(node / "run")),
+            *("--timeline-dir", str(timeline), "--job", "demo", "--attempt", str(number)),
+            *("run", *self._arguments()),
+        ]
+        drop_page_cache()
+        before = read_account(self.account)
+        begin_s = time.monotonic()
+        try:
+            result = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_LAUNCH_TIMEOUT_S,
+                env={**os.environ, "BOOTSEER_NODE": f"node-{number}"},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(f"launch {number} did not end in {_LAUNCH_TIMEOUT_S:g} s") from (
+                error
+            )
+        wall_s = time.monotonic() - begin_s
+        after = read_account(self.account)
+        lines = result.stdout.strip().splitlines()
+        if result.returncode != 0 or not lines:
+            tail = " / ".join(result.stderr.strip().splitlines()[-3:])
+            raise BootseerError(f"launch {number} failed with code {result.returncode}: {tail}")
+        return Launch(
+            stages=tuple(read_start(timeline, "demo", number)),
+            trainer=json.loads(lines[-1]),
+            bytes_read=after.bytes_read - before.bytes_read,
+            bytes_written=after.bytes_written - before.bytes_written,
+            wall_s=wall_s,
+        )
+
+    def await_record(self) -> None:
+        """Until the record of the first launch is in the store: it is made after the job ends."""
+        deadline_s = time.monotonic() + _RECORD_TIMEOUT_S
+        with open_store((self.plan.folder / "store").as_uri()) as store:
+            while not any(store.list("hot")):
+                if time.monotonic() > deadline_s:
+                    raise UnavailableError(
+                        f"the first launch was not recorded; see {self.plan.folder}/node-1/run/logs"
+                    )
+                time.sleep(0.1)
+
+    def remove(self) -> None:
+        """Everything, but what is still mounted: that is told and left."""
+        mounted = [
+            line.split()[4]
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if line.split()[4].startswith(str(self.plan.folder))
+        ]
+        if mounted:
+            self._say(f"still mounted, so left in place: {', '.join(mounted)}")
+            return
+        shutil.rmtree(self.plan.folder, ignore_errors=True)
+
+
+def drop_page_cache() -> bool:
+    """Forget every cached page, as a node that has just booted; False without root."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
