@@ -61,8 +61,8 @@ def find_program(root: Path, name: str, search_path: str, directory: str) -> str
     for candidate in candidates:
         try:
             host = resolve_in_root(root, os.fsencode(candidate))
-        except InvalidInputError:
-            continue
-        if host.is_file() and os.access(host, os.X_OK):
-            return candidate
+            if host.is_file() and os.access(host, os.X_OK):
+                return candidate
+        except (InvalidInputError, OSError):
+            continue  # as a shell goes on behind a folder that it may not search
     return None

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Sequence
@@ -75,13 +76,26 @@ def _places(target: Path) -> tuple[Path, Path]:
     return target.parent / _name(target), target / _name(target)
 
 
+def _is_mount_point(target: Path) -> bool:
+    """Whether nothing can be renamed from beside `target` into it."""
+    if not target.is_dir():
+        return False
+    if os.lstat(target).st_dev != os.lstat(target.parent).st_dev:
+        return True
+    # A bind mount of the same file system shows only in the table of mounts, whose fifth field is
+    # the mount point with blanks, backslashes and line ends in octal (proc_pid_mountinfo(5)).
+    wanted = re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % ord(match[0]), os.fsencode(target))
+    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open("rb") as table:
+        return any(line.split(b" ", 5)[4] == wanted for line in table)
+    return False
+
+
 def make_work(target: Path) -> Work:
     """A new, empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        is_mount = target.is_dir() and os.lstat(target).st_dev != os.lstat(target.parent).st_dev
-        work = Work(target, inside if is_mount else beside)
+        work = Work(target, inside if _is_mount_point(target) else beside)
         work.directory.mkdir(mode=0o700)
     except FileExistsError as error:
         raise BusyError(f"{work.directory} is in the way; remove it") from error

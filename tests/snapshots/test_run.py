@@ -342,16 +342,25 @@ def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
     assert (lower / "usr/lib/pkg/a.py").exists()
 
 
-def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode) -> None:
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
-    target = tmp_path / "env"
-    target.mkdir()
-    request = _request(tmp_path, f"mkdir -p {target}/sub; echo x > {target}/sub/x")
+    top = tmp_path / "with blank"
+    target = top / "env"
+    target.mkdir(parents=True)
+    script = f"mkdir -p '{target}/sub'; echo x > '{target}/sub/x'"
+    request = replace(
+        _request(top, script),
+        command=["sh", "-e", "-c", f"echo >> {tmp_path}/runs; {script}; touch '{target}/file'"],
+    )
     for name in ("a", "b"):
-        mount = ["mount", "-t", "tmpfs", "tmpfs", str(target)]
+        (tmp_path / "sources" / name).mkdir(parents=True)
+        mount = ["mount", "--bind", str(tmp_path / "sources" / name), str(target)]
+        if kind == "tmpfs":
+            mount = ["mount", "-t", "tmpfs", "tmpfs", str(target)]
         if subprocess.run(mount, check=False, capture_output=True).returncode:
-            pytest.skip("tmpfs cannot be mounted here")
+            pytest.skip(f"{kind} cannot be mounted here")
         try:
             result = run_setup(make_node(name), request)
             assert result.how == ("captured" if name == "a" else "restored")

@@ -1,0 +1,87 @@
+"""The window of frames between store and extraction."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.errors import CorruptError
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.fetch import FrameSource
+from bootseer.store import Store, open_store
+from tests.snapshots.conftest import MakeNode
+
+
+class _DamagingStore(Store):
+    """Flips bits in every range that is read for the first time, or in all."""
+
+    always = False
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        data = bytearray(super().read(key, offset, length))
+        seen = self.__dict__.setdefault("seen", set())
+        if self.always or (offset, length) not in seen:
+            data[::1000] = bytes(byte ^ 1 for byte in data[::1000])
+        seen.add((offset, length))
+        return bytes(data)
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Settings:
+    return make_node("a")
+
+
+@pytest.fixture
+def packed(tmp_path: Path, node: Settings) -> Iterator[tuple[Store, str, Tree, bytes]]:
+    """(store, key, tree, content) of a blob with many frames."""
+    source = tmp_path / "source"
+    source.mkdir()
+    generator = random.Random(7)
+    for number in range(20):
+        (source / str(number)).write_bytes(generator.randbytes(300_000))
+    (source / "large").write_bytes(generator.randbytes(20_000_000))
+    manifest = create_snapshot(node, [str(source)])
+    with open_store(node.store_url) as store:
+        (target,) = manifest.targets
+        key = catalogue.blob_key(target.blob)
+        yield store, key, catalogue.load_tree(store, target), store.read(key)
+
+
+def test_any_range_in_any_order(packed: tuple[Store, str, Tree, bytes]) -> None:
+    store, key, tree, content = packed
+    generator = random.Random(11)
+    end = tree.blobs[0].frames[-1].offset
+    with FrameSource(store, key, tree, deadline_s=20) as source:
+        for _ in range(100):
+            offset = generator.randrange(end)
+            length = generator.randrange(1, 400_000)
+            length = min(length, end - offset)
+            assert source.read(0, offset, length) == content[offset : offset + length]
+        for frame in tree.blobs[0].frames:
+            data = source.read(0, frame.offset, frame.length)
+            assert data == content[frame.offset : frame.offset + frame.length]
+        with pytest.raises(CorruptError):
+            source.read(1, 0, 10)
+
+
+def test_a_damaged_transfer_is_tried_again(packed: tuple[Store, str, Tree, bytes]) -> None:
+    store, key, tree, content = packed
+    frame = tree.blobs[0].frames[0]
+    with FrameSource(_DamagingStore(store.backend), key, tree, deadline_s=20) as source:
+        assert source.read(0, frame.offset, frame.length) == content[: frame.length]
+
+
+def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> None:
+    store, key, tree, _ = packed
+    damaging = _DamagingStore(store.backend)
+    damaging.always = True
+    frame = tree.blobs[0].frames[0]
+    with (
+        FrameSource(damaging, key, tree, deadline_s=5) as source,
+        pytest.raises(CorruptError),
+    ):
+        source.read(0, frame.offset, frame.length)
