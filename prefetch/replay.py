@@ -22,8 +22,11 @@ from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 
 _log = logging.getLogger(__name__)
 
-_FETCH_BYTES = 2 * 2**20
-"""One request: long enough to run at line rate, short enough that what comes first comes soon."""
+_FETCH_BYTES = ((8, 1), (24, 2**19), (None, 2**21))
+"""So many frames in requests of at most so many bytes (one frame at least). Requests run side by
+side and share the line, so large ones would all end together, and the first page would come with
+the last; small ones waste their latency. So: small while a start waits for its first pages, large
+when it is under way."""
 
 
 def chunks_of(bundle: Bundle, key: str) -> list[Chunk]:
@@ -33,13 +36,18 @@ def chunks_of(bundle: Bundle, key: str) -> list[Chunk]:
 
 def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> list[Fetch]:
     """Fetches of the frames that are not here yet, in order of use. Pure (no I/O)."""
-    return plan(
-        chunks,
-        is_cached,
-        priority=Priority.PREFETCH,
-        max_gap_bytes=0,
-        max_fetch_bytes=_FETCH_BYTES,
-    )
+    fetches: list[Fetch] = []
+    missing = [chunk for chunk in chunks if not is_cached(chunk)]
+    for count, fetch_bytes in _FETCH_BYTES:
+        part, missing = missing[:count], missing[len(missing) if count is None else count :]
+        fetches += plan(
+            part,
+            lambda chunk: False,
+            priority=Priority.PREFETCH,
+            max_gap_bytes=0,
+            max_fetch_bytes=fetch_bytes,
+        )
+    return fetches
 
 
 class Replay:

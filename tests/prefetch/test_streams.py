@@ -17,9 +17,10 @@ from bootseer.errors import BootseerError, CorruptError, UnavailableError
 from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.catalogue import blob_key
-from bootseer.prefetch.replay import Replay, aim_of
+from bootseer.prefetch.replay import Replay, aim_of, plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import Store, open_store
+from bootseer.transfer.plan import Chunk
 
 INDEX = "sha256:" + "77" * 32
 SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
@@ -218,6 +219,20 @@ def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Pa
     assert second.remaining_count == 0
     assert not image.reads
     again.close()
+
+
+def test_replay_begins_with_small_requests_and_ends_with_large_ones() -> None:
+    sizes = [150_000 + i for i in range(200)]
+    offsets = [sum(sizes[:i]) for i in range(200)]
+    chunks = [Chunk("k", o, size) for o, size in zip(offsets, sizes, strict=True)]
+    cached = set(chunks[20:30])
+    fetches = plan_replay(chunks, lambda chunk: chunk in cached)
+    planned = [chunk for fetch in fetches for chunk in fetch.chunks]
+    assert planned == [chunk for chunk in chunks if chunk not in cached]
+    assert [len(fetch.chunks) for fetch in fetches[:8]] == [1] * 8
+    assert max(fetch.length for fetch in fetches) <= 2**21
+    assert sum(fetch.length for fetch in fetches) == sum(chunk.length for chunk in planned)
+    assert fetches[-2].length > 2**20
 
 
 def test_what_the_bundle_lacks_comes_from_the_blob(image: Image, tmp_path: Path) -> None:
