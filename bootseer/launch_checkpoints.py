@@ -56,6 +56,10 @@ class CheckpointMounts:
     def start(self, timeline: Timeline) -> None:
         """Begin to mount; returns at once."""
         if self._paths:
+            # Imported here, not in the thread: modules that import each other must not be loaded
+            # by two threads at once.
+            import bootseer.fuse.striped.mount  # noqa: F401
+
             self._thread = threading.Thread(
                 target=self._work, args=(timeline,), name="checkpoints", daemon=True
             )
