@@ -164,7 +164,13 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
 
 
 def load_tree(store: Store, target: Target) -> Tree:
-    """A target's tree, verified against its digest and against the blob that the manifest names.
+    """A target's tree; see `load_encoded_tree`."""
+    return load_encoded_tree(store, target)[0]
+
+
+def load_encoded_tree(store: Store, target: Target) -> tuple[Tree, bytes]:
+    """A target's tree, verified against its digest and against the blob that the manifest names,
+    and its encoded form.
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
@@ -178,4 +184,4 @@ def load_tree(store: Store, target: Target) -> Tree:
     blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
     if blobs != [(target.blob.digest, target.blob.size_bytes)]:
         raise CorruptError(f"the index {stored.digest} belongs to another blob")
-    return tree
+    return tree, data

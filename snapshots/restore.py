@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.blob import index
 from bootseer.blob.extract import extract
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
@@ -20,7 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.progress import Progress
 from bootseer.snapshots import work as working
-from bootseer.snapshots.catalogue import blob_key, load_tree
+from bootseer.snapshots.catalogue import blob_key, load_encoded_tree, load_tree
 from bootseer.snapshots.fetch import FrameSource
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.roots import resolve_in_root
@@ -92,7 +91,7 @@ def restore(
     works: list[working.Work] = []
     try:
         for item in placed:
-            tree = load_tree(store, item.target)
+            tree, encoded = load_encoded_tree(store, item.target)
             _check_tree(item.target, tree)
             work = working.make_work(item.path)
             works.append(work)
@@ -102,7 +101,7 @@ def restore(
                 works[0],
                 fingerprint=manifest.fingerprint,
                 base=bases[item.target.path],
-                encoded_tree=index.encode(tree),
+                encoded_tree=encoded,
                 deletions=item.target.deletions,
             )
         working.commit(works)

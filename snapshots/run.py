@@ -22,6 +22,7 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
     SetupFailedError,
+    exit_code_of,
 )
 from bootseer.snapshots import catalogue
 from bootseer.snapshots import work as working
@@ -268,6 +269,11 @@ class _Run:
                 cwd=self.request.directory or None,
                 env=None if environ is None else dict(environ),
             )
+        except BootseerError as error:
+            # Of a container's runner. It may have run: as good as the command's own failure.
+            raise SetupFailedError(
+                f"cannot run the set-up: {error}", exit_code_of(error)
+            ) from error
         except (OSError, subprocess.SubprocessError) as error:
             code = 127 if isinstance(error, FileNotFoundError) else 126
             where = working_directory(self.request)
