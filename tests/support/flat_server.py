@@ -1,8 +1,9 @@
 """Serves a flat directory from a process of its own, for tests that kill or stop servers.
 
-    python -m tests.support.flat_server serve|supervise SOURCE MOUNTPOINT MODE [SHUTDOWN_S]
+    python -m tests.support.flat_server HOW SOURCE MOUNTPOINT MODE [SHUTDOWN_S]
 
-Prints "ready" when the mount works and "ended" when it ended as it should.
+HOW is serve, supervise, or supervise-always (which never gives up). Prints "ready" when the mount
+works and "ended" when it ended as it should.
 """
 
 import logging
@@ -13,6 +14,7 @@ from pathlib import Path
 from bench.peers.flat_directory import FlatDirectory, Mode
 from bootseer.fuse.kernel import serve, supervise
 from bootseer.fuse.kernel.operations import Buffer, Caller
+from bootseer.fuse.kernel.supervisor import RestartPolicy
 from tests.support.fuse_mount import short_options
 
 
@@ -44,8 +46,12 @@ def main() -> None:
     def factory() -> FlatDirectory:
         return Crashing(Path(source), Mode(mode))
 
-    if how == "supervise":
-        supervise(factory, Path(mountpoint), options, on_ready=lambda: _say("ready"))
+    if how.startswith("supervise"):
+        # A window of no length forgets every death at once.
+        restart = RestartPolicy(window_s=0.0) if how == "supervise-always" else None
+        supervise(
+            factory, Path(mountpoint), options, on_ready=lambda: _say("ready"), restart=restart
+        )
     else:
         serve(factory(), Path(mountpoint), options, on_ready=lambda: _say("ready"))
     _say("ended")
