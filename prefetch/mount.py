@@ -43,7 +43,7 @@ from bootseer.prefetch.server import RECORD_MODES, ServePlan
 from bootseer.prefetch.settings_json import python_environment
 from bootseer.store import open_store
 
-READAHEAD_BYTES = 64 * 1024
+READAHEAD_BYTES = 32 * 1024
 """The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
 
 WINDOW_S = 120.0
