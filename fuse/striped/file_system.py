@@ -44,6 +44,8 @@ _BLOCK_BYTES = 4096
 # Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
+# At the end of a mount: how long to wait for the parts of an unfinished file to be removed.
+_ABORT_WAIT_S = 2.0
 
 
 def _refuse(code: int, path: str = "") -> OSError:
@@ -89,7 +91,7 @@ class StripedFileSystem(Operations):
                 if writer.needs_publishing:
                     self.unwritten.append(writer.path)
                     _log.error("%s was still being written: nothing of it is kept", writer.path)
-                writer.close()
+                writer.close(_ABORT_WAIT_S)
             if handle.file is not None:
                 self._reader.close(handle.file)
         self._tree.close()

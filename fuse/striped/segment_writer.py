@@ -74,8 +74,8 @@ class _PartThread:
         finally:
             if segment.failed and writer is not None:
                 writer.abort()
-            self.done.set()
             segment.part_ended()
+            self.done.set()
 
     def _write(self, writer: Writer, unit: _Unit) -> None:
         block_bytes = self._segment.block_bytes
@@ -194,8 +194,11 @@ class SegmentWriter:
             pack_checksums([checksums[block] for block in range(len(checksums))]),
         )
 
-    def abort(self) -> None:
-        """Give up: nothing of the segment stays, as soon as its threads come to it."""
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Give up: nothing of the segment stays, as soon as its threads come to it.
+
+        Waits for them at most `wait_s`.
+        """
         self.fail(InterruptedError("given up"))
         for part in self._parts:
             # A part that is stuck in a dead server must not keep the mount's memory.
@@ -204,6 +207,9 @@ class SegmentWriter:
         with self._lock:
             if self._ended == len(self._parts):
                 self._remove_folder()
+        deadline = time.monotonic() + wait_s
+        for part in self._parts:
+            part.done.wait(max(0.0, deadline - time.monotonic()))
 
     # ---- for the part threads -------------------------------------------------------------
 

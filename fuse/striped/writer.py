@@ -208,11 +208,14 @@ class FileWriter:
         with self._lock:
             self._is_detached = True
 
-    def close(self) -> None:
-        """Let go; what was not published vanishes. Idempotent, never raises."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Let go; what was not published vanishes, in the background after `wait_s`.
+
+        Idempotent, never raises.
+        """
         with self._lock:
             if self._current is not None:
-                self._current.abort()
+                self._current.abort(wait_s)
                 self._current = None
             if self._unpublished:
                 self._tree.discard(self.path, set(self._unpublished))

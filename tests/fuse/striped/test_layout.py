@@ -1,5 +1,6 @@
 """The layout codec and the address arithmetic, against a byte-by-byte oracle."""
 
+import hashlib
 import random
 import struct
 
@@ -219,3 +220,12 @@ def test_what_is_no_layout_is_recognised() -> None:
 def test_unusable_geometry_is_refused(unit: int, count: int) -> None:
     with pytest.raises(InvalidInputError):
         codec.check_geometry(unit, count, BLOCK)
+
+
+def test_version_1_stays_as_it_is() -> None:
+    """The bytes of a layout of the first release; they must decode, and encode, for ever."""
+    data = encoded()
+    assert len(data) == 1729
+    assert hashlib.sha256(data).hexdigest() == (
+        "0c09345a87ec91964cc8fec98449b5673aaffde8bf052c7af5b01e91a711655d"
+    )

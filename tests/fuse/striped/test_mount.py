@@ -244,6 +244,20 @@ def test_what_is_refused_and_with_which_errno(here: Path) -> None:
     check_python(REFUSALS, here)
 
 
+LOCKS = """
+import fcntl, os, subprocess, sys
+file = open(sys.argv[1] + "/f", "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+other = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+done = subprocess.run([sys.executable, "-c", other, file.name], capture_output=True, timeout=20)
+assert b"BlockingIOError" in done.stderr, done.stderr
+"""
+
+
+def test_locks_hold_on_one_node(here: Path) -> None:
+    check_python(LOCKS, here)
+
+
 def test_copy_functions(tmp_path: Path, url: str, big: Path) -> None:
     seen: list[int] = []
     with open_storage(settings_in(tmp_path), url) as storage:

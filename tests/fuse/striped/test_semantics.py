@@ -1,0 +1,203 @@
+"""The promises of docs/SEMANTICS.md that no other test covers; that each one names a test."""
+
+import errno
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.striped.graveyard import find_garbage
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
+
+OLD = random.Random(1).randbytes(5 * UNIT + 3)
+NEW = random.Random(2).randbytes(7 * UNIT + 5)
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Driver:
+    """A node with the default grace."""
+    return Driver(storage_on(tmp_path / "stored", grace_s=30.0))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Driver:
+    """Another node on the same storage."""
+    return Driver(storage_on(tmp_path / "stored"))
+
+
+def test_every_paragraph_names_a_test_that_exists() -> None:
+    text = (REPOSITORY / "docs" / "SEMANTICS.md").read_text(encoding="utf-8")
+    existing = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        existing.update(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M))
+    existing.add("test_tree")
+    promises = text.partition("\n## ")[2]
+    for paragraph in promises.split("\n\n"):
+        if paragraph.startswith(("#", "|")) or not paragraph.strip() or "\n" not in paragraph:
+            continue
+        named = re.findall(r"`(test_\w+)`", paragraph)
+        assert named, f"no test is named in: {paragraph[:80]}"
+        assert set(named) <= existing, set(named) - existing
+
+
+def test_fsync_publishes_what_was_written_so_far(one: Driver, two: Driver) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, OLD)
+    with pytest.raises(OSError):
+        two.read("f")
+    one.fs.fsync(CALLER, *file, False)
+    assert two.read("f") == OLD
+    one.pwrite(file, len(OLD), NEW)
+    assert two.read("f") == OLD
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == OLD + NEW
+
+
+def test_many_fsyncs_do_not_pile_up_parts(one: Driver, two: Driver, tmp_path: Path) -> None:
+    file = one.open("log", os.O_WRONLY | os.O_CREAT)
+    expected = b""
+    for number in range(60):
+        line = b"%d\n" % number * 100
+        one.pwrite(file, len(expected), line)
+        expected += line
+        one.fs.fsync(CALLER, *file, True)
+    one.close(file)
+    assert two.read("log") == expected
+    one.fs.destroyed()
+    # One segment per unit of the file, not one per fsync.
+    folders = list((tmp_path / "stored" / PARTS_FOLDER).iterdir())
+    assert len(folders) <= len(expected) // UNIT + 1
+
+
+def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    # As a shell does for `command > f`: open, dup2, close, and only then run the command.
+    file = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.fs.flush(CALLER, *file)
+    assert two.read("f") == OLD
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == b""
+
+
+def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    assert two.read("f") == OLD
+    one.write("f", NEW)
+    # Without waiting: attributes may be a second old, an open never is.
+    assert two.read("f") == NEW
+    one.unlink("f")
+    with pytest.raises(OSError) as caught:
+        two.open("f", os.O_RDONLY)
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_readers_on_other_nodes_have_the_grace(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = two.open("f", os.O_RDONLY)
+    one.write("f", NEW)
+    assert two.pread(file, 0, len(OLD)) == OLD
+    two.close(file)
+
+
+def test_after_the_grace_a_reader_gets_an_error_and_never_other_bytes(
+    one: Driver, two: Driver
+) -> None:
+    two.write("f", OLD)
+    file = one.open("f", os.O_RDONLY)
+    two.write("f", NEW)  # this node's grace is zero
+    with pytest.raises(BootseerError) as caught:
+        one.pread(file, 0, len(OLD))
+    assert code_of(caught.value) == errno.EIO
+    one.close(file)
+    assert one.read("f") == NEW
+
+
+def test_a_directory_with_an_unfinished_file_cannot_be_renamed(one: Driver) -> None:
+    one.mkdir("d")
+    file = one.open("d/f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    with pytest.raises(OSError) as caught:
+        one.rename("d", "e")
+    assert caught.value.errno == errno.EBUSY
+    with pytest.raises(OSError) as caught:
+        one.rmdir("d")
+    assert caught.value.errno == errno.ENOTEMPTY
+    one.fs.fsync(CALLER, *file, False)
+    one.rename("d", "e")
+    one.pwrite(file, len(NEW), OLD)
+    one.close(file)
+    assert one.read("e/f") == NEW + OLD
+
+
+def test_renaming_a_file_that_is_being_written(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = one.open("f.tmp", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    one.rename("f.tmp", "f")
+    assert two.read("f") == NEW
+    one.pwrite(file, len(NEW), b"more")
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == NEW + b"more"
+    assert two.names("") == ["f"]
+
+
+def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    one.unlink("f")
+    one.pwrite(file, len(NEW), NEW)
+    one.close(file)
+    assert two.names("") == one.names("") == []
+    # The threads of its parts clean up by themselves.
+    for _ in range(100):
+        if not list(find_garbage(one.storage.backend, "")):
+            break
+        time.sleep(0.02)
+    one.fs.destroyed()
+    assert list(find_garbage(one.storage.backend, "")) == []
+
+
+def test_a_new_file_is_seen_here_at_once_and_elsewhere_when_closed(
+    one: Driver, two: Driver
+) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    one.pwrite(file, 0, b"abc")
+    assert one.names("") == ["f"]
+    assert one.size("f") == 3
+    assert two.names("") == []
+    with pytest.raises(OSError) as caught:
+        one.fs.create(CALLER, 1, b"f", 0o644, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    assert caught.value.errno == errno.EEXIST
+    one.close(file)
+    assert two.names("") == ["f"]
+
+
+def test_small_files_are_ordinary_files(one: Driver, tmp_path: Path) -> None:
+    one.write("small", b"x" * UNIT)
+    one.write("large", b"x" * (UNIT + 1))
+    assert (tmp_path / "stored" / "small").read_bytes() == b"x" * UNIT
+    assert (tmp_path / "stored" / "large").stat().st_size < UNIT
+
+
+def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = one.open("g", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    backend = two.storage.backend
+    for _ in range(100):
+        found = list(find_garbage(backend, ""))
+        if found:
+            break
+        time.sleep(0.02)
+    assert len(found) == 1
+    backend.delete(found[0].path, recursive=True)
+    assert two.read("f") == OLD
