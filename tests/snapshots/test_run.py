@@ -429,3 +429,14 @@ def test_the_interpreter_is_part_of_the_key(tmp_path: Path, make_node: MakeNode)
             in {part.name: part.value for part in manifest.parts}["interpreter"]
         )
     assert said[0] != said[1]
+
+
+@pytest.mark.hdfs
+def test_nodes_share_through_hdfs(tmp_path: Path, make_node: MakeNode, hdfs_url: str) -> None:
+    names = ["a", "b"]
+    nodes = {name: replace(make_node(name), store_url=hdfs_url) for name in names}
+    results = _on_nodes({name: (nodes[name], _rooted(tmp_path, name)) for name in names})
+    assert _runs(tmp_path) == 1
+    assert sorted(result.how for result in results.values()) == ["captured", "restored"]
+    trees = [describe(tmp_path / "roots" / name / "opt/env") for name in names]
+    assert differences(trees[0], trees[1]) == []
