@@ -6,6 +6,7 @@ descriptor whether the mount works, then serves until unmounted, a signal, or th
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -35,11 +36,32 @@ _REQUEST_DEADLINES = 4
 _WARM_SHARE = 0.75
 
 
+# mallopt(3), glibc's numbers; the threshold is the largest that it takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+
+
+def _keep_freed_memory(limit_bytes: int) -> None:
+    """Let malloc reuse the window's buffers instead of returning each to the kernel.
+
+    Else every 4 MiB unit costs a thousand page faults: measured 0.73 against 0.50 CPU s/GiB of
+    reading. Does nothing where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, min(limit_bytes, 2**31 - 1))
+    mallopt(_M_ARENA_MAX, 1)
+
+
 def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str]:
     """Mount and serve in the foreground; returns the files that were left unwritten at the end.
 
     Main thread only. Raises: BootseerError.
     """
+    _keep_freed_memory(spec.memory_bytes)
     storage = StripedStorage(
         open_backend(spec.url), spec.stripe_settings, memory_bytes=spec.memory_bytes
     )
