@@ -28,7 +28,8 @@ def main() -> None:
         passthrough=arguments.mode is Mode.PASSTHROUGH,
         threads=arguments.threads,
     )
-    serve(FlatDirectory(arguments.source, arguments.mode), arguments.mountpoint, options)
+    operations = FlatDirectory(arguments.source, arguments.mode, mapped=True)
+    serve(operations, arguments.mountpoint, options)
 
 
 if __name__ == "__main__":
