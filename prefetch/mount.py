@@ -32,6 +32,7 @@ from bootseer.prefetch.catalogue import find_image, load_tree
 from bootseer.prefetch.control import ask, new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
+    is_alive,
     live_mounts,
     log_path,
     new_mount_dir,
@@ -163,7 +164,9 @@ def mount_image(
     try:
         _start_server(plan)
     except BaseException:
-        shutil.rmtree(state_dir, ignore_errors=True)
+        # A server that did start finds nobody to report to, and cleans up by itself.
+        if not is_alive(state_dir):
+            shutil.rmtree(state_dir, ignore_errors=True)
         raise
     return MountedImage(settings, image, state, state_dir, plan.ready_name)
 

@@ -5,7 +5,6 @@ The process itself holds the mount and restarts its worker (`fuse.kernel`'s supe
 are `server.ImageServer`s. It reports once, on the descriptor named in the plan: ready, or why not.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -72,11 +71,15 @@ class Report:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def send(self, document: Mapping[str, Any]) -> None:
-        """Never raises: who started us may be gone."""
-        with contextlib.suppress(OSError):
+    def send(self, document: Mapping[str, Any]) -> bool:
+        """False when who started us is gone."""
+        try:
             os.write(self._fd, json.dumps(document).encode() + b"\n")
-        self.close()
+        except OSError:
+            return False
+        finally:
+            self.close()
+        return True
 
     def send_error(self, error: BaseException) -> None:
         """The class by name, so that the other side raises the same."""
@@ -121,9 +124,12 @@ def serve_image(plan: ServePlan, report: Report) -> None:
             max_readahead_bytes=plan.readahead_bytes,
             invalidate_on_change=False,
         )
-        supervise(
-            worker, Path(state.directory), options, on_ready=lambda: report.send({"ready": True})
-        )
+
+        def ready() -> None:
+            if not report.send({"ready": True}):
+                raise UnavailableError(f"nobody waits for the mount on {state.directory} any more")
+
+        supervise(worker, Path(state.directory), options, on_ready=ready)
     finally:
         # The folder last: it is what says that the mount is not quite gone.
         if plan.state.scratch:

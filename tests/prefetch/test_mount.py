@@ -1,6 +1,7 @@
 """Mounted images: real mounts, real servers, and what kills them."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, 
 from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.store import open_store
 from tests.support.image_mounts import (
     checksums_outside,
@@ -349,6 +351,33 @@ def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
         process.kill()
     wait_for(lambda: not image.state_dir.exists())
     assert mounts.find_mount(directory) is None
+
+
+def test_nobody_waits_for_the_mount(node: Node) -> None:
+    """Whoever asked for a mount was killed before it was ready: it must not stay."""
+    directory = node.base / "mnt"
+    directory.mkdir()
+    code = """
+import json, os, sys, threading, time
+from pathlib import Path
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.mount import mount_image
+from bootseer.prefetch.settings_json import settings_from_json
+directory = Path(sys.argv[2])
+def kill():
+    while mounts.find_mount(directory) is None:
+        time.sleep(0.001)
+    os.kill(os.getpid(), 9)
+threading.Thread(target=kill, daemon=True).start()
+mount_image(settings_from_json(json.loads(sys.argv[1])), "image:1", directory)
+time.sleep(10)
+"""
+    process = start_outside(code, json.dumps(settings_to_json(node.settings)), directory)
+    process.communicate(timeout=60)
+    # Ready in the same instant is fine, too: then it is mounted and known.
+    wait_for(
+        lambda: (mounts.find_mount(directory) is None) == (list(live_mounts(node.settings)) == [])
+    )
 
 
 def test_what_cannot_be_mounted_says_so(node: Node) -> None:
