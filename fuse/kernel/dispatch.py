@@ -170,8 +170,10 @@ class Dispatcher:
             self._forget_one(forgotten, lookups)
 
     def _forget_one(self, node: int, count: int) -> None:
-        self.operations.forget(node, count)
-        self.lookups.forget(node, count)
+        try:
+            self.operations.forget(node, count)
+        finally:
+            self.lookups.forget(node, count)
 
     def _unlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
         self.operations.unlink(caller, node, wire.decode_name(body))

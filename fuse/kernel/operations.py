@@ -226,7 +226,8 @@ class Operations:
         """Up to `length` bytes from `offset`; shorter only at the end of the file.
 
         Several buffers are sent with one writev: no need to join them. They must stay unchanged
-        until the reply is written.
+        until the reply is written, which is before this thread calls `read` again. Views of a
+        mapped file are the fastest of all, but not under `supervise`: see there.
         """
         raise _refuse(errno.EIO)
 

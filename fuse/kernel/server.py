@@ -109,6 +109,8 @@ class Server:
         self._dispatcher: Dispatcher | None = None
         self._ended = threading.Event()
         self._close_lock = threading.Lock()
+        # Held while notifying, so that the descriptor is not closed, and reused, under a write.
+        self._notify_lock = threading.Lock()
         self._closed = False
 
     # ---- start ------------------------------------------------------------------------------
@@ -221,7 +223,10 @@ class Server:
 
     def _notify(self, message: bytes) -> bool:
         try:
-            os.write(self.attached.device, message)
+            with self._notify_lock:
+                if self._closed:
+                    return False
+                os.write(self.attached.device, message)
         except (FileNotFoundError, ConnectionError):
             return False
         except OSError as error:
@@ -307,4 +312,5 @@ class Server:
             log.exception("the file system on %s failed while it was released", attached.path)
         if done:
             # A thread that is still in an operation would reply on a reused descriptor.
-            os.close(attached.device)
+            with self._notify_lock:
+                os.close(attached.device)

@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from bench.peers.flat_directory import FlatDirectory, Mode
 from bootseer.fuse.kernel import serve, supervise
+from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.fuse.kernel.supervisor import RestartPolicy
 from tests.support.fuse_mount import short_options
@@ -27,6 +29,10 @@ class Crashing(FlatDirectory):
         data = super().read(caller, node, handle, offset, length)
         assert isinstance(data, memoryview)
         return data
+
+
+def _fail(*arguments: object) -> NoReturn:
+    raise RuntimeError("a bug in the server")
 
 
 def _say(text: str) -> None:
@@ -44,6 +50,11 @@ def main() -> None:
     )
 
     def factory() -> FlatDirectory:
+        # A fault of the server itself, in the first process only.
+        order = Path(source, "fail-once")
+        if order.exists():
+            order.unlink()
+            Dispatcher.answer = _fail  # type: ignore[method-assign, assignment]
         return Crashing(Path(source), Mode(mode))
 
     if how.startswith("supervise"):

@@ -20,7 +20,7 @@ from tests.support import fuse_mount
 pytestmark = pytest.mark.fuse
 
 _DEADLINE_S = 60.0
-_FILE_BYTES = 192 << 20
+_FILE_BYTES = 96 << 20
 _SLOW_HASH = """
 import hashlib, sys, time
 digest = hashlib.sha256()
@@ -195,7 +195,7 @@ def test_kill_9_of_the_worker_goes_unseen(source: Path, mountpoint: Path, mode: 
         for _ in range(4):
             os.kill(worker, signal.SIGKILL)
             worker = server.worker(other_than=worker)
-            time.sleep(0.25)
+            time.sleep(0.2)
         assert reader.communicate(timeout=_DEADLINE_S)[0] == expected
         # Opened by the new worker, with the old one's backing id where there is one.
         assert _cat(mountpoint / "small") == "small"
@@ -244,6 +244,28 @@ sys.stdout.write("whole")
             assert reader.communicate(timeout=_DEADLINE_S)[0] == "xwhole"
         server.process.terminate()
         assert server.end()[0] == 0
+
+
+def test_a_server_with_a_bug_ends_its_readers_and_itself(source: Path, mountpoint: Path) -> None:
+    (source / "fail-once").touch()
+    with _process(mountpoint, "serve", source, mountpoint, "cached") as server:
+        assert fuse_mount.run(["cat", mountpoint / "small"]).returncode != 0
+        code, out, err = server.end()
+        assert (code, out) == (1, "")
+        assert "a bug in the server" in err
+        assert mounts.find_mount(mountpoint) is None
+
+
+def test_a_supervised_server_with_a_bug_is_replaced(source: Path, mountpoint: Path) -> None:
+    _require_resend()
+    (source / "fail-once").touch()
+    with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
+        assert _cat(mountpoint / "small") == "small"
+        server.process.terminate()
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+        assert "a bug in the server" in err
+        assert "died (exit code 70): restarting" in err
 
 
 def test_workers_that_keep_dying_end_in_an_error_and_no_hang(

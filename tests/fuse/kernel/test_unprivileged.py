@@ -39,6 +39,31 @@ print("left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"
 """
 
 
+# Forks, since this Python may lie where the user cannot start it again.
+_SUPERVISED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from bootseer.fuse.kernel import find_mounts
+from tests.support import flat_server
+root = Path(sys.argv[1])
+out, into = os.pipe()
+server = os.fork()
+if server == 0:
+    os.dup2(into, 1)
+    sys.argv[1:] = ["supervise", str(root / "backing"), str(root / "mnt"), "cached"]
+    flat_server.main()
+    os._exit(0)
+os.close(into)
+said = open(out)
+assert said.readline() == "ready\\n"
+os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text()), signal.SIGKILL)
+done = subprocess.run(["cat", root / "mnt" / "file"], capture_output=True, timeout=30)
+os.kill(server, signal.SIGTERM)
+print(done.stdout.decode() + said.read(), os.waitpid(server, 0)[1], end="")
+print(" left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"])
+"""
+
+
 @pytest.fixture
 def home() -> Iterator[Path]:
     """A folder of an ordinary user's own."""
@@ -137,3 +162,9 @@ except UnsupportedError as error:
     print(error)
 """
     assert "install fuse3" in _as_nobody(code, home)
+
+
+def test_an_ordinary_users_supervised_mount_survives_kill_9(home: Path) -> None:
+    if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (6, 9):
+        pytest.skip("this kernel does not repeat requests (Linux 6.9 does)")
+    assert _as_nobody(_SUPERVISED, home) == "hello\nended\n 0 left []\n"
