@@ -1,7 +1,7 @@
 """What a mount of a checkpoint tree is told, and what it leaves behind: two small JSON documents.
 
-Owns their form and place: `<run_dir>/checkpoints/<id>.json` and `.log`, where the id is derived
-from the mount point. Immutable values; the state file is replaced as a whole.
+Owns their form and place: `<run_dir>/checkpoint-mounts/<id>.json` and `.log`, where the id is
+derived from the mount point. Immutable values; the state file is replaced as a whole.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ def start_ticks(pid: int) -> int | None:
 def state_path(run_dir: Path, directory: Path) -> Path:
     """Where the state of a mount on `directory` (absolute) lies; the log is beside it."""
     name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
-    return run_dir / "checkpoints" / f"{name}.json"
+    return run_dir / "checkpoint-mounts" / f"{name}.json"
 
 
 def log_path(run_dir: Path, directory: Path) -> Path:

@@ -17,6 +17,7 @@ from bootseer.errors import (
     NoSpaceError,
     PermissionDeniedError,
     UnavailableError,
+    UnsupportedError,
 )
 from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
@@ -285,3 +286,14 @@ def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
         driver.storage.close()
     finally:
         run(["umount", "-l", small])
+
+
+def test_a_backend_without_append_is_not_asked_to(tmp_path: Path) -> None:
+    """A large ordinary file cannot be appended to; the refusal names the reason."""
+    driver = Driver(storage_on(tmp_path))
+    (tmp_path / "plain").write_bytes(bytes(100_000))
+    file = driver.open("plain", os.O_WRONLY | os.O_APPEND)
+    with pytest.raises(UnsupportedError, match="not appended"):
+        driver.pwrite(file, 100_000, b"x")
+    driver.close(file)
+    driver.storage.close()
