@@ -21,6 +21,7 @@ import mmap
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ _HEADER_BYTES = 64
 _CLEAN_OFFSET = 12
 _MAGIC = b"BSPRESNT"
 _VERSION = 1
+_LOCK_S = 60.0
+"""An fsync of gigabytes takes that long on a slow disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -52,6 +55,18 @@ def boot_id() -> bytes:
     return bytes.fromhex(text.strip().replace("-", ""))
 
 
+def _lock_within(fd: int, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked") from None
+            time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Alone in opening, closing or removing the blob in `directory`, which is made if needed."""
@@ -61,7 +76,7 @@ def _locked(directory: Path) -> Iterator[None]:
         fd = os.open(directory / "lock", flags, 0o600)
         try:
             # Held for as long as a header is looked at or one fsync takes, never for a transfer.
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock_within(fd, _LOCK_S)
             if os.fstat(fd).st_nlink:
                 yield
                 return

@@ -117,7 +117,10 @@ class Container:
         """The launcher's variables as far as they make sense in here, and the image's on top."""
         spec = self._spec(("x",), {}, None)
         home = {"HOME": spec.user.home}
-        return {**home, **job_environment(self.config, host), READY_VARIABLE: self.ready_name}
+        names = [name for name in host.get(READY_VARIABLE, "").split(",") if name]
+        if self.ready_name not in names:
+            names.append(self.ready_name)
+        return {**home, **job_environment(self.config, host), READY_VARIABLE: ",".join(names)}
 
     def spec(
         self, command: Sequence[str], environment: Mapping[str, str], user: str | None = None

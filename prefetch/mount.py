@@ -4,6 +4,7 @@ The caller's side of `prefetch.serve`. `MountedImage` may be used from any threa
 """
 
 import json
+import logging
 import os
 import select
 import shutil
@@ -49,6 +50,8 @@ READAHEAD_BYTES = 32 * 1024
 
 WINDOW_S = 120.0
 """A start that has not said `ready()` after two minutes is taken for over."""
+
+_log = logging.getLogger(__name__)
 
 _START_S = 30.0
 _LOG_TAIL_BYTES = 2000
@@ -272,6 +275,9 @@ def _unmount(state_dir: Path, state: MountState, timeout_s: float) -> None:
     except InvalidInputError:
         pass  # Detached, or unmounted by somebody else: the server ends by itself.
     if not wait_released(state_dir, timeout_s):
-        raise DeadlineError(
-            f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
-        )
+        if mounts.find_mount(path) is not None:
+            raise DeadlineError(
+                f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
+            )
+        # It may take a while to make a large cache durable; nobody needs to wait for that.
+        _log.info("the server of %s still tidies up", path)
