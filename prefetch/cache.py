@@ -125,7 +125,7 @@ class BlobCache:
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                self._warn_full()
+                self._warn_full(error)
                 return mmap.mmap(-1, self._map_bytes)
             present = mmap.mmap(fd, self._map_bytes, mmap.MAP_SHARED)
             present[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, boot, self.stream_length)
@@ -148,13 +148,14 @@ class BlobCache:
             and (header_boot == boot or clean == 1)
         )
 
-    def _warn_full(self) -> None:
+    def _warn_full(self, error: OSError) -> None:
         if not self.is_full:
             self.is_full = True
             _log.warning(
-                "no space left in %s: image data is no longer cached; free space or set "
+                "cannot write to %s: %s; image data is no longer cached: free space or set "
                 "BOOTSEER_CACHE_DIR to a larger disk",
                 self.directory,
+                error.strerror,
             )
 
     def has(self, offset: int, length: int) -> bool:
@@ -184,11 +185,11 @@ class BlobCache:
         return data
 
     def write(self, offset: int, data: bytes | memoryview) -> bool:
-        """Keep verified bytes of the stream; False when the disk is full.
+        """Keep verified bytes of the stream; False when the disk takes no more.
 
         Sectors that `data` covers only in part are not marked, unless the stream ends there.
 
-        Raises: OSError, ValueError for bytes outside the stream.
+        Raises: ValueError for bytes outside the stream.
         """
         length = len(data)
         end_offset = offset + length
@@ -207,9 +208,7 @@ class BlobCache:
             while position < length:
                 position += os.pwrite(self._data_fd, view[position:], offset + position)
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            self._warn_full()
+            self._warn_full(error)
             return False
         self._map[_HEADER_BYTES + first : _HEADER_BYTES + end] = b"\1" * (end - first)
         return True

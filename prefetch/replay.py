@@ -89,7 +89,7 @@ class Replay:
     def _watch(self, batch: Batch, started_ns: int) -> None:
         try:
             batch.wait()
-        except BootseerError as error:
+        except (BootseerError, OSError) as error:
             self._give_up(error)
         else:
             self.finished_after_ns = time.monotonic_ns() - started_ns
@@ -129,7 +129,7 @@ class Replay:
             waited = True
             try:
                 self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
-            except BootseerError as error:
+            except (BootseerError, OSError) as error:
                 self._give_up(error)
         return waited
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.supervisor import supervise
+from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.mount_state import MountState, sweep, take_lock, write_state
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.server import ImageServer, ServePlan
@@ -28,6 +28,9 @@ from bootseer.prefetch.tree_fs import TreeFileSystem
 _log = logging.getLogger(__name__)
 
 SUBTYPE = "bootseer-image"
+
+_RESTART_COUNT = 12
+"""In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
 
 
 def plan_to_json(plan: ServePlan) -> dict[str, Any]:
@@ -129,7 +132,13 @@ def serve_image(plan: ServePlan, report: Report) -> None:
             if not report.send({"ready": True}):
                 raise UnavailableError(f"nobody waits for the mount on {state.directory} any more")
 
-        supervise(worker, Path(state.directory), options, on_ready=ready)
+        supervise(
+            worker,
+            Path(state.directory),
+            options,
+            on_ready=ready,
+            restart=RestartPolicy(_RESTART_COUNT),
+        )
     finally:
         # The folder last: it is what says that the mount is not quite gone.
         if plan.state.scratch:

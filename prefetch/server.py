@@ -153,8 +153,9 @@ class ImageServer:
             header = self._store.read(key, 0, self._pointer.header_bytes)
             bundle = decode_header(header, index, self._lengths)
             replay = Replay(bundle, key, self._streams.caches, self._streams.executor)
-            self._streams.replay = replay
+            # Known to faults only once it knows itself what is here already.
             replay.start()
+            self._streams.replay = replay
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
 

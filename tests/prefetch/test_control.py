@@ -1,0 +1,113 @@
+"""The control socket: commands, garbage, silence, a watched process, a long path."""
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
+from bootseer.prefetch.control import Command, ControlServer, ask, new_ready_name
+from tests.support.image_mounts import wait_for
+
+
+def refuse() -> dict[str, object]:
+    raise NotFoundError("not today")
+
+
+class Events:
+    """What the server called back."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self.window = threading.Event()
+        self.exited = threading.Event()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    # An address holds 107 bytes.
+    deep = tmp_path.joinpath(*["a-rather-long-folder-name"] * 8)
+    deep.mkdir(parents=True)
+    return deep
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def server(directory: Path, events: Events) -> Iterator[str]:
+    name = new_ready_name()
+    commands: dict[str, Command] = {"status": lambda: {"answer": 42}, "refuse": refuse}
+    opened = ControlServer(directory, name, commands)
+    opened.start(events.ready.set, 0.1, events.window.set)
+    yield name
+    opened.close()
+    opened.close()
+
+
+def test_commands(directory: Path, server: str) -> None:
+    assert ask(directory, "status") == {"answer": 42}
+    with pytest.raises(UnavailableError, match="not today"):
+        ask(directory, "refuse")
+    with pytest.raises(UnavailableError, match="unknown command"):
+        ask(directory, "other")
+    assert (directory / "control").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\n", b"[1]\n", b'{"command": []}\n', b"x" * 9000])
+def test_garbage_does_not_disturb(directory: Path, server: str, garbage: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        fd = os.open(directory, os.O_PATH)
+        client.connect(f"/proc/self/fd/{fd}/control")
+        os.close(fd)
+        client.sendall(garbage)
+        client.shutdown(socket.SHUT_WR)
+        client.recv(1000)
+    assert ask(directory, "status") == {"answer": 42}
+
+
+def test_a_silent_client_is_hung_up_on(directory: Path, server: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        fd = os.open(directory, os.O_PATH)
+        client.connect(f"/proc/self/fd/{fd}/control")
+        os.close(fd)
+        assert ask(directory, "status", timeout_s=20) == {"answer": 42}
+
+
+def test_ready_and_window(server: str, events: Events) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.sendto(b"nonsense", "\0" + server)
+        client.sendto(b"ready", "\0" + server)
+    assert events.ready.wait(20)
+    assert events.window.wait(20)
+
+
+def test_a_watched_process(directory: Path, events: Events) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        opened = ControlServer(directory, new_ready_name(), {"status": dict})
+        opened.watch(process.pid, events.exited.set)
+        opened.start(events.ready.set, 1000, events.window.set)
+        assert ask(directory, "status") == {}
+        assert not events.exited.is_set()
+        process.kill()
+        assert events.exited.wait(20)
+        wait_for(lambda: ask(directory, "status") == {})
+        opened.close()
+
+
+def test_nobody_there(directory: Path) -> None:
+    with pytest.raises(UnavailableError, match="does not answer"):
+        ask(directory, "status")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        fd = os.open(directory, os.O_PATH)
+        listener.bind(f"/proc/self/fd/{fd}/control")
+        os.close(fd)
+        listener.listen(1)
+        with pytest.raises(DeadlineError, match="did not answer"):
+            ask(directory, "status", timeout_s=0.2)
