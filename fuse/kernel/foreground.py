@@ -4,7 +4,6 @@ Alone handles signals. Main thread only.
 """
 
 import os
-import select
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import FrameType, TracebackType
 
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.server import Server
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,7 +57,7 @@ class StopSignal:
 
     def wait(self) -> None:
         """Until a signal or `wake`: the one wait without a deadline, for the life of a mount."""
-        select.select([self._event], [], [])
+        wait_readable([self._event], None)
 
 
 def serve(

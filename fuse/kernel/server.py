@@ -6,7 +6,6 @@ Alone ties mount, negotiation, session and shutdown together. `Server` is thread
 
 import logging
 import os
-import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.mount import mount, set_readahead
 from bootseer.fuse.kernel.operations import Buffer, Operations
 from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.session import Session
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
     device = mount(mountpoint, options)
     try:
         # The kernel sends INIT by itself, right after the mount.
-        if not select.select([device], [], [], _HANDSHAKE_DEADLINE_S)[0]:
+        if not wait_readable([device], _HANDSHAKE_DEADLINE_S):
             raise UnavailableError(f"the kernel does not open the connection for {path}")
         request = decode_init(os.read(device, wire.REQUEST_OVERHEAD_BYTES))
         connection, body = negotiate(request, options)

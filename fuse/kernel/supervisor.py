@@ -17,7 +17,6 @@ Alone forks. The supervisor stays single-threaded, and imports nothing heavy.
 
 import logging
 import os
-import select
 import signal
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from bootseer.fuse.kernel import control, mounts
 from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.server import Attached, Server, attach
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ class _Supervisor:
         worker = -1
         try:
             worker, ready = self._start(resend=False)
-            self._await_ready(ready)
+            if not self._await_ready(ready):
+                return
             if on_ready is not None:
                 on_ready()
             while True:
@@ -144,29 +145,29 @@ class _Supervisor:
         os.close(tell)
         return pid, ready
 
-    def _await_ready(self, ready: int) -> None:
+    def _await_ready(self, ready: int) -> bool:
+        """Until the first worker serves; False if told to stop before."""
         try:
             stop = self._stop.fileno()
-            readable, _, _ = select.select([ready, stop], [], [], _READY_DEADLINE_S)
+            readable = wait_readable([ready, stop], _READY_DEADLINE_S)
             said = os.read(ready, 1) if ready in readable else b""
         finally:
             os.close(ready)
-        if not said and not readable:
+        path = self._attached.path
+        if said or stop in readable:
+            return bool(said)
+        if not readable:
             raise UnavailableError(
-                f"the file system on {self._attached.path} did not start within "
-                f"{_READY_DEADLINE_S:.0f} s"
+                f"the file system on {path} did not start within {_READY_DEADLINE_S:.0f} s"
             )
-        if not said and stop not in readable:
-            raise UnavailableError(
-                f"the file system on {self._attached.path} failed to start; its log says why"
-            )
+        raise UnavailableError(f"the file system on {path} failed to start; its log says why")
 
     def _await_death(self, worker: int) -> bool:
         """Until the worker ends (False) or we are told to stop (True)."""
         pidfd = os.pidfd_open(worker)
         try:
             # Without a deadline: this is the life of the mount.
-            readable, _, _ = select.select([pidfd, self._stop.fileno()], [], [])
+            readable = wait_readable([pidfd, self._stop.fileno()], None)
         finally:
             os.close(pidfd)
         return pidfd not in readable
@@ -185,7 +186,7 @@ class _Supervisor:
                 f"the processes that serve {path} keep dying ({_died_of(code)}): unmounted"
             )
         log.warning("the process that served %s died (%s): restarting", path, _died_of(code))
-        if pause_s and select.select([self._stop], [], [], pause_s)[0]:
+        if pause_s and wait_readable([self._stop.fileno()], pause_s):
             return -1
         worker, ready = self._start(resend=True)
         os.close(ready)
@@ -245,7 +246,7 @@ def _work(
 def _ends_within(pid: int, timeout_s: float) -> bool:
     pidfd = os.pidfd_open(pid)
     try:
-        if not select.select([pidfd], [], [], timeout_s)[0]:
+        if not wait_readable([pidfd], timeout_s):
             return False
     finally:
         os.close(pidfd)

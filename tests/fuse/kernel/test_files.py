@@ -4,12 +4,15 @@ Each scenario is a script that prints what it sees. It runs twice, on the mount 
 directory of the same file system, in child processes; both must print the same.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.kernel import server as server_module
+from bootseer.fuse.kernel.connection import InitRequest, decode_init
 from bootseer.fuse.kernel.server import Server
 from tests.support import fuse_mount
 from tests.support.passthrough_fs import PassthroughFileSystem
@@ -20,7 +23,13 @@ _SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.py"))
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl"])
+def _decode_init_as_linux_5_4(message: bytes) -> InitRequest:
+    """The running kernel's offer, less what came after 7.31."""
+    request = decode_init(message)
+    return dataclasses.replace(request, minor=31, flags=request.flags & 0x03FFFFFB)
+
+
+@pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl", "like_linux_5_4"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path]]:
@@ -33,8 +42,11 @@ def served(
         direct_io=request.param == "direct_io",
         ttl_s=0.0 if request.param == "no_ttl" else 1.0,
     )
-    with fuse_mount.mounted(file_system, root / "mnt") as server:
-        yield server, root / "plain"
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "like_linux_5_4":
+            patch.setattr(server_module, "decode_init", _decode_init_as_linux_5_4)
+        with fuse_mount.mounted(file_system, root / "mnt") as server:
+            yield server, root / "plain"
     assert file_system.destroyed_count == 1
 
 

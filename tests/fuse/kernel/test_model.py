@@ -160,7 +160,7 @@ def test_the_mount_agrees_with_a_plain_directory(variant: str) -> None:
             run_state_machine_as_test(
                 Machine,
                 settings=settings(
-                    max_examples=25,
+                    max_examples=15,
                     stateful_step_count=40,
                     deadline=None,
                     suppress_health_check=list(HealthCheck),
