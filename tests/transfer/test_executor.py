@@ -47,6 +47,7 @@ def gate() -> Iterator[threading.Event]:
 @pytest.fixture
 def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., Executor]]:
     made: list[Executor] = []
+    before = set(threading.enumerate())
 
     def build(**options: object) -> Executor:
         settings: dict[str, object] = {"retry_base_s": 0.001, "deadline_s": LONG_S, **options}
@@ -57,7 +58,8 @@ def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., 
     gate.set()
     for executor in made:
         executor.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("bootseer-")]
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("bootseer-")]
 
 
 def test_a_batch_delivers_every_chunk_once(
