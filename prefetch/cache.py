@@ -71,7 +71,9 @@ def _lock_within(fd: int, timeout_s: float) -> None:
 def _locked(directory: Path) -> Iterator[None]:
     """Alone in opening, closing or removing the blob in `directory`, which is made if needed."""
     while True:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Each by itself: with `parents=True` only the last one would be private.
+        for path in (directory.parent.parent, directory.parent, directory):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(directory / "lock", flags, 0o600)
         try:

@@ -66,8 +66,10 @@ def make_private(path: Path) -> Path:
 
 def new_mount_dir(settings: Settings) -> Path:
     """A new folder for a mount; its name is the mount's identity."""
-    path = mounts_dir(settings) / secrets.token_hex(8)
-    make_private(path)
+    # Each by itself: with `parents=True` only the last one would be private.
+    make_private(settings.run_dir)
+    make_private(mounts_dir(settings))
+    path = make_private(mounts_dir(settings) / secrets.token_hex(8))
     make_private(settings.run_dir / "logs")
     return path
 

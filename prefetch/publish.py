@@ -91,8 +91,8 @@ def start_publisher(
     entries: Sequence[tuple[int, int, int, int]],
 ) -> subprocess.Popen[bytes]:
     """Hand a record to a new publisher process and return at once. Raises: OSError."""
-    directory = publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}"
-    make_private(directory)
+    make_private(publishing_dir(settings))
+    directory = make_private(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
     lock = take_lock(directory)
     try:
         (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
@@ -154,7 +154,7 @@ def publish_record(
         files,
         accesses,
     )
-    with open_store(settings.store_url) as store:
+    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         key = hot_store.publish_trace(store, trace)
         _log.info("published the trace %s with %d accesses", key, len(accesses))
         owner = f"{settings.node}:{os.getpid()}"

@@ -155,5 +155,6 @@ def test_bad_digest_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_private(blob: BlobCache) -> None:
-    assert blob.directory.stat().st_mode & 0o777 == 0o700
+    for path in (blob.directory, blob.directory.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in blob.directory.iterdir()} == {0o600}
