@@ -30,7 +30,11 @@ def open_storage(
 ) -> StripedStorage:
     """The striped tree at `url`, to be closed by the caller. Raises: InvalidInputError."""
     stripes = StripeSettings(stripe_unit_bytes, stripe_count, settings.deadline_s)
-    return StripedStorage(open_backend(url), stripes, memory_bytes=settings.memory_bytes)
+    return StripedStorage(
+        open_backend(url, deadline_s=settings.deadline_s),
+        stripes,
+        memory_bytes=settings.memory_bytes,
+    )
 
 
 def copy_in(

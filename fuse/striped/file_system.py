@@ -103,13 +103,13 @@ class StripedFileSystem(Operations):
             directory = self._node(parent)
             text, path = self._child_path(directory, name)
             known = self._nodes.child(directory, text)
-            if known is not None and (known.is_local or known.writer() is not None):
+            if known is not None and known.writer() is not None:
                 return self._entry(known)
         status = self._status(path)
         with self._lock:
             known = self._nodes.child(directory, text)
             if status is None:
-                if known is not None and not known.is_local:
+                if known is not None:
                     self._nodes.detach(known)
                 raise _refuse(errno.ENOENT, path)
             return self._entry(self._settle(directory, text, status))
@@ -372,6 +372,7 @@ class StripedFileSystem(Operations):
         if not opened.is_writable:
             raise _refuse(errno.EBADF)
         writer = self._writer(opened)
+        opened.was_killed = False
         if opened.flags & os.O_APPEND:
             return writer.append(data, lambda: is_dying(caller))
         return writer.write(offset, data, lambda: is_dying(caller))

@@ -58,7 +58,8 @@ class Node:
     def writer(self) -> FileWriter | None:
         """The writer that was opened last, if any is at work."""
         for handle in reversed(self.handles):
-            if handle.writer is not None:
+            # The kernel closes the files of a killed process a moment after it is gone.
+            if handle.writer is not None and not handle.was_killed:
                 return handle.writer
         return None
 
@@ -166,5 +167,5 @@ class NodeTable:
         return [
             node
             for (parent_id, _), node in self._by_name.items()
-            if parent_id == parent.id and node.is_local
+            if parent_id == parent.id and node.is_local and node.writer() is not None
         ]

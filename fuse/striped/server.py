@@ -16,7 +16,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.errors import InvalidInputError, NotFoundError, exit_code_of, from_oserror
+from bootseer.errors import (
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedError,
+    exit_code_of,
+    from_oserror,
+)
 from bootseer.fuse.kernel import MountOptions, Server
 from bootseer.fuse.kernel.foreground import StopSignal
 from bootseer.fuse.striped.file_system import StripedFileSystem
@@ -96,6 +102,11 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str
 
 
 def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
+    if not spec.read_only and not storage.backend.has_atomic_rename:
+        raise UnsupportedError(
+            f"{spec.url} cannot rename in one step, which a safe commit needs: mount it with "
+            "--read-only"
+        )
     try:
         if not storage.backend.stat("").is_dir:
             raise InvalidInputError(f"{spec.url} is a file; mount the folder that holds it")

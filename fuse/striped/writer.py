@@ -67,8 +67,14 @@ class FileWriter:
     ) -> None:
         """`base`: the generation to append to; without one the file starts empty.
 
-        Raises UnsupportedError for a base that cannot be appended to.
+        Raises UnsupportedError for a base that cannot be appended to, and on a storage that cannot
+        rename in one step: there nothing could appear whole or not at all.
         """
+        if not tree.backend.has_atomic_rename:
+            raise UnsupportedError(
+                f"{tree.backend.url} cannot rename in one step, which a safe commit needs: "
+                "mount it with --read-only"
+            )
         self.path = path
         self.view = base
         """The generation that this writer published last, or started from."""

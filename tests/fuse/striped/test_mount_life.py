@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.mount import (
@@ -176,6 +176,8 @@ def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) 
         mount_checkpoints(settings, str(tmp_path), mountpoint, stripe_unit_bytes=100)
     with pytest.raises(NotFoundError):
         mount_checkpoints(settings, str(tmp_path / "stored"), tmp_path / "nowhere")
+    with pytest.raises(UnsupportedError, match="read-only"):
+        mount_checkpoints(settings, "memory://checkpoints", mountpoint)
     assert not os.path.ismount(mountpoint)
 
 
