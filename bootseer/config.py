@@ -18,6 +18,8 @@ from bootseer.errors import InvalidInputError, from_oserror
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+# What a file offset can hold.
+_SIZE_LIMIT_BYTES = 2**63
 # Names that become file names or parts of store keys.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -64,7 +66,10 @@ def parse_size(text: str) -> int:
     if match is None:
         raise InvalidInputError(f"{text!r} is not a size; write for example 512MiB or 20GB")
     unit = (match[2] or "").lower()
-    return int(float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit]))
+    size_bytes = float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit])
+    if size_bytes >= _SIZE_LIMIT_BYTES:
+        raise InvalidInputError(f"{text!r} is more than any disk holds; write for example 20GB")
+    return int(size_bytes)
 
 
 def _name(text: str) -> str:

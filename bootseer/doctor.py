@@ -150,9 +150,8 @@ def _store(settings: Settings) -> Iterator[Finding]:
     from bootseer.store import open_store
 
     key = f"doctor/{uuid.uuid4().hex}"
-    with_url = f"{settings.store_url}: "
     try:
-        store = open_store(settings.store_url)
+        store = open_store(settings.store_url, deadline_s=settings.deadline_s / 2)
         try:
             before_s = time.time()
             created = store.publish(key, b"first")
@@ -175,7 +174,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
         advice = "check the URL (--store), the network and the permissions"
         yield Finding("store", Status.FAIL, str(error), advice)
         return
-    yield Finding("store", Status.OK, with_url + "readable and writable")
+    yield Finding("store", Status.OK, f"{store.url}: readable and writable")
     atomic = created and not again and kept == b"first" and replaced and lease and not second
     if atomic:
         yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")

@@ -87,6 +87,33 @@ _CODES: dict[type[BaseException], tuple[int, int]] = {
 }
 
 
+# errno -> class, where an error of the operating system says enough about what went wrong.
+_BY_ERRNO: dict[int, type[BootseerError]] = {
+    errno.ENOENT: NotFoundError,
+    errno.ENOTDIR: NotFoundError,
+    errno.ESRCH: NotFoundError,
+    errno.EISDIR: InvalidInputError,
+    errno.ENAMETOOLONG: InvalidInputError,
+    errno.ELOOP: InvalidInputError,
+    errno.EEXIST: AlreadyExistsError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.ENOSPC: NoSpaceError,
+    errno.EDQUOT: NoSpaceError,
+    errno.ETIMEDOUT: DeadlineError,
+    errno.EBUSY: BusyError,
+    errno.EOPNOTSUPP: UnsupportedError,
+    errno.ENOSYS: UnsupportedError,
+    errno.ECONNREFUSED: UnavailableError,
+    errno.ECONNRESET: UnavailableError,
+    errno.ENOTCONN: UnavailableError,
+    errno.EHOSTUNREACH: UnavailableError,
+    errno.ENETUNREACH: UnavailableError,
+    errno.ESTALE: UnavailableError,
+}
+
+
 def errno_of(error: BaseException) -> int:
     """The errno a file system reply carries for `error`; EIO for what nobody foresaw."""
     if not isinstance(error, BootseerError) and isinstance(error, OSError) and error.errno:
@@ -104,18 +131,12 @@ def exit_code_of(error: BaseException) -> int:
     for cls in type(error).__mro__:
         if cls in _CODES:
             return _CODES[cls][1]
-    builtin = {
-        FileNotFoundError: NotFoundError,
-        FileExistsError: AlreadyExistsError,
-        PermissionError: PermissionDeniedError,
-        TimeoutError: DeadlineError,
-        ConnectionError: UnavailableError,
-    }
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _CODES[_BY_ERRNO[error.errno]][1]
+    builtin = {TimeoutError: DeadlineError, ConnectionError: UnavailableError}
     for base, ours in builtin.items():
         if isinstance(error, base):
             return _CODES[ours][1]
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _CODES[NoSpaceError][1]
     return EXIT_FAILURE
 
 
@@ -126,21 +147,4 @@ def from_oserror(error: OSError, what: str) -> BootseerError:
     """
     reason = error.strerror or str(error)
     message = f"cannot {what}: {reason}"
-    table: dict[int | None, type[BootseerError]] = {
-        errno.ENOENT: NotFoundError,
-        errno.ENOTDIR: NotFoundError,
-        errno.EEXIST: AlreadyExistsError,
-        errno.EACCES: PermissionDeniedError,
-        errno.EPERM: PermissionDeniedError,
-        errno.EROFS: PermissionDeniedError,
-        errno.ENOSPC: NoSpaceError,
-        errno.EDQUOT: NoSpaceError,
-        errno.ETIMEDOUT: DeadlineError,
-        errno.EBUSY: BusyError,
-        errno.EOPNOTSUPP: UnsupportedError,
-        errno.ENOSYS: UnsupportedError,
-        errno.ECONNREFUSED: UnavailableError,
-        errno.ECONNRESET: UnavailableError,
-        errno.ENOTCONN: UnavailableError,
-    }
-    return table.get(error.errno, BootseerError)(message)
+    return _BY_ERRNO.get(error.errno or 0, BootseerError)(message)

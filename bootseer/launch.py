@@ -146,7 +146,7 @@ def _ensure_indexed(
     try:
         if is_source(image):
             return settings, _index_source(settings, image, timeline, say)
-        with open_store(settings.store_url) as store:
+        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
             return settings, find_image(store, image).reference
     except UnavailableError as error:
         if not is_source(image):
@@ -165,7 +165,10 @@ def _index_source(settings: Settings, image: str, timeline: Timeline, say: Say) 
     from bootseer.store import open_store
 
     work_dir = settings.cache_dir / "work"
-    with open_source(image, work_dir) as source, open_store(settings.store_url) as store:
+    with (
+        open_source(image, work_dir) as source,
+        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
+    ):
         try:
             known = find_image(store, source.reference)
             # A tag moves; the digest of the configuration is the image. A directory has none.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
+from bootseer.redact import public_url
 from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def parse_checkpoint(text: str) -> CheckpointPath:
     url, _, directory = text.rpartition(":")
     if not url or not directory.startswith("/") or directory.startswith("//"):
         raise InvalidInputError(
-            f"{text!r} is not URL:DIR; write for example hdfs://namenode:8020/ckpt:/mnt/ckpt"
+            f"{public_url(text)!r} is not URL:DIR; write for example hdfs://namenode:8020/ckpt:/mnt/ckpt"
         )
     return CheckpointPath(url, directory)
 

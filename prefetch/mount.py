@@ -133,8 +133,10 @@ def mount_image(
     if mounts.find_mount(path) is not None:
         raise BusyError(f"cannot mount on {path}: a FUSE file system is mounted there")
     if not path.is_dir():
+        if path.exists():
+            raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
         raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
-    with open_store(settings.store_url) as store:
+    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         image = find_image(store, reference)
         # Leaves the index in the node's cache, where the server takes it from without the store.
         load_tree(store, image, settings.cache_dir)

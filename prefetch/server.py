@@ -71,7 +71,9 @@ class ImageServer:
         self._tree = tree
         self._log = log
         self._started_ns = time.monotonic_ns()
-        self._store: Store = open_store(plan.settings.store_url)
+        self._store: Store = open_store(
+            plan.settings.store_url, deadline_s=plan.settings.deadline_s
+        )
         self._pointer: HotPointer | None = None
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"

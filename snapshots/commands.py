@@ -37,7 +37,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
             if not after:
                 raise NotFoundError(f"{host} does not exist; name an existing directory")
             changes.append(capture.Change(path, host, {}, after))
-        with open_store(settings.store_url) as store:
+        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
             return capture.create(store, settings.cache_dir, changes, node=settings.node, name=name)
 
 
@@ -47,7 +47,7 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
     Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
     nothing has changed then.
     """
-    with open_store(settings.store_url) as store:
+    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         manifest = catalogue.find(store, key)
         if directory is not None:
             restore_to(store, manifest, directory, deadline_s=settings.deadline_s)

@@ -136,7 +136,9 @@ class _Run:
                 stack.enter_context(locked(self.settings.run_dir, hosts, deadline_s=self.wait_s))
                 self.is_locked = True
                 working.recover(hosts, self.note)
-                store = stack.enter_context(open_store(self.settings.store_url))
+                store = stack.enter_context(
+                    open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
+                )
                 return self._locked(store, resolved)
             except SetupFailedError:
                 raise

@@ -11,8 +11,11 @@ import sys
 import click
 
 from bootseer import __version__
-from bootseer.cli.output import SettingsSource
-from bootseer.errors import BootseerError, exit_code_of
+from bootseer.cli.output import SettingsSource, one_line
+from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of
+from bootseer.redact import redact
+
+_log = logging.getLogger(__name__)
 
 # name -> (module, one-line help); the command has the name itself. The help is repeated here so
 # that listing the commands imports none of them.
@@ -68,27 +71,63 @@ def cli(ctx: click.Context, /, verbose: int, **flags: str | None) -> None:
     `bootseer config show`.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(level=level, format="bootseer: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_RedactingFormatter("bootseer: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     ctx.obj = SettingsSource(flags)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, translate errors, exit."""
+    code = _run(arguments)
+    # Here, since the interpreter's own flush at exit can only complain.
     try:
-        code = cli.main(args=arguments, prog_name="bootseer", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        code = code or _output_lost(error)
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        result = cli.main(args=arguments, prog_name="bootseer", standalone_mode=False)
+        return result if isinstance(result, int) else EXIT_OK
     except click.exceptions.Abort:
         click.echo("bootseer: interrupted", err=True)
-        sys.exit(130)
+        return 130
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output went away (`bootseer ... | head`): not an error of ours, but
-        # the interpreter would complain at exit when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
+        return error.exit_code
+    except BrokenPipeError as error:
+        return _output_lost(error)
     except (BootseerError, OSError) as error:
-        click.echo(f"bootseer: {error}", err=True)
-        sys.exit(exit_code_of(error))
-    sys.exit(code if isinstance(code, int) else 0)
+        _log.debug("what failed, for debugging", exc_info=True)
+        click.echo(f"bootseer: {one_line(error)}", err=True)
+        return exit_code_of(error)
+    except Exception as error:
+        # A fault of ours. Still one sentence: it is read by whoever is on call for the job.
+        _log.debug("what failed, for debugging", exc_info=True)
+        click.echo(
+            f"bootseer: internal error: {type(error).__name__}: {one_line(error)}; "
+            "run it again with -vv and please report what that prints",
+            err=True,
+        )
+        return EXIT_FAILURE
+
+
+def _output_lost(error: OSError) -> int:
+    """Exit code for a stdout that takes no more; nothing further is sent there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if isinstance(error, BrokenPipeError):
+        # The reader went away (`bootseer ... | head`): as if killed by SIGPIPE.
+        return 141
+    click.echo(f"bootseer: cannot write to stdout: {one_line(error)}", err=True)
+    return exit_code_of(error)
+
+
+class _RedactingFormatter(logging.Formatter):
+    """No credentials in the log, whatever library wrote the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))

@@ -6,6 +6,7 @@ import click
 
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.config import variable_of
+from bootseer.redact import redact
 
 
 @click.group()
@@ -20,6 +21,8 @@ def show(source: SettingsSource, as_json: bool) -> None:
     """Print every setting, its value, its source and its variable."""
     loaded = source.config
     values = asdict(loaded.settings)
+    # Its user name and password are for the store, not for whoever reads this in a ticket.
+    values["store_url"] = redact(loaded.settings.store_url)
     if as_json:
         emit_json(
             {

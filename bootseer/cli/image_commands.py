@@ -17,12 +17,12 @@ from bootseer.cli.output import (
     emit_table,
     human_bytes,
     json_option,
+    open_current_store,
 )
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.records import ImageRecord, LayerRecord
 from bootseer.progress import Progress
-from bootseer.store import open_store
 
 _SHORT_DIGEST = 19
 """sha256: and twelve digits, as Docker shows them."""
@@ -63,7 +63,7 @@ def index(source: str, name: str | None, as_json: bool) -> None:
         with lock:
             (reused if was_there else written).append(record)
 
-    with open_source(source, work_dir) as opened, open_store(settings.store_url) as store:
+    with open_source(source, work_dir) as opened, open_current_store() as store:
         sizes = [layer.size_bytes for layer in opened.layers]
         total_bytes = sum(size or 0 for size in sizes) if None not in sizes else None
         with Progress("indexing", total_bytes) as progress:
@@ -101,7 +101,7 @@ def index(source: str, name: str | None, as_json: bool) -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the images that the store has."""
-    with open_store(current_settings().store_url) as store:
+    with open_current_store() as store:
         records = list(list_images(store))
     if as_json:
         emit_json([_summary(record) for record in records])
@@ -130,7 +130,7 @@ def show(reference: str, as_json: bool) -> None:
 
     REF is a name, or at least six digits of the index's digest.
     """
-    with open_store(current_settings().store_url) as store:
+    with open_current_store() as store:
         record = find_image(store, reference)
     if as_json:
         emit_json(_summary(record))
@@ -172,7 +172,7 @@ def show(reference: str, as_json: bool) -> None:
 def ls(reference: str, path: str, as_json: bool) -> None:
     """List a directory of an image; PATH is within the image, `/` when left out."""
     settings = current_settings()
-    with open_store(settings.store_url) as store:
+    with open_current_store() as store:
         record = find_image(store, reference)
         tree = load_tree(store, record, settings.cache_dir)
     wanted = b"/".join(p for p in path.encode("utf-8", "surrogateescape").split(b"/") if p)

@@ -15,11 +15,13 @@ from typing import Any
 import click
 
 from bootseer.cli.output import (
+    Seconds,
     current_settings,
     emit_json,
     emit_table,
     human_bytes,
     json_option,
+    open_current_store,
 )
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
@@ -41,7 +43,7 @@ _prefetch_option = click.option(
     "--prefetch/--no-prefetch", default=True, help="Stream the workload's bundle, if there is one."
 )
 _window_option = click.option(
-    "--window", "window_s", type=click.FloatRange(0.1, 86_400), default=120.0, help=_WINDOW_HELP
+    "--window", "window_s", type=Seconds(0.1, 86_400), default=120.0, help=_WINDOW_HELP
 )
 
 
@@ -103,7 +105,7 @@ def _stay(settings: Settings, directory: Path) -> None:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(0, 3600),
+    type=Seconds(0, 3600),
     default=10.0,
     help="Give open files this many seconds, then abort them.",
 )
@@ -117,7 +119,11 @@ def unmount(directory: Path, timeout_s: float) -> None:
 @click.command(epilog="Example: bootseer image status /mnt/train --json")
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--wait", "wait_s", type=float, metavar="SECONDS", help="First wait until nothing is published."
+    "--wait",
+    "wait_s",
+    type=Seconds(0, 86_400),
+    metavar="SECONDS",
+    help="First wait until nothing is published.",
 )
 @json_option
 def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
@@ -229,10 +235,9 @@ def warm(reference: str) -> None:
     from bootseer.prefetch.catalogue import find_image, load_tree
     from bootseer.prefetch.streams import BlobStreams
     from bootseer.progress import Progress
-    from bootseer.store import open_store
 
     settings = current_settings()
-    with open_store(settings.store_url) as store:
+    with open_current_store() as store:
         record = find_image(store, reference)
         tree = load_tree(store, record, settings.cache_dir)
         size_bytes = sum(blob.size_bytes for blob in tree.blobs)
@@ -262,9 +267,8 @@ def trace_list(reference: str, as_json: bool) -> None:
     """List the traces of the image REF, of all workloads, and the bundles made from them."""
     from bootseer.prefetch import hot_store
     from bootseer.prefetch.catalogue import find_image
-    from bootseer.store import open_store
 
-    with open_store(current_settings().store_url) as store:
+    with open_current_store() as store:
         index = find_image(store, reference).index_digest
         found: list[dict[str, Any]] = []
         for workload in hot_store.workloads(store, index):
@@ -317,11 +321,10 @@ def trace_show(reference: str, identity: str | None, workload: str | None, as_js
     begins with TRACE."""
     from bootseer.prefetch import hot_store
     from bootseer.prefetch.catalogue import find_image
-    from bootseer.store import open_store
 
     settings = current_settings()
     workload = workload or settings.workload
-    with open_store(settings.store_url) as store:
+    with open_current_store() as store:
         index = find_image(store, reference).index_digest
         keys = hot_store.trace_keys(store, index, workload)
         fitting = [key for key in keys if key.rpartition("/")[2].startswith(identity or "")]

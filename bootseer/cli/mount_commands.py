@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.output import current_settings, emit_json, json_option
+from bootseer.cli.output import Seconds, current_settings, emit_json, json_option
 from bootseer.config import parse_size
+from bootseer.redact import public_url
 
 
 class _Size(click.ParamType[int]):
@@ -29,7 +30,9 @@ _SIZE = _Size()
 @click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8).")
 @click.option("--memory", type=_SIZE, metavar="SIZE", help="What the mount may hold in memory.")
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
-@click.option("--lifetime-pid", type=int, metavar="PID", help="Unmount when this process ends.")
+@click.option(
+    "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
+)
 @click.option("--warm", is_flag=True, help="Read the newest checkpoint ahead.")
 @json_option
 def mount(
@@ -72,7 +75,7 @@ def mount(
         )
         _warn_unwritten(
             serve_checkpoints(
-                spec, lambda: click.echo(f"{url} is mounted on {directory}", err=True)
+                spec, lambda: click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
             )
         )
         return
@@ -91,21 +94,23 @@ def mount(
     if as_json:
         emit_json(
             {
-                "url": mounted.url,
+                "url": public_url(mounted.url),
                 "directory": mounted.directory,
                 "pid": mounted.pid,
                 "log": mounted.log,
             }
         )
     else:
-        click.echo(f"{url} is mounted on {mounted.directory} (log: {mounted.log})", err=True)
+        click.echo(
+            f"{public_url(url)} is mounted on {mounted.directory} (log: {mounted.log})", err=True
+        )
 
 
 @click.command(epilog="Example: bootseer unmount /mnt/checkpoints")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, 3600),
+    type=Seconds(0, 3600),
     default=10.0,
     show_default=True,
     metavar="S",

@@ -3,17 +3,25 @@
 Data goes to stdout, everything else to stderr.
 """
 
+import io
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from bootseer.config import Config, Settings, load_config
+from bootseer.errors import BootseerError
+from bootseer.redact import redact
+
+if TYPE_CHECKING:
+    from bootseer.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNIT = re.compile(r"( s|/s|%|^(bytes|size|files|nodes|ratio|moved|first|second|share|count))$")
@@ -37,6 +45,14 @@ def current_settings() -> Settings:
     return (source or SettingsSource({})).config.settings
 
 
+def open_current_store() -> "Store":
+    """The store of the command that is running. Close it, or use it as a context manager."""
+    from bootseer.store import open_store
+
+    settings = current_settings()
+    return open_store(settings.store_url, deadline_s=settings.deadline_s)
+
+
 def json_option(command: _F) -> _F:
     """Adds `--json` as the parameter `as_json`."""
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
@@ -56,16 +72,57 @@ def emit_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    _tolerate_any_text()
+    table = Table(
+        title=_plain(title) if title else None, title_justify="left", box=None, pad_edge=False
+    )
     for column in columns:
         right = bool(_UNIT.search(column))
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
+        table.add_row(*("" if cell is None else _plain(str(cell)) for cell in row))
     console = Console(soft_wrap=False, highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(width=200, highlight=False, markup=False)
     console.print(table)
+
+
+def _plain(text: str) -> str:
+    """`text` as it may be shown on a terminal: names from a store may hold its control codes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _tolerate_any_text() -> None:
+    """A locale that cannot show a letter costs the letter, not the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def one_line(error: BaseException) -> str:
+    """`error` as one line of text that is safe to show: no credentials, no control codes."""
+    if isinstance(error, BootseerError) or not isinstance(error, OSError):
+        text = str(error) or type(error).__name__
+    else:
+        text = error.strerror or str(error)
+        if error.filename is not None:
+            text = f"{os.fsdecode(error.filename)}: {text}"
+    return redact(_plain(" ".join(text.split("\n"))))
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds in a range, without the "nan" that no range refuses."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return number
 
 
 def human_bytes(count: float) -> str:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.output import (
+    Seconds,
     current_settings,
     emit_json,
     emit_table,
     human_bytes,
     json_option,
+    open_current_store,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def _say(sentence: str) -> None:
     "--wait",
     "wait_s",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0, max=30 * 86_400),
     default=1800.0,
     show_default=True,
     help="How long to wait for another node or process that runs the same set-up.",
@@ -166,9 +168,8 @@ def restore(key: str, directory: Path | None, as_json: bool) -> None:
 def list_(as_json: bool) -> None:
     """List the snapshots in the store, newest first."""
     from bootseer.snapshots.catalogue import list_all
-    from bootseer.store import open_store
 
-    with open_store(current_settings().store_url) as store:
+    with open_current_store() as store:
         manifests = list(list_all(store))
     if as_json:
         emit_json([_summary(manifest) for manifest in manifests])
@@ -198,9 +199,8 @@ def list_(as_json: bool) -> None:
 def show(key: str, files: bool, as_json: bool) -> None:
     """Show what a snapshot was made from and what it holds."""
     from bootseer.snapshots import catalogue
-    from bootseer.store import open_store
 
-    with open_store(current_settings().store_url) as store:
+    with open_current_store() as store:
         manifest = catalogue.find(store, key)
         trees = [catalogue.load_tree(store, target) for target in manifest.targets] if files else []
     document = _details(manifest)

@@ -12,10 +12,11 @@ from bootseer.store.store import Store
 __all__ = ["Backend", "FileInfo", "Lease", "Space", "Store", "Writer", "open_backend", "open_store"]
 
 
-def open_backend(url: str) -> Backend:
+def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
     """The backend for `url`: a bare path, `file://`, `hdfs://`, any fsspec URL, or `limit+URL`.
 
-    Nothing is created and a server is not asked before the first operation.
+    Nothing is created and a server is not asked before the first operation. `deadline_s`: no call
+    waits longer without progress, where the backend decides and the URL does not say.
 
     Raises: InvalidInputError for a URL that cannot be used.
     """
@@ -23,7 +24,7 @@ def open_backend(url: str) -> Backend:
     if scheme.startswith("limit+"):
         from bootseer.store.limited import open_limited
 
-        return open_limited(url)
+        return open_limited(url, deadline_s=deadline_s)
     if scheme in ("", "file"):
         from bootseer.store.local import LocalBackend
 
@@ -31,12 +32,12 @@ def open_backend(url: str) -> Backend:
     if scheme in ("hdfs", "viewfs"):
         from bootseer.store.hdfs import HdfsBackend
 
-        return HdfsBackend(url)
+        return HdfsBackend(url, deadline_s=deadline_s)
     from bootseer.store.generic import FsspecBackend
 
     return FsspecBackend(url)
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, deadline_s: float | None = None) -> Store:
     """The store at `url`; see `open_backend`. Close it, or use it as a context manager."""
-    return Store(open_backend(url))
+    return Store(open_backend(url, deadline_s=deadline_s))

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -25,8 +24,9 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
+from bootseer.redact import public_url, redact
 from bootseer.store.backend import FileInfo, Space
-from bootseer.store.paths import public_url, split_path
+from bootseer.store.paths import split_path, split_scheme
 
 # An object up to this size is kept in memory and sent by one call; a larger one lies in an
 # unnamed temporary file until it is closed.
@@ -45,11 +45,19 @@ class FsspecBackend:
         import fsspec
 
         self.url = public_url(url)
-        protocol = urlsplit(url).scheme.lower()
+        protocol = split_scheme(url)
+        what = f"open {self.url}"
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise InvalidInputError(f"cannot open {self.url}: {error}") from error
+        except OSError as error:
+            # Some connect at once.
+            if error.errno and error.errno > 0:
+                raise from_oserror(error, what) from error
+            raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
+        except Exception as error:
+            # Whatever the file system's own constructor does not like about the URL.
+            reason = redact(str(error)) or type(error).__name__
+            raise InvalidInputError(f"cannot {what}: {reason}") from error
         self._root = str(root).rstrip("/")
         memory = protocol == "memory"
         self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
@@ -171,7 +179,7 @@ class FsspecBackend:
         except FileExistsError as error:
             raise AlreadyExistsError(f"cannot {what}: it exists already") from error
         except PermissionError as error:
-            raise PermissionDeniedError(f"cannot {what}: {error}") from error
+            raise PermissionDeniedError(f"cannot {what}: {redact(str(error))}") from error
         except IsADirectoryError as error:
             raise InvalidInputError(f"cannot {what}: it is a folder") from error
         except NotImplementedError as error:
@@ -179,7 +187,11 @@ class FsspecBackend:
         except OSError as error:
             if error.errno:
                 raise from_oserror(error, what) from error
-            raise UnavailableError(f"cannot {what}: {error}") from error
+            raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
+        except Exception as error:
+            # The libraries behind fsspec have exceptions of their own (aiohttp, ftplib, ...).
+            reason = redact(str(error)) or type(error).__name__
+            raise UnavailableError(f"cannot {what}: {reason}") from error
 
     def _full(self, path: str, *, file: bool = False) -> str:
         names = split_path(path)

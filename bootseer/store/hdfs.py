@@ -1,9 +1,10 @@
 """`hdfs://`: HDFS through hdfs-native (Rust, no JVM), as a backend.
 
 Owns the mapping of paths, the deadline of every call, and the work-arounds for reading with
-hdfs-native 0.14.7 (writing is in `hdfs_writer`). Options in the URL's query: `deadline_s` (60; no
-call goes on for longer without progress), `block_size_bytes` and `replication` of new files (the
-cluster's defaults). Permissions: those of the root folder; a root made here is private.
+hdfs-native 0.14.7 (writing is in `hdfs_writer`). Options in the URL's query: `deadline_s` (no call
+goes on for longer without progress; default: what the caller says, else 60), `block_size_bytes`
+and `replication` of new files (the cluster's defaults). Permissions: those of the root folder; a
+root made here is private.
 
 Every method is thread-safe.
 """
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from bootseer.redact import public_url
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_errors import translate
 from bootseer.store.hdfs_writer import HdfsWriter
-from bootseer.store.paths import public_url, split_path
+from bootseer.store.paths import split_path
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileStatus
@@ -38,8 +40,8 @@ class HdfsBackend:
 
     has_atomic_rename = True
 
-    def __init__(self, url: str) -> None:
-        options = _Options(url)
+    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
+        options = _Options(url, deadline_s or _DEADLINE_S)
         parts = urlsplit(url, allow_fragments=False)
         self.url = public_url(url)
         self._cluster = f"{parts.scheme}://{parts.netloc}"
@@ -241,17 +243,17 @@ class HdfsBackend:
 class _Options:
     """What the query of an `hdfs://` URL says."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, deadline_s: float) -> None:
         try:
             query = urlsplit(url, allow_fragments=False).query
             values = {
                 key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
             }
-            self.deadline_s = float(values.pop("deadline_s", _DEADLINE_S))
+            self.deadline_s = float(values.pop("deadline_s", deadline_s))
             block_size_bytes = int(values.pop("block_size_bytes", 0))
             replication = int(values.pop("replication", 0))
         except ValueError as error:
-            raise InvalidInputError(f"{url!r} is not a usable URL: {error}") from error
+            raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
         if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
             raise InvalidInputError(
                 f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "

@@ -21,6 +21,7 @@ from typing import Self
 from urllib.parse import parse_qsl, urlencode
 
 from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.redact import public_url
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
@@ -53,7 +54,7 @@ class Limits:
     account: Path | None = None
 
 
-def open_limited(url: str) -> "LimitedBackend":
+def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
     """From `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH`.
 
     Other options of the query are the inner URL's. Raises: InvalidInputError.
@@ -78,17 +79,17 @@ def open_limited(url: str) -> "LimitedBackend":
             account=Path(own["account"]) if own.get("account") else None,
         )
     except ValueError as error:
-        raise InvalidInputError(f"{url!r} is not a usable URL: {error}") from error
+        raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
     rates = [
         rate for rate in (limits.stream_bytes_per_s, limits.node_bytes_per_s) if rate is not None
     ]
     if not all(0 < rate < 1e15 for rate in rates) or not 0 <= limits.latency_s < 60:
-        raise InvalidInputError(f"{url!r}: rates are positive, latency_s is below 60")
+        raise InvalidInputError(f"{public_url(url)!r}: rates are positive, latency_s is below 60")
     if limits.node_bytes_per_s and limits.account is None:
-        raise InvalidInputError(f"{url!r}: node_bytes_per_s needs account=PATH")
+        raise InvalidInputError(f"{public_url(url)!r}: node_bytes_per_s needs account=PATH")
     if others:
         inner += "?" + urlencode(others)
-    return LimitedBackend(open_backend(inner), limits)
+    return LimitedBackend(open_backend(inner, deadline_s=deadline_s), limits)
 
 
 def read_account(path: Path) -> Account:

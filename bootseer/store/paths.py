@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote
 
 from bootseer.errors import InvalidInputError
+from bootseer.redact import public_url
 
 # NAME_MAX of every Linux file system, and the default of HDFS
 # (dfs.namenode.fs-limits.max-component-length).
@@ -17,9 +18,12 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 def split_scheme(url: str) -> str:
     """The scheme of a URL in lower case; "" for a bare path. Raises: InvalidInputError."""
-    if not url or "\0" in url:
-        raise InvalidInputError(f"{url!r} is not a store URL; write for example file:///mnt/store")
     match = _SCHEME.match(url)
+    # "://" without a scheme before it is a slip of the pen, not a folder called ":".
+    if not url or "\0" in url or (match is None and url.lstrip().startswith((":", "//"))):
+        raise InvalidInputError(
+            f"{public_url(url)!r} is not a store URL; write for example file:///mnt/store"
+        )
     return match[1].lower() if match else ""
 
 
@@ -34,18 +38,13 @@ def local_root(url: str) -> Path:
         return Path(url).expanduser().absolute()
     host, slash, path = url[len("file://") :].partition("/")
     if host not in ("", "localhost") or not slash:
-        raise InvalidInputError(f"{url!r} names another host; write file:///absolute/path")
+        raise InvalidInputError(
+            f"{public_url(url)!r} names another host; write file:///absolute/path"
+        )
     path = unquote("/" + path, errors="surrogateescape")
     if "\0" in path:
-        raise InvalidInputError(f"{url!r} contains a NUL byte")
+        raise InvalidInputError(f"{public_url(url)!r} contains a NUL byte")
     return Path(path)
-
-
-def public_url(url: str) -> str:
-    """`url` without user name, password and query: safe to show, log and trace."""
-    parts = urlsplit(url)
-    netloc = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
 
 
 def split_path(path: str) -> tuple[str, ...]:

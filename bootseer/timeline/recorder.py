@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bootseer.redact import redact
 from bootseer.timeline.otlp import (
     Stage,
     Value,
@@ -59,7 +60,7 @@ class Span:
                 self._stage,
                 end_ns=self._stage.start_ns + duration_ns,
                 failed=error is not None,
-                message=f"{type(error).__name__}: {error}" if error is not None else "",
+                message=redact(f"{type(error).__name__}: {error}") if error is not None else "",
                 attributes=self._attributes,
             )
             self._timeline.append(encode_end(finished))
