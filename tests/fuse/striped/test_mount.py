@@ -1,15 +1,13 @@
 """Through a real mount: what programs do with checkpoints, on a local folder and on real HDFS."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.copy import copy_in, copy_out, open_storage
-from tests.fuse.striped.mounting import BIG, MIB, checkpoints, end, settings_in, shell
+from tests.fuse.striped.mounting import BIG, MIB, settings_in, shell
 from tests.support.fuse_mount import check_python
 
 pytestmark = pytest.mark.fuse
@@ -190,40 +188,3 @@ def test_copy_functions(tmp_path: Path, url: str, big: Path) -> None:
             copy_out(storage, "none", tmp_path / "none")
     assert sum(seen) == 2 * BIG
     assert (tmp_path / "out").read_bytes() == big.read_bytes()
-
-
-# ---- servers that die under it ------------------------------------------------------------
-
-
-@pytest.mark.hdfs
-def test_a_datanode_that_dies_under_a_reader(
-    request: pytest.FixtureRequest, tmp_path: Path, mountpoint: Path, big: Path
-) -> None:
-    hdfs_url = str(request.getfixturevalue("hdfs_url")) + "?replication=2"
-    cluster = request.getfixturevalue("hdfs")
-    with checkpoints(tmp_path, mountpoint, hdfs_url):
-        shell("cp {b} {d}/f", b=big, d=mountpoint)
-    with checkpoints(tmp_path, mountpoint, hdfs_url):
-        code = (
-            "import os, sys\n"
-            "file = open(sys.argv[1] + '/f', 'rb', buffering=0)\n"
-            "data = file.read(1 << 20)\n"
-            "print('started', flush=True); sys.stdin.readline()\n"
-            "while piece := file.read(1 << 20): data += piece\n"
-            "assert data == open(sys.argv[2], 'rb').read()\n"
-        )
-        reader = subprocess.Popen(
-            [sys.executable, "-c", code, str(mountpoint), str(big)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == b"started\n"
-            cluster.kill_datanode(0)
-            reader.communicate(b"\n", timeout=60)
-            assert reader.returncode == 0
-        finally:
-            end(reader)
-            cluster.start_datanode(0)
-            cluster.wait_for_datanodes(cluster.datanode_count)
