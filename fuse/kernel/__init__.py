@@ -1,7 +1,14 @@
 """The /dev/fuse protocol in Python: mount, serve, unmount, without a FUSE library.
 
-`Operations` is what a file system implements; `serve`, `supervise` and `Server` mount one.
-Other modules of this package are its inside.
+`Operations` is what a file system implements. `serve` mounts one in the foreground, `supervise`
+does so in a worker process that is replaced when it dies, `Server` in threads of this process:
+
+    class Hello(Operations): ...
+    serve(Hello(), Path("/mnt/hello"), MountOptions(name="hello", read_only=True))
+
+Inside: `wire` (bytes), `connection` (what is agreed with the kernel), `mount`, `mounts` and
+`control` (mounting, finding, ending), `dispatch`, `lookups` and `backing` (requests to calls),
+`session` (threads), `server`, `foreground` and `supervisor` (lives).
 """
 
 from bootseer.fuse.kernel.foreground import serve
