@@ -8,7 +8,6 @@ says what users may rely on. Thread-safe: the lock guards the tables only, never
 import errno
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,20 +26,25 @@ from bootseer.fuse.kernel.operations import (
 )
 from bootseer.fuse.striped.callers import is_dying, was_killed
 from bootseer.fuse.striped.graveyard import is_hidden
+from bootseer.fuse.striped.listing import Listings
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.nodes import Handle, Node, NodeTable
+from bootseer.fuse.striped.presentation import (
+    BLOCK_BYTES,
+    CACHE_S,
+    attributes_of,
+    attributes_ttl_s,
+    entry_of,
+    opened_of,
+)
 from bootseer.fuse.striped.reader import StripedReader
 from bootseer.fuse.striped.tree import FileStatus, StripedTree
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import FileWriter, StripeSettings
-from bootseer.store.backend import FileInfo
 
 _log = logging.getLogger(__name__)
 
-CACHE_S = 1.0
-"""How long a name or attribute may be taken from memory before the storage is asked again."""
 _NAME_MAX_BYTES = 255
-_BLOCK_BYTES = 4096
 # Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
@@ -77,9 +81,7 @@ class StripedFileSystem(Operations):
         self._lock = threading.RLock()
         root = FileStatus("", True, 0, time.time_ns(), "")
         self._nodes = NodeTable(root, clock())
-        self._listed: dict[str, tuple[float, FileInfo]] = {}
-        self._listings: dict[int, list[tuple[str, bool]]] = {}
-        self._next_listing = 1
+        self._listings = Listings(CACHE_S)
 
     def destroyed(self) -> None:
         """A file that is still open was not finished by whoever wrote it: it does not appear."""
@@ -137,7 +139,7 @@ class StripedFileSystem(Operations):
             known = self._node(node)
             fresh = self._clock() - known.seen_s < CACHE_S
             if fresh or known.is_local or known.is_detached or known.writer() is not None:
-                return self._attributes(known), self._attributes_ttl_s(known)
+                return self._shown(known)
             path = known.path
         status = self._status(path) if path else None
         with self._lock:
@@ -149,7 +151,7 @@ class StripedFileSystem(Operations):
                     raise _refuse(errno.ESTALE, path)
             elif status is not None:
                 known.status, known.seen_s = status, self._clock()
-            return self._attributes(known), self._attributes_ttl_s(known)
+            return self._shown(known)
 
     def setattr(
         self, caller: Caller, node: int, changes: SetAttributes
@@ -259,7 +261,7 @@ class StripedFileSystem(Operations):
                 self._nodes.move(known, new_directory, new_text)
             elif taken is not None:
                 self._nodes.detach(taken)
-            self._listed.clear()
+            self._listings.clear()
         self._refresh_moved(known)
 
     def _refresh_moved(self, node: Node | None) -> None:
@@ -296,7 +298,7 @@ class StripedFileSystem(Operations):
             node.is_local = True
             handle = self._nodes.open(node, flags)
             handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
-            return self._entry(node), self._opened(handle)
+            return self._entry(node), opened_of(handle)
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
         with self._lock:
@@ -311,12 +313,12 @@ class StripedFileSystem(Operations):
                     raise _refuse(errno.ESTALE, path)
                 handle = self._nodes.open(known, flags)
                 handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
-                return self._opened(handle)
+                return opened_of(handle)
             if known.is_local:
                 handle = self._nodes.open(known, flags)
                 if writes:
                     handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
-                return self._opened(handle)
+                return opened_of(handle)
             is_written_here = known.writer() is not None
         view = self._tree.view(path)
         if view.identity != known.status.identity and not is_written_here:
@@ -330,7 +332,7 @@ class StripedFileSystem(Operations):
             if flags & os.O_ACCMODE != os.O_WRONLY:
                 handle.file = self._reader.open(view)
                 known.had_readers = True
-            return self._opened(handle)
+            return opened_of(handle)
 
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
@@ -432,7 +434,7 @@ class StripedFileSystem(Operations):
     def _published(self, node: Node, view: FileView) -> None:
         status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
         with self._lock:
-            self._listed.pop(view.path, None)
+            self._listings.drop(view.path)
             old_identity = node.status.identity
             node.status, node.seen_s, node.is_local = status, self._clock(), False
             if node.had_readers and not node.is_detached and old_identity != view.identity:
@@ -468,52 +470,29 @@ class StripedFileSystem(Operations):
             if path:
                 raise
             infos = []  # The root is made when something is first written.
-        now_s = self._clock()
         with self._lock:
-            if len(self._listed) > 100_000:
-                self._listed.clear()
-            names = []
-            for info in infos:
-                self._listed[info.path] = (now_s, info)
-                names.append((info.path.rpartition("/")[2], info.is_dir))
-            stored = {name for name, _ in names}
-            for local in self._nodes.local_children(directory):
-                if local.name not in stored:
-                    names.append((local.name, False))
-            listing = self._next_listing
-            self._next_listing += 1
-            self._listings[listing] = names
-        return Opened(handle=listing)
+            local = [child.name for child in self._nodes.local_children(directory)]
+        return Opened(handle=self._listings.open(infos, local, self._clock()))
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
         with self._lock:
-            directory = self._node(node)
-            names = self._listings.get(handle, [])
-            start = max(0, offset - 2)
-            result = []
-            for index in range(start, min(start + 1024, len(names))):
-                name, is_dir = names[index]
-                known = self._nodes.child(directory, name)
-                number = known.id if known else hash((node, name)) & (2**62 - 1) | 2**62
-                kind = stat.S_IFDIR if is_dir else stat.S_IFREG
-                result.append(DirectoryEntry(os.fsencode(name), number, kind, index + 3))
-        return result
+            known = self._nodes.children(self._node(node))
+        return self._listings.read(handle, offset, known)
 
     def releasedir(self, node: int, handle: int) -> None:
-        with self._lock:
-            self._listings.pop(handle, None)
+        self._listings.close(handle)
 
     def statfs(self, caller: Caller, node: int) -> FileSystemStatistics:
         space = self._tree.backend.space()
         total = space.total_bytes if space else _UNKNOWN_SPACE_BYTES
         free = space.free_bytes if space else _UNKNOWN_SPACE_BYTES
         return FileSystemStatistics(
-            total // _BLOCK_BYTES,
-            free // _BLOCK_BYTES,
-            free // _BLOCK_BYTES,
-            block_size_bytes=_BLOCK_BYTES,
+            total // BLOCK_BYTES,
+            free // BLOCK_BYTES,
+            free // BLOCK_BYTES,
+            block_size_bytes=BLOCK_BYTES,
             name_max=_NAME_MAX_BYTES,
         )
 
@@ -554,53 +533,22 @@ class StripedFileSystem(Operations):
             return directory, *self._child_path(directory, name)
 
     def _status(self, path: str) -> FileStatus | None:
-        with self._lock:
-            listed = self._listed.pop(path, None)
+        listed = self._listings.take(path, self._clock())
         try:
-            if listed is not None and self._clock() - listed[0] < CACHE_S:
-                return self._tree.status_of(listed[1])
-            return self._tree.status(path)
+            return self._tree.status_of(listed) if listed else self._tree.status(path)
         except NotFoundError:
             return None
 
     def _gone(self, directory: Node, name: str, path: str) -> None:
         with self._lock:
-            self._listed.pop(path, None)
+            self._listings.drop(path)
             known = self._nodes.child(directory, name)
             if known is not None:
                 known.is_local = False
                 self._nodes.detach(known)
 
     def _entry(self, node: Node) -> Entry:
-        # A file that only this mount knows may vanish without the kernel hearing of it.
-        ttl_s = 0.0 if node.is_local else CACHE_S
-        return Entry(self._attributes(node), ttl_s, self._attributes_ttl_s(node))
+        return entry_of(node, self._uid, self._gid)
 
-    def _attributes_ttl_s(self, node: Node) -> float:
-        return 0.0 if node.writer() is not None else CACHE_S
-
-    def _attributes(self, node: Node) -> Attributes:
-        status = node.status
-        if status.is_dir:
-            mode, size_bytes, links = stat.S_IFDIR | 0o755, _BLOCK_BYTES, 2
-        else:
-            writer = node.writer()
-            size_bytes = writer.size_bytes if writer is not None else status.size_bytes
-            mode, links = stat.S_IFREG | 0o644, 0 if node.is_detached else 1
-        times = status.modified_ns
-        return Attributes(
-            node.id,
-            mode,
-            size_bytes,
-            link_count=links,
-            uid=self._uid,
-            gid=self._gid,
-            atime_ns=times,
-            mtime_ns=times,
-            ctime_ns=times,
-        )
-
-    def _opened(self, handle: Handle) -> Opened:
-        # Read-ahead is ours, so pages would only be copied once more. A node is one generation
-        # for its readers: what the kernel keeps of an mmap stays right.
-        return Opened(handle=handle.id, direct_io=True, keep_cache=handle.file is not None)
+    def _shown(self, node: Node) -> tuple[Attributes, float]:
+        return attributes_of(node, self._uid, self._gid), attributes_ttl_s(node)

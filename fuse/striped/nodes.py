@@ -100,6 +100,16 @@ class NodeTable:
         """The node that now has this name."""
         return self._by_name.get((parent.id, name))
 
+    def children(self, parent: Node) -> dict[str, int]:
+        """The node ids of a directory's known names."""
+        if not parent.child_count:
+            return {}
+        return {
+            name: node.id
+            for (parent_id, name), node in self._by_name.items()
+            if parent_id == parent.id
+        }
+
     def add(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
         """A new node for a name; the one that had it before is detached."""
         old = self.child(parent, name)

@@ -1,0 +1,84 @@
+"""Directory listings: what each open directory shows, and what a listing told about its files.
+
+Owns both, for a short time. Thread-safe.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Iterable, Sequence
+
+from bootseer.fuse.kernel.operations import DirectoryEntry
+from bootseer.store.backend import FileInfo
+
+_MAX_LISTED = 100_000
+_REPLY_ENTRIES = 1024
+# Cookies 1 and 2 are the server's own, for "." and "..".
+_FIRST_COOKIE = 3
+
+
+class Listings:
+    """Snapshots by handle, and the stored files that were listed in the last moments."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._lock = threading.Lock()
+        self._open: dict[int, list[tuple[str, bool]]] = {}
+        self._listed: dict[str, tuple[float, FileInfo]] = {}
+        self._next = 1
+
+    def open(self, infos: Iterable[FileInfo], local_names: Iterable[str], now_s: float) -> int:
+        """Keep a snapshot of a directory; returns its handle. `local_names`: files that only this
+        mount knows."""
+        with self._lock:
+            if len(self._listed) > _MAX_LISTED:
+                self._listed.clear()
+            names: dict[str, bool] = {}
+            for info in infos:
+                self._listed[info.path] = (now_s, info)
+                names[info.path.rpartition("/")[2]] = info.is_dir
+            for name in local_names:
+                names.setdefault(name, False)
+            handle = self._next
+            self._next += 1
+            self._open[handle] = list(names.items())
+            return handle
+
+    def read(self, handle: int, offset: int, known: dict[str, int]) -> Sequence[DirectoryEntry]:
+        """Entries behind the cookie `offset`. `known`: the nodes of names that have one."""
+        with self._lock:
+            names = self._open.get(handle, [])
+            start = max(0, offset - _FIRST_COOKIE + 1)
+            page = names[start : start + _REPLY_ENTRIES]
+        return [
+            DirectoryEntry(
+                os.fsencode(name),
+                # Any number but 0 will do for a name that nobody has looked up.
+                known.get(name) or hash(name) & (2**62 - 1) | 2**62,
+                stat.S_IFDIR if is_dir else stat.S_IFREG,
+                start + index + _FIRST_COOKIE,
+            )
+            for index, (name, is_dir) in enumerate(page)
+        ]
+
+    def close(self, handle: int) -> None:
+        """Forget a snapshot."""
+        with self._lock:
+            self._open.pop(handle, None)
+
+    def take(self, path: str, now_s: float) -> FileInfo | None:
+        """What a listing just said of a stored file, once: `ls -l` then asks the storage only
+        for the files that may be layouts."""
+        with self._lock:
+            listed = self._listed.pop(path, None)
+        return listed[1] if listed is not None and now_s - listed[0] < self._keep_s else None
+
+    def drop(self, path: str) -> None:
+        """A file changed here."""
+        with self._lock:
+            self._listed.pop(path, None)
+
+    def clear(self) -> None:
+        """Many names changed here."""
+        with self._lock:
+            self._listed.clear()
