@@ -1,8 +1,8 @@
-"""The bundle: the hot bytes of an image for one workload, in the order of use, as one object.
+"""The bundle: the hot bytes of an image for one workload, in the order of use.
 
 Alone owns the format (docs/format/bundle.md): a header that says which bytes of which streams each
-frame holds, then independent zstd frames. Pure, but for `write_bundle`, which writes to a file
-object. Frozen values; safe from any thread.
+frame holds, and independent zstd frames, dealt in turn to a few objects, its *parts*. Pure, but for
+`write_bundle`, which writes to file objects. Frozen values; safe from any thread.
 """
 
 import hashlib
@@ -22,12 +22,17 @@ FRAME_STREAM_BYTES = 512 * 1024
 """Raw bytes of a frame: a fault that waits for one waits a few milliseconds, and larger frames
 hardly compress better."""
 
+PART_COUNT = 8
+"""One object is one stream from one server of the store; several are several, and the frames that a
+start wants first come from all of them at once."""
+_PART_COUNT_MAX = 256
+
 _LEVEL = 10
 """Written once, in the background, and read by every node at every later launch."""
 
 _MAGIC = b"BSBUNDLE"
 _VERSION = 1
-# magic, version, flags, index digest, length of the tables as stored, raw, frames, extents
+# magic, version, parts, index digest, length of the tables as stored, raw, frames, extents
 _HEAD = struct.Struct("<8sII32sIIII")
 _CHECK_BYTES = 32
 HEADER_BYTES_MIN = _HEAD.size + _CHECK_BYTES
@@ -49,8 +54,9 @@ class BundleExtent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BundleFrame:
-    """`length` stored bytes at `offset` of the bundle: these extents, one after the other."""
+    """`length` stored bytes at `offset` of a part: these extents, one after the other."""
 
+    part: int
     offset: int
     length: int
     stream_length: int
@@ -69,8 +75,8 @@ class Bundle:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole object."""
-        return self.frames[-1].offset + self.frames[-1].length if self.frames else self.header_bytes
+        """Of header and parts."""
+        return self.header_bytes + sum(frame.length for frame in self.frames)
 
     @property
     def stream_bytes(self) -> int:
@@ -120,19 +126,19 @@ def write_bundle(
     index_digest: str,
     frames: Sequence[tuple[BundleExtent, ...]],
     read: Callable[[int, int, int], bytes],
-    spool: BinaryIO,
+    parts: Sequence[BinaryIO],
 ) -> bytes:
-    """Write the frames' bytes to `spool` and return the header that belongs before them.
+    """Deal the frames to `parts`, in turn, and return the header.
 
     `read(blob, offset, length)` gives bytes of a blob's stream. Deterministic.
     """
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     tables: list[bytes] = []
     extents: list[bytes] = []
-    for members in frames:
+    for number, members in enumerate(frames):
         content = b"".join(read(*extent) for extent in members)
         stored = compressor.compress(content)
-        spool.write(stored)
+        parts[number % len(parts)].write(stored)
         digest = hashlib.sha256(stored).digest()
         tables.append(_FRAME.pack(len(stored), len(content), len(members), digest))
         extents += [_EXTENT.pack(e.offset, e.blob, e.length) for e in members]
@@ -141,7 +147,7 @@ def write_bundle(
     head = _HEAD.pack(
         _MAGIC,
         _VERSION,
-        0,
+        len(parts),
         bytes.fromhex(index_digest.removeprefix("sha256:")),
         len(packed),
         len(raw),
@@ -159,10 +165,10 @@ def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int
     """
     if len(header) < HEADER_BYTES_MIN or not header.startswith(_MAGIC):
         raise UnknownFormatError("this is no bundle of Bootseer")
-    (_, version, flags, index, stored_length, raw_length, frame_count, extent_count) = (
+    (_, version, part_count, index, stored_length, raw_length, frame_count, extent_count) = (
         _HEAD.unpack_from(header)
     )
-    if version != _VERSION or flags:
+    if version != _VERSION:
         raise UnknownFormatError(f"the bundle has version {version}; this release reads 1")
     if len(header) != HEADER_BYTES_MIN + stored_length or len(header) > HEADER_BYTES_MAX:
         raise CorruptError("the bundle's header has a wrong length")
@@ -170,18 +176,24 @@ def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int
         raise CorruptError("the bundle's header does not match its checksum")
     if index.hex() != index_digest.removeprefix("sha256:"):
         raise CorruptError("the bundle belongs to another image")
+    if not 0 < part_count <= _PART_COUNT_MAX:
+        raise CorruptError("the bundle has an impossible number of parts")
     if raw_length != frame_count * _FRAME.size + extent_count * _EXTENT.size:
         raise CorruptError("the bundle's tables have a wrong length")
     if raw_length > HEADER_BYTES_MAX:
         raise CorruptError("the bundle's tables are absurdly large")
     packed = header[_HEAD.size : -_CHECK_BYTES]
     raw = _decompress(packed, raw_length)
-    frames = tuple(_frames(raw, frame_count, extent_count, len(header), stream_lengths))
+    frames = tuple(_frames(raw, frame_count, extent_count, part_count, stream_lengths))
     return Bundle(index_digest, len(header), frames)
 
 
 def _frames(
-    raw: bytes, frame_count: int, extent_count: int, offset: int, stream_lengths: Sequence[int]
+    raw: bytes,
+    frame_count: int,
+    extent_count: int,
+    part_count: int,
+    stream_lengths: Sequence[int],
 ) -> Iterator[BundleFrame]:
     table_bytes = frame_count * _FRAME.size
     extents = [
@@ -201,7 +213,9 @@ def _frames(
         ):
             raise CorruptError("an extent of the bundle lies outside its stream")
     taken = 0
-    for length, stream_length, count, digest in _FRAME.iter_unpack(raw[:table_bytes]):
+    ends = [0] * part_count
+    tables = _FRAME.iter_unpack(raw[:table_bytes])
+    for number, (length, stream_length, count, digest) in enumerate(tables):
         members = tuple(extents[taken : taken + count])
         taken += count
         if (
@@ -211,8 +225,9 @@ def _frames(
             or sum(extent.length for extent in members) != stream_length
         ):
             raise CorruptError("a frame of the bundle has an impossible length")
-        yield BundleFrame(offset, length, stream_length, digest, members)
-        offset += length
+        part = number % part_count
+        yield BundleFrame(part, ends[part], length, stream_length, digest, members)
+        ends[part] += length
     if taken != extent_count:
         raise CorruptError("extents of the bundle belong to no frame")
 

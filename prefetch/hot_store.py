@@ -7,11 +7,17 @@ frozen values only.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch import trace as trace_format
-from bootseer.prefetch.bundle import HEADER_BYTES_MAX, HEADER_BYTES_MIN
+from bootseer.prefetch.bundle import (
+    HEADER_BYTES_MAX,
+    HEADER_BYTES_MIN,
+    Bundle,
+    decode_header,
+)
 from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
@@ -30,6 +36,7 @@ class HotPointer:
 
     index_digest: str
     bundle_digest: str
+    """Of its header, which holds the digests of all else."""
     size_bytes: int
     header_bytes: int
     hotset_digest: str
@@ -47,9 +54,14 @@ def pointer_key(index_digest: str, workload: str) -> str:
     return f"hot/{_hex(index_digest)}/{workload}.json"
 
 
-def bundle_key(digest: str) -> str:
-    """Where a bundle lies."""
-    return f"bundles/sha256/{_hex(digest)}"
+def header_key(digest: str) -> str:
+    """Where the header of a bundle lies, whose SHA-256 the digest is."""
+    return f"bundles/sha256/{_hex(digest)}/header"
+
+
+def part_key(digest: str, part: int) -> str:
+    """Where a part of a bundle lies."""
+    return f"bundles/sha256/{_hex(digest)}/{part}"
 
 
 def hotset_key(digest: str) -> str:
@@ -103,6 +115,16 @@ def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer |
     except NotFoundError:
         return None
     return decode_pointer(data, index_digest, f"{store.url}/{key}")
+
+
+def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]) -> Bundle:
+    """The header of the pointer's bundle, verified. Raises: NotFoundError, CorruptError,
+    UnknownFormatError, UnavailableError."""
+    key = header_key(pointer.bundle_digest)
+    header = store.read(key, 0, pointer.header_bytes)
+    if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
+        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+    return decode_header(header, pointer.index_digest, stream_lengths)
 
 
 def publish_trace(store: Store, trace: Trace) -> str:

@@ -29,7 +29,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.prefetch import hot_store, hotset
-from bootseer.prefetch.bundle import plan_frames, write_bundle
+from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
@@ -197,16 +197,21 @@ def build_bundle(
         workers=2,
     )
     try:
-        with tempfile.TemporaryFile(dir=make_private(settings.cache_dir / "tmp")) as spool:
+        with contextlib.ExitStack() as stack:
+            folder = make_private(settings.cache_dir / "tmp")
+            parts = [
+                stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                for _ in range(min(PART_COUNT, len(frames)))
+            ]
             header = write_bundle(
-                index_digest, frames, lambda *piece: bytes(streams.read(*piece)), spool
+                index_digest, frames, lambda *piece: bytes(streams.read(*piece)), parts
             )
-            size_bytes = len(header) + spool.tell()
-            hasher = hashlib.sha256()
-            for piece in _pieces(header, spool):
-                hasher.update(piece)
-            digest = f"sha256:{hasher.hexdigest()}"
-            store.publish(hot_store.bundle_key(digest), _pieces(header, spool))
+            size_bytes = len(header) + sum(part.tell() for part in parts)
+            digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+            for number, part in enumerate(parts):
+                store.publish(hot_store.part_key(digest, number), _pieces(part))
+            # The header after what it names, the pointer after the header.
+            store.publish(hot_store.header_key(digest), header)
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
@@ -231,8 +236,7 @@ def build_bundle(
     return pointer
 
 
-def _pieces(header: bytes, spool: BinaryIO) -> Iterator[bytes]:
-    yield header
+def _pieces(spool: BinaryIO) -> Iterator[bytes]:
     spool.seek(0)
     while piece := spool.read(_PIECE_BYTES):
         yield piece

@@ -17,6 +17,7 @@ from bootseer.blob.tree import Extent
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
 from bootseer.prefetch.cache import BlobCache, sectors_of
+from bootseer.prefetch.hot_store import part_key
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 
@@ -29,9 +30,12 @@ the last; small ones waste their latency. So: small while a start waits for its 
 when it is under way."""
 
 
-def chunks_of(bundle: Bundle, key: str) -> list[Chunk]:
-    """The bundle's frames as what the executor fetches. Pure."""
-    return [Chunk(key, frame.offset, frame.length, frame.digest) for frame in bundle.frames]
+def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
+    """The frames of the bundle called `digest` as what the executor fetches. Pure."""
+    return [
+        Chunk(part_key(digest, frame.part), frame.offset, frame.length, frame.digest)
+        for frame in bundle.frames
+    ]
 
 
 def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> list[Fetch]:
@@ -54,7 +58,7 @@ class Replay:
     """One bundle on its way into the cache."""
 
     def __init__(
-        self, bundle: Bundle, key: str, caches: Sequence[BlobCache], executor: Executor
+        self, bundle: Bundle, digest: str, caches: Sequence[BlobCache], executor: Executor
     ) -> None:
         self.bundle = bundle
         self.fetched_bytes = 0
@@ -66,7 +70,7 @@ class Replay:
         self._caches = caches
         self._executor = executor
         self._placement = Placement(bundle.frames, len(caches))
-        self._chunks = chunks_of(bundle, key)
+        self._chunks = chunks_of(bundle, digest)
         self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
         self._pending = bytearray(b"\1" * len(self._chunks))
         self._lock = threading.Lock()

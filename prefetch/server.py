@@ -18,7 +18,6 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import hot_store
-from bootseer.prefetch.bundle import decode_header
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
 from bootseer.prefetch.hot_store import HotPointer
@@ -151,10 +150,9 @@ class ImageServer:
             if self._pointer is None:
                 _log.info("no bundle for %s yet", workload)
                 return
-            key = hot_store.bundle_key(self._pointer.bundle_digest)
-            header = self._store.read(key, 0, self._pointer.header_bytes)
-            bundle = decode_header(header, index, self._lengths)
-            replay = Replay(bundle, key, self._streams.caches, self._streams.executor)
+            bundle = hot_store.read_bundle(self._store, self._pointer, self._lengths)
+            digest = self._pointer.bundle_digest
+            replay = Replay(bundle, digest, self._streams.caches, self._streams.executor)
             # Known to faults only once it knows itself what is here already.
             replay.start()
             self._streams.replay = replay

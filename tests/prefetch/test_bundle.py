@@ -39,10 +39,10 @@ def stream_range(draw: st.DrawFn) -> tuple[int, int, int]:
 range_lists = st.lists(stream_range(), max_size=12)
 
 
-def built(ranges: list[tuple[int, int, int]], frame_bytes: int = 2048) -> tuple[bytes, bytes]:
-    spool = io.BytesIO()
-    header = write_bundle(INDEX, plan_frames(ranges, LENGTHS, frame_bytes), read, spool)
-    return header, spool.getvalue()
+def built(ranges: list[tuple[int, int, int]], frame_bytes: int = 2048) -> tuple[bytes, list[bytes]]:
+    parts = [io.BytesIO() for _ in range(3)]
+    header = write_bundle(INDEX, plan_frames(ranges, LENGTHS, frame_bytes), read, parts)
+    return header, [part.getvalue() for part in parts]
 
 
 def sectors(blob: int, offset: int, length: int) -> set[tuple[int, int]]:
@@ -53,15 +53,15 @@ def sectors(blob: int, offset: int, length: int) -> set[tuple[int, int]]:
 @settings(max_examples=80, deadline=None)
 @given(range_lists)
 def test_round_trip_holds_exactly_what_was_wanted(ranges: list[tuple[int, int, int]]) -> None:
-    header, body = built(ranges)
-    assert built(ranges) == (header, body)
+    header, parts = built(ranges)
+    assert built(ranges) == (header, parts)
     bundle = decode_header(header, INDEX, LENGTHS)
-    assert bundle.size_bytes == len(header) + len(body)
+    assert bundle.size_bytes == len(header) + sum(map(len, parts))
     found: set[tuple[int, int]] = set()
-    for frame in bundle.frames:
+    for number, frame in enumerate(bundle.frames):
         assert 0 < frame.stream_length <= 2048
-        start = frame.offset - len(header)
-        stored = body[start : start + frame.length]
+        assert frame.part == number % 3
+        stored = parts[frame.part][frame.offset : frame.offset + frame.length]
         assert hashlib.sha256(stored).digest() == frame.digest
         content = decode_frame(frame, stored)
         assert content == b"".join(read(*extent) for extent in frame.extents)
@@ -118,7 +118,7 @@ def forged(frames: list[tuple[int, int, int]], extents: list[tuple[int, int, int
         "<8sII32sIIII",
         b"BSBUNDLE",
         1,
-        0,
+        1,
         bytes.fromhex(INDEX[7:]),
         len(packed),
         len(raw),
@@ -165,6 +165,15 @@ def test_another_image_and_another_version_are_refused() -> None:
         decode_header(newer, INDEX, LENGTHS)
     with pytest.raises(UnknownFormatError):
         decode_header(b"", INDEX, LENGTHS)
+
+
+@pytest.mark.parametrize("count", [0, 257])
+def test_impossible_part_counts_are_refused(count: int) -> None:
+    header = bytearray(built([(0, 0, 512)])[0])
+    header[12:16] = struct.pack("<I", count)
+    header[-32:] = hashlib.sha256(header[:-32]).digest()
+    with pytest.raises(CorruptError, match="parts"):
+        decode_header(bytes(header), INDEX, LENGTHS)
 
 
 def test_a_frame_that_announces_another_length_is_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from bootseer.config import Settings
 from bootseer.errors import (
+    AlreadyExistsError,
     BusyError,
     CorruptError,
     InvalidInputError,
@@ -290,7 +291,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
         assert wrong == ["EIO"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "gone", "pointer"])
+@pytest.mark.parametrize("damage", ["flip", "gone", "header", "pointer"])
 def test_damaged_bundle_costs_nothing_but_the_help(node: Node, damage: str) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
@@ -298,10 +299,15 @@ def test_damaged_bundle_costs_nothing_but_the_help(node: Node, damage: str) -> N
     with open_store(node.settings.store_url) as store:
         pointer = hot_store.read_pointer(store, node.record.index_digest, "train")
     assert pointer is not None
-    path = node.stored(hot_store.bundle_key(pointer.bundle_digest))
+    path = node.stored(hot_store.part_key(pointer.bundle_digest, 0))
     if damage == "flip":
         data = bytearray(path.read_bytes())
-        data[pointer.header_bytes + 1000] ^= 1
+        data[1000] ^= 1
+        path.write_bytes(data)
+    elif damage == "header":
+        path = node.stored(hot_store.header_key(pointer.bundle_digest))
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
         path.write_bytes(data)
     elif damage == "gone":
         path.unlink()
@@ -409,6 +415,6 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
     (node.settings.cache_dir / "blobs").write_text("in the way")
     (node.base / "mnt").mkdir()
-    with pytest.raises(NotFoundError, match="cache"):
+    with pytest.raises(AlreadyExistsError, match="cache"):
         mount_image(node.settings, "image:1", node.base / "mnt")
     assert mounts.find_mount(node.base / "mnt") is None

@@ -17,6 +17,7 @@ from bootseer.errors import BootseerError, CorruptError, UnavailableError
 from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.catalogue import blob_key
+from bootseer.prefetch.hot_store import part_key
 from bootseer.prefetch.replay import Replay, aim_of, plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import Store, open_store
@@ -57,27 +58,27 @@ class Image:
         return extent.blob, extent.blob_offset + offset, length
 
     def publish_bundle(self, ranges: list[tuple[int, int, int]]) -> tuple[str, bytes]:
-        """(key, header) of a bundle with these ranges."""
+        """(digest, header) of a bundle with these ranges."""
         lengths = [blob.stream_length for blob in self.tree.blobs]
-        spool = io.BytesIO()
+        parts = [io.BytesIO() for _ in range(2)]
         cache = self.streams(Path(self.store.url.removeprefix("file://")).parent / "build")
         header = write_bundle(
             INDEX,
-            plan_frames(ranges, lengths, 65536),
+            plan_frames(ranges, lengths, 16384),
             lambda *piece: bytes(cache.read(*piece)),
-            spool,
+            parts,
         )
         cache.close()
-        data = header + spool.getvalue()
-        key = f"bundles/sha256/{hashlib.sha256(data).hexdigest()}"
-        self.store.publish(key, data)
+        digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+        for number, part in enumerate(parts):
+            self.store.publish(part_key(digest, number), part.getvalue())
         self.reads.clear()
-        return key, header
+        return digest, header
 
-    def replay(self, streams: BlobStreams, key: str, header: bytes) -> Replay:
+    def replay(self, streams: BlobStreams, digest: str, header: bytes) -> Replay:
         lengths = [blob.stream_length for blob in self.tree.blobs]
         bundle = decode_header(header, INDEX, lengths)
-        replay = Replay(bundle, key, streams.caches, streams.executor)
+        replay = Replay(bundle, digest, streams.caches, streams.executor)
         streams.replay = replay
         return replay
 
@@ -199,14 +200,14 @@ def test_store_that_hangs_is_an_error_in_time(image: Image, tmp_path: Path) -> N
 
 def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Path) -> None:
     ranges = [image.place("big", offset, 4096) for offset in range(0, 2_000_000, 100_000)]
-    key, header = image.publish_bundle(ranges)
+    digest, header = image.publish_bundle(ranges)
     streams = image.streams(tmp_path / "cache")
-    replay = image.replay(streams, key, header)
+    replay = image.replay(streams, digest, header)
     replay.start()
     for offset in range(0, 2_000_000, 100_000):
         found = streams.read(*image.place("big", offset, 4096))
         assert bytes(found) == image.contents["big"][offset : offset + 4096]
-    assert {read[0] for read in image.reads} == {key}
+    assert {read[0] for read in image.reads} == {part_key(digest, 0), part_key(digest, 1)}
     assert replay.error is None
     assert replay.remaining_count == 0
     # Each range begins wherever its file does, and so may touch one sector more.
@@ -214,7 +215,7 @@ def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Pa
     streams.close()
     again = image.streams(tmp_path / "cache")
     image.reads.clear()
-    second = image.replay(again, key, header)
+    second = image.replay(again, digest, header)
     second.start()
     assert second.remaining_count == 0
     assert not image.reads
@@ -236,9 +237,9 @@ def test_replay_begins_with_small_requests_and_ends_with_large_ones() -> None:
 
 
 def test_what_the_bundle_lacks_comes_from_the_blob(image: Image, tmp_path: Path) -> None:
-    key, header = image.publish_bundle([image.place("big", 0, 4096)])
+    digest, header = image.publish_bundle([image.place("big", 0, 4096)])
     streams = image.streams(tmp_path / "cache")
-    image.replay(streams, key, header).start()
+    image.replay(streams, digest, header).start()
     found = streams.read(*image.place("big", 0, 20_000))
     assert bytes(found) == image.contents["big"][:20_000]
     assert bytes(streams.read(*image.place("middle", 5, 9))) == image.contents["middle"][5:14]
@@ -250,19 +251,19 @@ def test_damaged_bundle_is_left_aside(
     image: Image, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranges = [image.place("big", offset, 4096) for offset in range(0, 2_000_000, 100_000)]
-    key, header = image.publish_bundle(ranges)
-    path = tmp_path / "store" / key
+    digest, header = image.publish_bundle(ranges)
+    path = tmp_path / "store" / part_key(digest, 1)
     path.chmod(0o600)
     data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
     elif damage == "short":
-        path.write_bytes(data[: len(header) + 1000])
+        path.write_bytes(data[:1000])
     else:
-        data[len(header) + 1000] ^= 1
+        data[1000] ^= 1
         path.write_bytes(data)
     streams = image.streams(tmp_path / "cache", deadline_s=5)
-    replay = image.replay(streams, key, header)
+    replay = image.replay(streams, digest, header)
     replay.start()
     for offset in range(0, 2_000_000, 100_000):
         found = streams.read(*image.place("big", offset, 4096))
