@@ -44,9 +44,12 @@ class Graveyard:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def retire(self, directory: str, generations: set[str]) -> None:
-        """These generations' folders in `directory` are named by no layout any more."""
-        due_s = time.monotonic() + self._grace_s
+    def retire(self, directory: str, generations: set[str], *, were_visible: bool = True) -> None:
+        """These generations' folders in `directory` are named by no layout any more.
+
+        Those that never were have no readers anywhere, so they get no grace.
+        """
+        due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
         with self._lock:
             self._graves += [_Grave(directory, name, due_s) for name in sorted(generations)]
             if self._thread is None and not self._closed and self._graves:

@@ -233,7 +233,7 @@ class StripedTree:
 
     def discard(self, path: str, generations: set[str]) -> None:
         """These generations, written for `path`, will be named by no layout."""
-        self._graveyard.retire(directory_of(path), generations)
+        self._graveyard.retire(directory_of(path), generations, were_visible=False)
 
     def unlink(self, path: str) -> None:
         """Remove a file; who has it open reads on."""
