@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
+from bootseer.private import make_private_directory
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
 _KERNEL_MINIMUM = (5, 4)
@@ -117,7 +118,7 @@ def _limits(settings: Settings) -> Iterator[Finding]:
 def _folder(name: str, path: Path, advice: str) -> Finding:
     probe = path / f".doctor-{uuid.uuid4().hex}"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(path)
         with probe.open("xb") as file:
             # A hole, as the image cache makes them: a file system without them fills the disk.
             file.truncate(1 << 20)

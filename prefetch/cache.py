@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.private import make_private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def _locked(directory: Path) -> Iterator[None]:
     while True:
         # Each by itself: with `parents=True` only the last one would be private.
         for path in (directory.parent.parent, directory.parent, directory):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(directory / "lock", flags, 0o600)
         try:

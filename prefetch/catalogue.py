@@ -29,6 +29,7 @@ from bootseer.prefetch.records import (
     encode_image,
     encode_layer,
 )
+from bootseer.private import make_private_directory
 from bootseer.store import Store
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
@@ -191,7 +192,7 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
 
 def _write_atomically(path: Path, data: bytes) -> None:
     """Not synced: it is verified whenever it is read."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_directory(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
         try:
             file.write(data)

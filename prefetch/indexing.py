@@ -34,6 +34,7 @@ from bootseer.prefetch.catalogue import (
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
+from bootseer.private import make_private_directory
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def _pack_layer(
     store: Store, layer: Layer, work_dir: Path, advance: OnProgress
 ) -> tuple[LayerRecord, LayerTree]:
     try:
-        work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_directory(work_dir)
         # Without a name: whatever becomes of this process, the space is free again.
         with tempfile.TemporaryFile(dir=work_dir) as file:
             layer_tree = layer.pack(file, advance)

@@ -43,6 +43,7 @@ from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve import plan_to_json
 from bootseer.prefetch.server import RECORD_MODES, ServePlan
 from bootseer.prefetch.settings_json import python_environment
+from bootseer.private import private_opener
 from bootseer.store import open_store
 
 READAHEAD_BYTES = 32 * 1024
@@ -181,7 +182,7 @@ def _start_server(plan: ServePlan) -> None:
     log = log_path(plan.settings, plan.state.id)
     try:
         document = {**plan_to_json(plan), "report_fd": write_fd}
-        with log.open("ab") as sink:
+        with open(log, "ab", opener=private_opener) as sink:
             starter = subprocess.Popen(
                 [sys.executable, "-m", "bootseer.prefetch.serve"],
                 stdin=subprocess.PIPE,

@@ -20,10 +20,12 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.fuse.kernel import mounts
+from bootseer.private import is_own, make_private_directory, private_opener
 
 _log = logging.getLogger(__name__)
 
 _LOGS_KEPT = 20
+_STATE_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def log_path(settings: Settings, identity: str) -> Path:
 def make_private(path: Path) -> Path:
     """The folder, made for us alone if it is not there. Raises: BootseerError."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(path)
     except OSError as error:
         raise from_oserror(error, f"make the folder {path}") from error
     return path
@@ -114,14 +116,18 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 def write_state(directory: Path, state: MountState) -> None:
     """Atomically. Raises: OSError."""
     temporary = directory / ".state.new"
-    temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+        json.dump(asdict(state), file)
     temporary.rename(directory / "state.json")
 
 
 def read_state(directory: Path) -> MountState | None:
-    """None where there is none, or none that can be read."""
+    """None where there is none, none that can be read, or another user's: not to be acted upon."""
     try:
-        document = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        with (directory / "state.json").open(encoding="utf-8") as file:
+            if not is_own(os.fstat(file.fileno())):
+                return None
+            document = json.loads(file.read(_STATE_BYTES_MAX))
         return MountState(**{field.name: document[field.name] for field in fields(MountState)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -149,6 +155,12 @@ def sweep(settings: Settings) -> int:
 
 
 def _sweep_one(directory: Path) -> bool:
+    # What another user's folder says about where to unmount and what to remove is not for us.
+    try:
+        if not is_own(directory.stat(follow_symlinks=False)):
+            return False
+    except OSError:
+        return False
     # Without the grace a folder that is being made this moment would go.
     if not (directory / "lock").exists():
         with contextlib.suppress(OSError):

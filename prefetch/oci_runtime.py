@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bootseer.errors import UnsupportedError, from_oserror
+from bootseer.errors import SetupFailedError, UnsupportedError, from_oserror
 from bootseer.prefetch import signals
-from bootseer.prefetch.container_root import Bind
+from bootseer.prefetch.container_root import Bind, resolve_in_root
 from bootseer.prefetch.process_spec import ProcessSpec
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def exec_runc(container: "Container", spec: ProcessSpec) -> NoReturn:
     """Build the root in a mount namespace and become `runc run` over it."""
     container.unshare()
     container.build(own_pids=False, furnished=False)
+    if not container.binds:  # what those show is not in the root yet
+        _check_program(container.root, spec)
     state_dir = container.image.state_dir
     hosts = [
         Bind(Path(name).resolve(), name)
@@ -120,6 +122,23 @@ def exec_runc(container: "Container", spec: ProcessSpec) -> NoReturn:
         os.execv(runc, arguments)
     except OSError as error:
         raise from_oserror(error, f"run {runc}") from error
+
+
+def _check_program(root: Path, spec: ProcessSpec) -> None:
+    """runc exits with 1 for a program that is not there, which could be the program's own.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it.
+    """
+    name = spec.arguments[0]
+    folders = [""] if "/" in name else spec.environment.get("PATH", "").split(":")
+    found = [
+        resolve_in_root(root, os.path.join(spec.working_dir, folder, name)) for folder in folders
+    ]
+    files = [path for path in found if path.is_file()]
+    if not files:
+        raise SetupFailedError(f"the image has no command {name!r}", 127)
+    if not any(path.stat().st_mode & 0o111 for path in files):
+        raise SetupFailedError(f"{name} in the image is not executable", 126)
 
 
 def _name(state_dir: Path) -> str:

@@ -40,6 +40,7 @@ from bootseer.prefetch.settings_json import (
 )
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace, accesses_of
+from bootseer.private import private_opener
 from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)
@@ -95,10 +96,12 @@ def start_publisher(
     directory = make_private(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
     lock = take_lock(directory)
     try:
-        (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
+        with open(directory / "accesses", "wb", opener=private_opener) as file:
+            file.write(b"".join(_ENTRY.pack(*entry) for entry in entries))
         job = {"settings": settings_to_json(settings), "info": asdict(info)}
-        (directory / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        with log_path(settings, identity).open("ab") as log:
+        with open(directory / "job.json", "w", encoding="utf-8", opener=private_opener) as file:
+            json.dump(job, file)
+        with open(log_path(settings, identity), "ab", opener=private_opener) as log:
             return subprocess.Popen(
                 # The lock goes along: there is no moment at which nobody holds it.
                 [sys.executable, "-m", "bootseer.prefetch.publish", str(directory)],

@@ -1,11 +1,13 @@
 """`bootseer image`: what the store knows of container images. Mounting and running them is in
 `image_run_commands`."""
 
+import contextlib
 import stat
 import sys
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import click
 
@@ -19,7 +21,7 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
-from bootseer.errors import NotFoundError
+from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.prefetch.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.records import ImageRecord, LayerRecord
 from bootseer.progress import Progress
@@ -53,6 +55,9 @@ def index(source: str, name: str | None, as_json: bool) -> None:
     from bootseer.prefetch.sources import open_source
 
     settings = current_settings()
+    if name == "":
+        raise InvalidInputError("--name is empty; leave it out for the name of the source")
+    _refuse_empty(Path(source))
     started_s = time.monotonic()
     work_dir = settings.cache_dir / "tmp"
     lock = threading.Lock()
@@ -95,6 +100,13 @@ def index(source: str, name: str | None, as_json: bool) -> None:
         err=True,
     )
     click.echo(record.index_digest)
+
+
+def _refuse_empty(source: Path) -> None:
+    """An empty directory is a tree, too, but nobody means to start a job in it."""
+    with contextlib.suppress(OSError):
+        if source.is_dir() and next(source.iterdir(), None) is None:
+            raise InvalidInputError(f"{source} is empty: there is no root file system in it")
 
 
 @image.command("list", epilog="Example: bootseer image list --json")

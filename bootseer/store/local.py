@@ -234,6 +234,8 @@ class LocalBackend:
 
     def _error(self, error: OSError, verb: str, path: str) -> BootseerError:
         what = f"{verb} {self._name(path)}"
+        if error.errno == errno.ENOTDIR and not os.path.isdir(self._root):
+            return InvalidInputError(f"cannot {what}: {self._root} is not a folder")
         if error.errno == errno.ENOTEMPTY:
             return AlreadyExistsError(f"cannot {what}: the folder is not empty")
         if error.errno in (errno.EISDIR, errno.ENAMETOOLONG):

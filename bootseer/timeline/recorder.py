@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bootseer.private import make_private_directory
 from bootseer.redact import redact
 from bootseer.timeline.otlp import (
     Stage,
@@ -113,7 +114,7 @@ class Timeline:
         path = directory / job / str(attempt) / name
         timeline = cls(path, trace_id=trace_id, parent_id=parent_id, resource=resource)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(path.parent)
         except OSError as error:
             timeline.warn(error)
         return timeline

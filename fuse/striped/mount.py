@@ -23,6 +23,7 @@ from bootseer.errors import (
     BusyError,
     DeadlineError,
     InvalidInputError,
+    NotFoundError,
     UnavailableError,
     from_oserror,
 )
@@ -31,6 +32,7 @@ from bootseer.fuse.kernel.mounts import absolute, find_mount
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.mount_spec import MountSpec, MountState, log_path, read_state
 from bootseer.fuse.striped.server import SUBTYPE
+from bootseer.private import make_private_directory
 
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.
@@ -61,7 +63,7 @@ class MountedCheckpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(InvalidInputError):
+        with contextlib.suppress(NotFoundError):
             self.close()
 
 
@@ -150,7 +152,7 @@ def mount_checkpoints(
 
 def _start(spec: MountSpec, log: Path) -> tuple["subprocess.Popen[bytes]", int]:
     try:
-        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(log.parent)
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise from_oserror(error, f"open the log {log}") from error
@@ -222,15 +224,19 @@ def unmount_checkpoints(
     Lets open files be closed for a while; then aborts the mount, and ends its server. Returns the
     files that were still being written: nothing of them is visible, and their writers get an error.
 
-    Raises: InvalidInputError where nothing is mounted there.
+    Raises: NotFoundError where nothing is mounted there, InvalidInputError where something is that
+    is not ours.
     """
     path = absolute(directory)
     state = read_state(run_dir, path)
     mounted = find_mount(path)
     if mounted is None and (state is None or not state.is_running):
-        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+        raise NotFoundError(f"cannot unmount {path}: no checkpoint folder is mounted there")
     if mounted is not None and mounted.subtype != SUBTYPE:
-        raise InvalidInputError(f"cannot unmount {path}: it is not a checkpoint mount of ours")
+        raise InvalidInputError(
+            f"cannot unmount {path}: fuse.{mounted.subtype} is mounted there, no checkpoint "
+            "folder; images are unmounted by `bootseer image unmount`"
+        )
     if mounted is not None:
         # The server sees its connection end, and ends.
         kernel.unmount(path, timeout_s=timeout_s)

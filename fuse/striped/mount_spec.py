@@ -11,9 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from bootseer.errors import CorruptError, InvalidInputError, from_oserror
+from bootseer.errors import (
+    CorruptError,
+    InvalidInputError,
+    PermissionDeniedError,
+    from_oserror,
+)
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.private import is_own, make_private_directory
 
 _MAX_STATE_BYTES = 1 << 20
 
@@ -108,7 +114,7 @@ def write_state(run_dir: Path, state: MountState) -> None:
     path = state_path(run_dir, Path(state.directory))
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(path.parent)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(state), file)
@@ -118,15 +124,22 @@ def write_state(run_dir: Path, state: MountState) -> None:
 
 
 def read_state(run_dir: Path, directory: Path) -> MountState | None:
-    """The state of the mount on `directory`; None where there was none. Raises: CorruptError."""
+    """The state of the mount on `directory`; None where there was none.
+
+    Raises: CorruptError, PermissionDeniedError (another user's: it names a process to be ended).
+    """
     path = state_path(run_dir, directory)
     try:
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
+            if not is_own(os.fstat(file.fileno())):
+                raise PermissionDeniedError(f"{path} belongs to another user; use --run-dir")
             fields = json.loads(file.read(_MAX_STATE_BYTES))
         fields["unwritten"] = tuple(map(str, fields["unwritten"]))
         return MountState(**fields)
     except FileNotFoundError:
         return None
+    except PermissionDeniedError:
+        raise
     except OSError as error:
         raise from_oserror(error, f"read the state of the mount {path}") from error
     except (ValueError, TypeError, KeyError) as error:

@@ -29,6 +29,7 @@ from bootseer.fuse.striped.file_system import StripedFileSystem
 from bootseer.fuse.striped.mount_spec import MountSpec, MountState, write_state
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.warm import warm_newest
+from bootseer.redact import public_url, redact
 from bootseer.store import open_backend
 
 _log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str
     """
     _keep_freed_memory(spec.memory_bytes)
     storage = StripedStorage(
-        open_backend(spec.url), spec.stripe_settings, memory_bytes=spec.memory_bytes
+        open_backend(spec.url, deadline_s=spec.deadline_s),
+        spec.stripe_settings,
+        memory_bytes=spec.memory_bytes,
     )
     try:
         _check_root(storage, spec)
@@ -104,12 +107,14 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str
 def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
     if not spec.read_only and not storage.backend.has_atomic_rename:
         raise UnsupportedError(
-            f"{spec.url} cannot rename in one step, which a safe commit needs: mount it with "
-            "--read-only"
+            f"{public_url(spec.url)} cannot rename in one step, which a safe commit needs: mount "
+            "it with --read-only"
         )
     try:
         if not storage.backend.stat("").is_dir:
-            raise InvalidInputError(f"{spec.url} is a file; mount the folder that holds it")
+            raise InvalidInputError(
+                f"{public_url(spec.url)} is a file; mount the folder that holds it"
+            )
     except NotFoundError:
         if spec.read_only:
             raise
@@ -118,7 +123,7 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
 
 def _mount_options(spec: MountSpec) -> MountOptions:
     # The kernel's option string has no way to quote.
-    name = "".join("_" if c in ",\\" or not c.isprintable() else c for c in spec.url)
+    name = "".join("_" if c in ",\\" or not c.isprintable() else c for c in public_url(spec.url))
     return MountOptions(
         name=name,
         subtype=SUBTYPE,
@@ -174,7 +179,7 @@ def main() -> None:
         serve_checkpoints(spec, lambda: answer({"ready": True}))
     except BaseException as error:
         _log.exception("the mount ended")
-        answer({"error": str(error), "class": type(error).__name__})
+        answer({"error": redact(str(error)), "class": type(error).__name__})
         sys.exit(exit_code_of(error))
 
 

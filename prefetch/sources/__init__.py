@@ -55,6 +55,8 @@ def open_source(source: str, work_dir: Path) -> ImageSource:
             f"images are not read from {scheme}://; give a directory, an OCI layout, an archive "
             "of docker save, or docker://NAME"
         )
+    if not source:
+        raise InvalidInputError("an image's source is empty; name a directory or an archive")
     path = Path(source)
     try:
         path.stat()

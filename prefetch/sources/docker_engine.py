@@ -12,6 +12,7 @@ from pathlib import Path
 from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, from_oserror
 from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.model import ImageSource
+from bootseer.private import make_private_directory
 
 PREFIX = "docker://"
 _CHUNK_BYTES = 2**20
@@ -58,7 +59,7 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
 
 def _copy(chunks: object, name: str, work_dir: Path, stack: ExitStack) -> Path:
     try:
-        work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_directory(work_dir)
         directory = stack.enter_context(tempfile.TemporaryDirectory(dir=work_dir, prefix="docker-"))
         path = Path(directory) / "image.tar"
         with path.open("wb") as file:
