@@ -33,7 +33,6 @@ from bootseer.prefetch.catalogue import find_image, load_tree
 from bootseer.prefetch.control import ask, new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
-    is_alive,
     live_mounts,
     log_path,
     new_mount_dir,
@@ -55,6 +54,7 @@ WINDOW_S = 120.0
 _log = logging.getLogger(__name__)
 
 _START_S = 30.0
+_FAILED_END_S = 5.0
 _LOG_TAIL_BYTES = 2000
 
 
@@ -170,8 +170,9 @@ def mount_image(
     try:
         _start_server(plan)
     except BaseException:
-        # A server that did start finds nobody to report to, and cleans up by itself.
-        if not is_alive(state_dir):
+        # A server that did start unmounts and cleans up by itself, also when it finds nobody to
+        # report to; until then the directory is still in use.
+        if wait_released(state_dir, _FAILED_END_S):
             shutil.rmtree(state_dir, ignore_errors=True)
         raise
     return MountedImage(settings, image, state, state_dir, plan.ready_name)
