@@ -161,6 +161,15 @@ class World:
             f"--find-links {found} {packages}"
         )
 
+    def _environ(self, number: int) -> dict[str, str]:
+        environ = {**os.environ, "BOOTSEER_NODE": f"node-{number}"}
+        if not self.plan.with_image:
+            # The image has this interpreter's packages; without one, the job finds them here.
+            ours = Path(__file__).resolve().parents[2]
+            folders = [ours, *root_file_system.installed_packages()]
+            environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+        return environ
+
     def launch(self, number: int) -> Launch:
         """Launch the job for the `number`th time, on a node that has nothing.
 
@@ -188,7 +197,7 @@ class World:
                 capture_output=True,
                 text=True,
                 timeout=_LAUNCH_TIMEOUT_S,
-                env={**os.environ, "BOOTSEER_NODE": f"node-{number}"},
+                env=self._environ(number),
             )
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"launch {number} did not end in {_LAUNCH_TIMEOUT_S:g} s") from (

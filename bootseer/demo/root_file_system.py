@@ -21,7 +21,7 @@ _UNWANTED = shutil.ignore_patterns(
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "config-*", "idlelib"
 )
 _LDD_BATCH = 200
-_LDD_TIMEOUT_S = 60
+_TIMEOUT_S = 60
 
 
 def _standard_library() -> Path:
@@ -29,10 +29,21 @@ def _standard_library() -> Path:
 
 
 def site_packages_in_image() -> Path:
-    """Where the image keeps packages: the base interpreter's own folder for them."""
-    base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
-    # Not the "posix_local" scheme that Debian's interpreters default to: it is /usr/local.
-    return Path(sysconfig.get_path("purelib", "posix_prefix", vars=base))
+    """Where the base interpreter, which is the image's, looks for packages: Debian's has a place
+    of its own."""
+    program = "import site; print(site.getsitepackages()[0])"
+    interpreter = Path(sys.executable).resolve()
+    result = subprocess.run(
+        [interpreter, "-I", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    path = result.stdout.strip()
+    if result.returncode != 0 or not path.startswith("/"):
+        raise UnsupportedError(f"{interpreter} does not say where its packages are")
+    return Path(path)
 
 
 def installed_packages() -> list[Path]:
@@ -63,7 +74,7 @@ def _shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
             ["ldd", *batch],
             capture_output=True,
             text=True,
-            timeout=_LDD_TIMEOUT_S,
+            timeout=_TIMEOUT_S,
             env=environ,
             check=False,
         )
