@@ -26,6 +26,7 @@ from bootseer.timeline.otlp import Stage
 
 _LAUNCH_TIMEOUT_S = 600.0
 _RECORD_TIMEOUT_S = 120.0
+_UNMOUNT_TIMEOUT_S = 30.0
 _BLOCK_BYTES = 16 << 20
 _CHECKPOINTS = "/checkpoints"
 _WHEELS = "/wheels"
@@ -230,15 +231,18 @@ class World:
 
     def remove(self) -> None:
         """Everything, but what is still mounted: that is told and left."""
-        mounted = [
-            line.split()[4]
-            for line in Path("/proc/self/mountinfo").read_text().splitlines()
-            if line.split()[4].startswith(str(self.plan.folder))
-        ]
+        # The servers see the job's end, and unmount, a moment after we do.
+        deadline_s = time.monotonic() + _UNMOUNT_TIMEOUT_S
+        while (mounted := self._mounted()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
         if mounted:
             self._say(f"still mounted, so left in place: {', '.join(mounted)}")
             return
         shutil.rmtree(self.plan.folder, ignore_errors=True)
+
+    def _mounted(self) -> list[str]:
+        points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return [point for point in points if point.startswith(str(self.plan.folder))]
 
 
 def drop_page_cache() -> bool:

@@ -54,25 +54,29 @@ def _save(path: str, weights: bytearray) -> None:
     os.replace(path + ".tmp", path)
 
 
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-").removesuffix(".bin"))
+
+
 def main(folder: str) -> None:
-    """Load the newest `step-N.bin` of `folder`, save `step-N+1.bin`."""
+    """Load the newest `step-N.bin` of `folder`, if there is one, and save `step-N+1.bin`."""
     begin_s = time.monotonic()
     with bootseer.stage("import"):
         modules = _import_all()
     imported_s = time.monotonic()
-    names = [name for name in os.listdir(folder) if name.startswith("step-")]
-    newest = max(names, key=lambda name: int(name.split("-")[1].split(".")[0]))
+    steps = [_step(name) for name in os.listdir(folder) if name.endswith(".bin")]
+    newest = max(steps, default=0)
     with bootseer.stage("load"):
-        weights = _load(f"{folder}/{newest}")
+        weights = _load(f"{folder}/step-{newest}.bin") if newest else bytearray()
     loaded_s = time.monotonic()
     bootseer.ready()
     # The first training step would run here; the demo proves what was loaded instead.
     checksum = zlib.crc32(weights)
-    step = int(newest.split("-")[1].split(".")[0]) + 1
-    _save(f"{folder}/step-{step}.bin", weights)
+    if newest:
+        _save(f"{folder}/step-{newest + 1}.bin", weights)
     result = {
         "modules": modules,
-        "checkpoint": newest,
+        "step": newest,
         "checksum": checksum,
         "import_s": imported_s - begin_s,
         "load_s": loaded_s - imported_s,
