@@ -5,29 +5,29 @@ follow each other, since an environment may be set up inside the image; the chec
 mounted, and begin to warm up, meanwhile. `exec` replaces this process, so signals, the exit code
 and PID 1 behaviour are the command's own. Servers that a stage started watch this process id,
 which is then the command's.
+
+Main thread only: it forks and handles signals.
 """
 
 import errno
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bootseer.config import Settings
-from bootseer.errors import (
-    InvalidInputError,
-    NotFoundError,
-    SetupFailedError,
-    UnavailableError,
-)
+from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.launch_checkpoints import CheckpointMounts, CheckpointPath
+from bootseer.launch_signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.report.breakdown import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container
+    from bootseer.snapshots.request import Request
 
 # What makes a set-up line a script for the shell rather than a plain command.
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
@@ -69,46 +69,117 @@ def setup_command(line: str) -> list[str]:
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
     """Start `job` and become it: this returns only by an exception.
 
-    Raises: SetupFailedError with the exit code of a set-up that failed; BootseerError where the
-    image or a checkpoint cannot be had at all, or the command cannot be started.
+    A signal meanwhile ends what was begun, and then this process.
+
+    Raises: SetupFailedError with the exit code of a set-up that failed, or 126 or 127 where the
+    command cannot be started; BootseerError where the image or a checkpoint cannot be had at all.
     """
-    timeline = Timeline.start(
-        settings.timeline_dir,
-        job=settings.job,
-        attempt=settings.attempt,
-        node=settings.node,
-        rank=settings.rank,
-    )
-    checkpoints = CheckpointMounts(settings, job.checkpoints, aside=bool(job.image))
-    container: Container | None = None
-    with timeline.span(START) as start:
-        # Servers started on the way, the set-ups and the command write to this timeline, too.
-        os.environ.update(_environment(settings, timeline, start))
-        stages = timeline.below(start)
-        checkpoints.start(stages)
+    # Before anything is begun: what cannot be read is known now.
+    setups = [setup_command(line) for line in job.setups]
+    try:
+        with StopSignals():
+            _Start(settings, job, setups, say).run()
+    except StoppedError as stopped:
+        say(f"the start was {stopped}")
+        end_by(stopped.number)
+
+
+class _Start:
+    def __init__(self, settings: Settings, job: Job, setups: list[list[str]], say: Say) -> None:
+        self._settings = settings
+        self._job = job
+        self._setups = setups
+        self._say = say
+        self._checkpoints = CheckpointMounts(settings, job.checkpoints, aside=bool(job.image))
+        self._container: Container | None = None
+
+    def run(self) -> NoReturn:
+        settings = self._settings
+        timeline = Timeline.start(
+            settings.timeline_dir,
+            job=settings.job,
+            attempt=settings.attempt,
+            node=settings.node,
+            rank=settings.rank,
+        )
         try:
-            if job.image:
-                container = _open_image(settings, job, stages, say)
-            for source, target in checkpoints.finish():
-                if container is not None:
-                    container.bind(source, target)
-            for number, line in enumerate(job.setups):
-                name = "environment" if len(job.setups) == 1 else f"environment {number + 1}"
-                with stages.span(name) as span:
-                    _set_up(settings, job, line, container, span, say)
-            if container is not None:
-                container.enter()
+            with timeline.span(START) as start:
+                # Servers started on the way, the set-ups and the command write to it, too.
+                os.environ.update(_environment(settings, timeline, start))
+                self._stages(timeline.below(start))
+            self._become()
         except BaseException:
-            checkpoints.abandon()
-            if container is not None:
-                container.close()
+            self._abandon()
             raise
-    _become(job.command, container)
+
+    def _stages(self, timeline: Timeline) -> None:
+        self._checkpoints.start(timeline)
+        if self._job.image:
+            from bootseer.launch_image import open_image
+
+            self._container = open_image(
+                self._settings, self._job.image, self._job.binds, timeline, self._say
+            )
+            # Once it is entered, no mount of the host comes in any more.
+            for source, target in self._checkpoints.finish():
+                self._container.bind(source, target)
+        for number, command in enumerate(self._setups):
+            # A set-up may take long, and be for nothing.
+            self._checkpoints.check()
+            name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
+            with timeline.span(name) as span:
+                self._set_up(command, span)
+        self._checkpoints.finish()
+        if self._container is not None:
+            self._container.enter()
+
+    def _set_up(self, command: list[str], span: Span) -> None:
+        from bootseer.snapshots.request import Request, run_plainly
+        from bootseer.snapshots.run import run_setup
+
+        request = Request(
+            command=command,
+            targets=self._job.targets,
+            inputs=self._job.inputs,
+            variables=self._job.variables,
+            runner=_without_stdin(run_plainly),
+        )
+        if self._container is not None:
+            request = _inside(self._container, request)
+        result = run_setup(self._settings, request, report=self._say)
+        span.set("bootseer.hit", result.hit)
+        span.set("bootseer.bytes", result.moved_bytes)
+        span.set("bootseer.how", result.how)
+
+    def _become(self) -> NoReturn:
+        command = self._job.command
+        if self._container is not None:
+            from bootseer.launch_image import container_environment
+
+            environment = container_environment(self._container)
+            hand_over()
+            self._container.exec(command, environment)
+        hand_over()
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            # 127 and 126, as shells have it.
+            code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
+            raise SetupFailedError(f"cannot run {command[0]}: {error.strerror}", code) from error
+
+    def _abandon(self) -> None:
+        """Take down what was begun: the start has failed."""
+        if self._container is not None and self._container.entered:
+            # We see copies of the host's mounts only. All goes when this process does.
+            return
+        self._checkpoints.abandon()
+        if self._container is not None:
+            self._container.close()
 
 
 def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[str, str]:
     return {
-        FILE_VARIABLE: str(timeline.path),
+        **({FILE_VARIABLE: str(timeline.path)} if timeline.is_written else {}),
         "TRACEPARENT": start.traceparent,
         "BOOTSEER_JOB": settings.job,
         "BOOTSEER_ATTEMPT": str(settings.attempt),
@@ -117,118 +188,27 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
     }
 
 
-# ---- image -----------------------------------------------------------------------------------
+def _inside(container: "Container", request: "Request") -> "Request":
+    """The same set-up, inside the container, which is entered."""
+    from bootseer.launch_image import container_environment
 
-
-def _open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "Container":
-    from bootseer.prefetch.container import prepare_container
-
-    with timeline.span("image") as span:
-        settings, reference = _ensure_indexed(settings, job.image, timeline.below(span), say)
-        # So that training code in the container finds the timeline under the same name.
-        timeline_bind = f"{settings.timeline_dir}:{settings.timeline_dir}"
-        container = prepare_container(settings, reference, binds=[*job.binds, timeline_bind])
-        span.set("bootseer.from", "store")
-        return container
-
-
-def _ensure_indexed(
-    settings: Settings, image: str, timeline: Timeline, say: Say
-) -> tuple[Settings, str]:
-    """The settings with a store that has the image, and the name that it has there.
-
-    An image that nobody has indexed is pulled whole, as any start would, and indexed meanwhile.
-    """
-    from bootseer.prefetch.catalogue import find_image
-    from bootseer.prefetch.sources import is_source
-    from bootseer.store import open_store
-
-    try:
-        if is_source(image):
-            return settings, _index_source(settings, image, timeline, say)
-        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
-            return settings, find_image(store, image).reference
-    except UnavailableError as error:
-        if not is_source(image):
-            raise
-        # The ordinary path without the shared store: pull the image for this node alone.
-        say(f"warning: starting without the shared store: {error}")
-        settings = replace(settings, store_url=(settings.cache_dir / "local-store").as_uri())
-        return settings, _index_source(settings, image, timeline, say)
-
-
-def _index_source(settings: Settings, image: str, timeline: Timeline, say: Say) -> str:
-    """The name of the image in the store, where it is now if it was not before."""
-    from bootseer.prefetch.catalogue import find_image
-    from bootseer.prefetch.indexing import index_image
-    from bootseer.prefetch.sources import open_source
-    from bootseer.store import open_store
-
-    work_dir = settings.cache_dir / "work"
-    with (
-        open_source(image, work_dir) as source,
-        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
-    ):
-        try:
-            known = find_image(store, source.reference)
-            # A tag moves; the digest of the configuration is the image. A directory has none.
-            if source.identity in (None, known.identity):
-                return known.reference
-        except (NotFoundError, InvalidInputError):
-            pass
-        with timeline.span("image index") as span:
-            say(f"image {source.reference} is not indexed yet: pulling it whole, this once")
-            record = index_image(source, store, work_dir)
-            span.set("bootseer.bytes", sum(layer.size_bytes or 0 for layer in source.layers))
-            span.set("bootseer.from", "source")
-        return record.reference
-
-
-# ---- environment -----------------------------------------------------------------------------
-
-
-def _set_up(
-    settings: Settings,
-    job: Job,
-    line: str,
-    container: "Container | None",
-    span: Span,
-    say: Say,
-) -> None:
-    from bootseer.snapshots.request import Request
-    from bootseer.snapshots.run import run_setup
-
-    request = Request(
-        command=setup_command(line),
-        targets=job.targets,
-        inputs=job.inputs,
-        variables=job.variables,
+    container.enter()
+    return replace(
+        request,
+        base=container.image.record.index_digest,
+        root=container.root,
+        directory=container.config.working_dir or "/",
+        environ=container_environment(container),
+        runner=_without_stdin(container.run),
     )
-    if container is not None:
-        container.enter()
-        request = replace(
-            request,
-            base=container.image.record.index_digest,
-            root=container.root,
-            directory=container.config.working_dir or "/",
-            environ=container.job_environment(os.environ),
-            runner=container.run,
-        )
-    result = run_setup(settings, request, report=say)
-    span.set("bootseer.hit", result.hit)
-    span.set("bootseer.bytes", result.moved_bytes)
-    span.set("bootseer.how", result.how)
 
 
-# ---- the command -----------------------------------------------------------------------------
+def _without_stdin(
+    runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
+) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
+    """The runner, but what is on our stdin is for the job."""
 
+    def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
+        return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)
 
-def _become(command: tuple[str, ...], container: "Container | None") -> NoReturn:
-    if container is not None:
-        container.exec(command, container.job_environment(os.environ))
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        # 127 and 126, as shells have it.
-        code = 127 if error.errno == errno.ENOENT else 126
-        raise SetupFailedError(f"cannot run {command[0]}: {error.strerror}", code) from error
+    return run

@@ -1,25 +1,47 @@
 """The checkpoint stage of a start: mounts in the background while other stages run.
 
-Threading: `start` once, then `finish` or `abandon`, all from the thread that launches.
+A process of its own mounts, reports and ends, so that the servers are no children of the command
+that this process is going to be: one that waits for all of its children would wait for ever.
+
+Threading: `start` once, while there is one thread; then `finish` or `abandon` from the same.
 """
 
+import contextlib
+import errno
+import json
 import logging
 import os
-import threading
+import select
+import signal
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from bootseer import errors
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
-from bootseer.redact import public_url
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    UnavailableError,
+    from_oserror,
+)
+from bootseer.launch_signals import STOPS
+from bootseer.private import make_private_directory
+from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
 
-if TYPE_CHECKING:
-    from bootseer.fuse.striped.mount import MountedCheckpoints
-
 _log = logging.getLogger(__name__)
+
+# A job that starts again at once finds the mount of its previous start still being taken down.
+_BUSY_S = 5.0
+_POLL_S = 0.1
+# For the process that mounts to take back what it has half done.
+_END_S = 5.0
+_REPORT_BYTES_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +57,8 @@ def parse_checkpoint(text: str) -> CheckpointPath:
     url, _, directory = text.rpartition(":")
     if not url or not directory.startswith("/") or directory.startswith("//"):
         raise InvalidInputError(
-            f"{public_url(text)!r} is not URL:DIR; write for example hdfs://namenode:8020/ckpt:/mnt/ckpt"
+            f"{public_url(text)!r} is not URL:DIR; "
+            "write for example hdfs://namenode:8020/ckpt:/mnt/ckpt"
         )
     return CheckpointPath(url, directory)
 
@@ -50,81 +73,182 @@ class CheckpointMounts:
         self._settings = settings
         self._paths = paths
         self._aside = settings.run_dir / "checkpoints" if aside else None
-        self._mounted: list[MountedCheckpoints] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+        self._pid = 0
+        self._reports = -1
+        self._received = b""
+        self._deadline_s = 0.0
+
+    def _directory(self, number: int) -> Path:
+        if self._aside is None:
+            return Path(self._paths[number].directory)
+        return self._aside / f"{self._owner}-{number}"
+
+    # ---- the process that mounts --------------------------------------------------------------
 
     def start(self, timeline: Timeline) -> None:
         """Begin to mount; returns at once."""
-        if self._paths:
-            # Imported here, not in the thread: modules that import each other must not be loaded
-            # by two threads at once.
-            import bootseer.fuse.striped.mount  # noqa: F401
+        if not self._paths:
+            return
+        # Each mount has deadlines of its own, within which it succeeds or fails.
+        limit_s = _BUSY_S + 2 * self._settings.deadline_s
+        self._deadline_s = time.monotonic() + limit_s * len(self._paths)
+        self._reports, report = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._become_mounter()
+                self._mount_all(timeline, report)
+            finally:
+                os._exit(0)
+        os.close(report)
 
-            self._thread = threading.Thread(
-                target=self._work, args=(timeline,), name="checkpoints", daemon=True
-            )
-            self._thread.start()
+    def _become_mounter(self) -> None:
+        """Be nothing that the terminal, or a reader of the job's output, could take for the job."""
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        for number in STOPS:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
-    def _work(self, timeline: Timeline) -> None:
+    def _mount_all(self, timeline: Timeline, report: int) -> None:
         try:
             self._sweep()
             for number, path in enumerate(self._paths):
                 with timeline.span("checkpoint"):
-                    self._mounted.append(self._mount(number, path))
+                    self._mount(number, path)
+                os.write(report, json.dumps({"mounted": number}).encode() + b"\n")
         except BaseException as error:
-            self._error = error
+            if not isinstance(error, BootseerError | SystemExit):
+                _log.debug("cannot mount a checkpoint folder", exc_info=True)
+            message = redact(str(error))[: _REPORT_BYTES_MAX // 8]
+            answer = {"class": type(error).__name__, "error": message}
+            os.write(report, json.dumps(answer).encode() + b"\n")
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
-            try:
+            _clear_dead_mount(old)
+            with contextlib.suppress(OSError):
                 old.rmdir()
-            except OSError:
-                continue
 
-    def _mount(self, number: int, path: CheckpointPath) -> "MountedCheckpoints":
+    def _mount(self, number: int, path: CheckpointPath) -> None:
         from bootseer.fuse.striped.mount import mount_checkpoints
 
-        directory = Path(path.directory)
-        if self._aside is not None:
-            directory = self._aside / f"{os.getpid()}-{number}"
+        directory = self._directory(number)
+        _clear_dead_mount(directory)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(directory)
         except OSError as error:
             raise from_oserror(error, f"make the mount point {directory}") from error
-        return mount_checkpoints(
-            self._settings,
-            path.url,
-            directory,
-            # The command in a container may be of another user than this process.
-            allow_other=self._aside is not None and os.geteuid() == 0,
-            lifetime_pid=os.getpid(),
-            warm=True,
-        )
+        deadline_s = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                mount_checkpoints(
+                    self._settings,
+                    path.url,
+                    directory,
+                    # The command in a container may be of another user than this process.
+                    allow_other=self._aside is not None and os.geteuid() == 0,
+                    lifetime_pid=self._owner,
+                    warm=True,
+                )
+                return
+            except BusyError as error:
+                if time.monotonic() >= deadline_s:
+                    raise BusyError(
+                        f"{error}. A job that runs several processes on one node mounts once: let "
+                        "`bootseer run` start the launcher (torchrun), not each process"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    # ---- the process that waits for it --------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what a mount has failed with by now; does not wait."""
+        self._receive(0.0)
+        self._raise_reported()
 
     def finish(self) -> list[tuple[Path, str]]:
         """Wait for the mounts: (where it is mounted, where the job wants it).
 
         Raises: what a mount failed with; DeadlineError.
         """
-        if self._thread is not None:
-            # Each mount has deadlines of its own, within which it succeeds or fails.
-            limit_s = 2 * self._settings.deadline_s * len(self._paths)
-            self._thread.join(limit_s)
-            if self._thread.is_alive():
-                raise DeadlineError(f"the checkpoints were not mounted within {limit_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-        return [
-            (mounted.directory, path.directory)
-            for mounted, path in zip(self._mounted, self._paths, strict=True)
-        ]
+        while self._reports >= 0:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError("the checkpoint folders were not mounted within the deadline")
+            self._receive(left_s)
+        self._raise_reported()
+        if len(self._mounted()) < len(self._paths):
+            raise UnavailableError("the process that mounts checkpoint folders was killed")
+        return [(self._directory(n), path.directory) for n, path in enumerate(self._paths)]
+
+    def _receive(self, timeout_s: float) -> None:
+        if self._reports >= 0 and select.select([self._reports], [], [], timeout_s)[0]:
+            piece = os.read(self._reports, _REPORT_BYTES_MAX)
+            self._received += piece
+            if not piece:
+                os.close(self._reports)
+                self._reports = -1
+                os.waitpid(self._pid, 0)
+
+    def _documents(self) -> list[dict[str, object]]:
+        # What follows the last newline is a line still on its way.
+        return [json.loads(line) for line in self._received.split(b"\n")[:-1]]
+
+    def _mounted(self) -> list[int]:
+        found = [document.get("mounted") for document in self._documents()]
+        return [number for number in found if isinstance(number, int)]
+
+    def _raise_reported(self) -> None:
+        for document in self._documents():
+            if "error" in document:
+                kind = getattr(errors, str(document["class"]), None)
+                if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
+                    kind = UnavailableError
+                raise kind(f"cannot mount a checkpoint folder: {document['error']}")
 
     def abandon(self) -> None:
         """Unmount what was mounted: the start has failed. Never raises."""
-        for mounted in self._mounted:
+        if self._pid == 0:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._reports >= 0:
+                with contextlib.suppress(OSError):
+                    os.kill(self._pid, number)
+                self._drain(_END_S)
+        for mounted in self._mounted():
+            directory = self._directory(mounted)
             try:
-                mounted.close()
+                self._unmount(directory)
+                if self._aside is not None:
+                    directory.rmdir()
             except (BootseerError, OSError) as error:
-                _log.warning("cannot unmount %s: %s", mounted.directory, error)
+                _log.debug("cannot unmount %s: %s", directory, error)
+
+    def _drain(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self._reports >= 0 and (left_s := deadline_s - time.monotonic()) > 0:
+            self._receive(left_s)
+
+    def _unmount(self, directory: Path) -> None:
+        from bootseer.fuse.striped.mount import unmount_checkpoints
+
+        unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)
+
+
+def _clear_dead_mount(directory: Path) -> None:
+    """Take off a mount of ours whose server is gone, as after SIGKILL. Raises: BootseerError."""
+    from bootseer.fuse.kernel.mounts import detach, find_mount
+    from bootseer.fuse.striped.server import SUBTYPE
+
+    mounted = find_mount(directory)
+    if mounted is None or mounted.subtype != SUBTYPE:
+        return
+    try:
+        directory.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
+            detach(directory, lazy=True)

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -42,6 +42,9 @@ from bootseer.prefetch.process_spec import (
 )
 from bootseer.prefetch.records import ImageConfig
 
+if TYPE_CHECKING:
+    from bootseer.prefetch.extracted import ExtractedImage
+
 _log = logging.getLogger(__name__)
 
 READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
@@ -51,7 +54,7 @@ READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 class Container:
     """A mounted image whose writable root can be entered. Made by `prepare_container`."""
 
-    image: MountedImage
+    image: "MountedImage | ExtractedImage"
     root: Path
     """The writable root; there is something in it after `enter`, in this process only."""
     scratch: Path

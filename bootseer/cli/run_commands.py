@@ -72,13 +72,16 @@ def run(
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
 
     The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
-    first start of a job records; later starts, on any node, replay. See `bootseer report`.
+    first start of a job records; later starts, on any node, replay. See `bootseer report`, and
+    docs/launch.md for what the job finds in its environment.
     """
     from bootseer.launch import Job, launch
     from bootseer.launch_checkpoints import parse_checkpoint
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")
+    if (targets or inputs or variables) and not setups:
+        raise click.UsageError("--target, --input and --env describe a set-up: they need --setup")
     job = Job(
         command=command,
         image=image,

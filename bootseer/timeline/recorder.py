@@ -119,6 +119,11 @@ class Timeline:
             timeline.warn(error)
         return timeline
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all that was appended so far is in the file."""
+        return not self._warned
+
     def span(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
         """Begin a stage now."""
         stage = Stage(
@@ -137,9 +142,12 @@ class Timeline:
     def below(self, span: Span) -> "Timeline":
         """The same file, with new stages as children of `span`."""
         _, parent_id = parse_traceparent(span.traceparent) or ("", "")
-        return Timeline(
+        child = Timeline(
             self.path, trace_id=self._trace_id, parent_id=parent_id, resource=self._resource
         )
+        # One warning is enough for a file that cannot be written.
+        child._warned = self._warned
+        return child
 
     def append(self, line: bytes) -> None:
         """Write one line. Never raises."""

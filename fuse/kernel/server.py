@@ -297,12 +297,11 @@ class Server:
             ) from self.failure
 
     def _release(self, attached: Attached) -> None:
-        if self.failure is not None:
-            # An aborted mount stays in its place and answers ENOTCONN: free the path.
-            try:
-                self.detach()
-            except Exception:
-                log.warning("cannot unmount %s", attached.path, exc_info=True)
+        # An aborted mount, whoever aborted it, stays in its place and answers ENOTCONN.
+        try:
+            self.detach()
+        except Exception:
+            log.warning("cannot unmount %s", attached.path, exc_info=True)
         done = self._session is None or self._session.join(_THREADS_END_S)
         if not done:
             log.warning("some operations on %s do not end", attached.path)

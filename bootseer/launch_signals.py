@@ -1,0 +1,124 @@
+"""Signals before the command runs: they end the start and what it began, as they would the job.
+
+Alone decides what SIGTERM, SIGINT and SIGHUP do to a start. A set-up runs in processes of its own,
+which nobody else would tell; and the first process of a container, which has no default for any
+signal, would otherwise not even end. Main thread only.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Python ignores these from its start on, and exec would hand that on.
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+# After it, what a signal has not ended is killed.
+_GRACE_S = 3.0
+
+
+class StoppedError(BaseException):
+    """A signal wants the start to end. No `Exception`, so that nothing takes it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+class StopSignals:
+    """While entered, the first stop signal raises `StoppedError`; later ones change nothing.
+
+    The processes that this one has started in its own session get the same signal, and are killed
+    by leaving the block if they have not ended then.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._processes: list[int] = []
+        self._previous: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in STOPS:
+            # What `nohup`, or a shell for its background jobs, has set is not ours to change.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._stop)
+        return self
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        # Before anything is raised: once a parent is gone, its children cannot be found.
+        for pid in session_descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                process = os.pidfd_open(pid)
+                self._processes.append(process)
+                signal.pidfd_send_signal(process, number)
+        raise StoppedError(number)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        deadline_s = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([process], [], [], left_s)[0]:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+        self._processes.clear()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def hand_over() -> None:
+    """Just before exec: signals as a program expects them, but for what was ignored already."""
+    for number in (*STOPS, *_IGNORED_BY_PYTHON):
+        if number in _IGNORED_BY_PYTHON or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def end_by(number: int) -> NoReturn:
+    """End as a process does that the signal ends, so that the parent sees why."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    # Still here: the first process of a PID namespace cannot be ended by its own signal.
+    raise SystemExit(128 + number)
+
+
+def session_descendants(pid: int) -> list[int]:
+    """The descendants of a process that are in its session; servers have sessions of their own."""
+    parents: dict[int, list[int]] = {}
+    session = os.getsid(pid)
+    for child, parent, child_session in _processes():
+        if child_session == session:
+            parents.setdefault(parent, []).append(child)
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        children = parents.get(pending.pop(), [])
+        found += children
+        pending += children
+    return found
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """(process, parent, session) of every process."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                text = Path("/proc", name, "stat").read_text(encoding="utf-8", errors="replace")
+                # pid (name) state parent group session ...; the name may hold anything.
+                fields = text.rpartition(")")[2].split()
+                yield int(name), int(fields[1]), int(fields[3])
+            except (OSError, ValueError, IndexError):
+                continue
