@@ -222,7 +222,8 @@ class World:
         """Until the record of the first launch is in the store: it is made after the job ends."""
         deadline_s = time.monotonic() + _RECORD_TIMEOUT_S
         with open_store((self.plan.folder / "store").as_uri()) as store:
-            while not any(store.list("hot")):
+            # The pointer is written last, when all that it names is there.
+            while not any(info.path.endswith(".json") for info in store.list("hot/")):
                 if time.monotonic() > deadline_s:
                     raise UnavailableError(
                         f"the first launch was not recorded; see {self.plan.folder}/node-1/run/logs"
