@@ -3,6 +3,7 @@
 The caller's side of `prefetch.serve`. `MountedImage` may be used from any thread.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from bootseer.prefetch.catalogue import find_image, load_tree
 from bootseer.prefetch.control import ask, new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
+    is_alive,
     live_mounts,
     log_path,
     new_mount_dir,
@@ -54,7 +56,7 @@ WINDOW_S = 120.0
 _log = logging.getLogger(__name__)
 
 _START_S = 30.0
-_FAILED_END_S = 5.0
+_FAILED_END_S = 3.0
 _LOG_TAIL_BYTES = 2000
 
 
@@ -172,7 +174,11 @@ def mount_image(
     except BaseException:
         # A server that did start unmounts and cleans up by itself, also when it finds nobody to
         # report to; until then the directory is still in use.
-        if wait_released(state_dir, _FAILED_END_S):
+        if not wait_released(state_dir, _FAILED_END_S):
+            # It was ready in the moment in which we were interrupted.
+            with contextlib.suppress(BootseerError):
+                _unmount(state_dir, state, _FAILED_END_S)
+        if not is_alive(state_dir):
             shutil.rmtree(state_dir, ignore_errors=True)
         raise
     return MountedImage(settings, image, state, state_dir, plan.ready_name)
