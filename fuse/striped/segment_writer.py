@@ -55,6 +55,7 @@ class _PartThread:
     def _run(self) -> None:
         segment = self._segment
         writer: Writer | None = None
+        at_end = False
         try:
             while (unit := self.queue.get()) is not None:
                 try:
@@ -64,13 +65,15 @@ class _PartThread:
                         self._write(writer, unit)
                 finally:
                     segment.budget.give(unit.length)
+            at_end = True
             if writer is not None and not segment.failed:
                 writer.close()
                 segment.note_progress()
         except BaseException as error:
             # hdfs-native panics with exceptions that are no `Exception`.
             segment.fail(error)
-            self._drain()
+            if not at_end:
+                self._drain()
         finally:
             if segment.failed and writer is not None:
                 writer.abort()

@@ -221,6 +221,8 @@ class FileWriter:
         """
         with self._lock:
             if self._current is not None:
+                # It removes its own parts once nobody writes to them any more.
+                self._unpublished.discard(self._current.generation)
                 self._current.abort(wait_s)
                 self._current = None
             if self._unpublished:
@@ -312,6 +314,7 @@ class FileWriter:
 
     def _reset(self) -> None:
         if self._current is not None:
+            self._unpublished.discard(self._current.generation)
             self._current.abort()
             self._current = None
         self._segments = []

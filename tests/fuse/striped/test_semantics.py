@@ -193,9 +193,10 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
     file = one.open("g", os.O_WRONLY | os.O_CREAT)
     one.pwrite(file, 0, NEW)
     backend = two.storage.backend
-    for _ in range(100):
+    for _ in range(200):
         found = list(find_garbage(backend, ""))
-        if found:
+        # All three parts exist: from here on the writer makes no more names.
+        if found and len(list(backend.list(found[0].path))) == 3:
             break
         time.sleep(0.02)
     assert len(found) == 1
