@@ -128,7 +128,9 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, 
     # Every server thread has a buffer for the largest write.
     wanted_write_bytes = wire.PAGE_BYTES if options.read_only else options.max_write_bytes
     max_write_bytes = min(wanted_write_bytes, max_pages * wire.PAGE_BYTES)
-    max_readahead_bytes = max(request.max_readahead_bytes, options.max_readahead_bytes)
+    # The kernel takes the smaller of this and its own default, so that a small window needs no
+    # privilege; a larger one is set through sysfs (`mount.set_readahead`).
+    max_readahead_bytes = options.max_readahead_bytes
     reply = wire.INIT_OUT.pack(
         wire.KERNEL_MAJOR,
         minor,

@@ -303,6 +303,16 @@ def test_replies_of_many_buffers_arrive_whole(mountpoint: Path) -> None:
         assert _read(mountpoint / "file") == "hello"
 
 
+def test_a_small_readahead_needs_no_privilege(
+    mountpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.fuse.kernel.server.set_readahead", lambda minor, size: False)
+    options = fuse_mount.short_options(max_readahead_bytes=32 << 10)
+    with fuse_mount.mounted(NoOpen(), mountpoint, options) as server:
+        control = Path(f"/sys/class/bdi/0:{server.attached.device_minor}/read_ahead_kb")
+        assert control.read_text() == "32\n"
+
+
 def test_readahead_is_set_where_root_asks(mountpoint: Path) -> None:
     fuse_mount.require_root()
     options = fuse_mount.short_options(max_readahead_bytes=4 << 20)
