@@ -100,12 +100,17 @@ def _seconds(text: str) -> float:
     return value
 
 
+def absolute_url(text: str) -> str:
+    """`text`, made absolute where it is a bare path: servers have another working directory."""
+    return text if "://" in text or not text else str(_path(text))
+
+
 def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "store_url": str,
+    "store_url": absolute_url,
     "cache_dir": _path,
     "run_dir": _path,
     "timeline_dir": _path,

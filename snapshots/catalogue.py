@@ -124,7 +124,9 @@ def _read_name(store: Store, name: str) -> str | None:
         fingerprint = document["fingerprint"]
     except NotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except BootseerError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew") from None
     if not isinstance(fingerprint, str) or not _HEX.fullmatch(fingerprint):
         raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew")

@@ -24,7 +24,13 @@ from bootseer.cli.output import (
     open_current_store,
 )
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    NoSpaceError,
+    NotFoundError,
+)
 
 _WINDOW_HELP = "End the record after this many seconds, if ready() was not called."
 
@@ -251,6 +257,11 @@ def warm(reference: str) -> None:
             )
             try:
                 streams.fill()
+                if streams.fill_fetches():
+                    raise NoSpaceError(
+                        f"cannot warm {record.reference}: {settings.cache_dir} is full; free space "
+                        "or set --cache-dir to a larger disk"
+                    )
             finally:
                 streams.close()
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from bootseer import errors
-from bootseer.config import Settings
+from bootseer.config import Settings, absolute_url
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -83,7 +83,7 @@ def mount_spec(
     """The description of a mount, checked. Raises: InvalidInputError, NotFoundError, BusyError."""
     path = absolute(directory)
     spec = MountSpec(
-        url=url,
+        url=absolute_url(url),
         directory=str(path),
         run_dir=str(settings.run_dir),
         memory_bytes=memory_bytes or settings.memory_bytes,
