@@ -1,0 +1,170 @@
+"""Signals at every stage of a start, and SIGKILL at any moment: nothing is left."""
+
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.harness import Node, wait_for
+from tests.support.fuse_mount import require_fuse, require_root
+
+SLEEPING_SETUP = "touch started; sh -c 'touch deeper; sleep 600; true'; true"
+SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture
+def silent_url() -> Iterator[str]:
+    """A NameNode that accepts and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"hdfs://127.0.0.1:{server.getsockname()[1]}/ckpt"
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """What it said on stderr."""
+    _, err = process.communicate(timeout=30)
+    return err
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_in_a_setup(node: Node, number: signal.Signals) -> None:
+    with node.start(*SETUP, "--", "touch", "job-ran") as process:
+        wait_for(node.base / "deeper")
+        process.send_signal(number)
+        err = finish(process)
+    assert process.returncode == -number
+    assert f"ended by {number.name}" in err
+    assert "Traceback" not in err
+    # Also the grandchild, which nobody waited for, and without any wait for it by us.
+    assert node.processes() == {}
+    assert not (node.base / "job-ran").exists()
+    # The span of the stage has ended with the reason.
+    assert node.spans()["environment"]["status"]["code"] == 2
+    # Nothing of it is stored; the set-up runs again, undisturbed by any lock.
+    again = node.run("--setup", "mkdir -p env; touch env/x", "--target", "env", "--", "ls", "env")
+    assert again.stdout == "x\n", again.stderr
+
+
+def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
+    setup = "sh -c 'trap \"\" TERM; touch deeper; while :; do sleep 1; done'; true"
+    with node.start("--setup", setup, "--target", "env", "--", "true") as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    assert node.processes() == {}
+
+
+def test_as_the_first_process_of_a_namespace(node: Node) -> None:
+    """It has no default action for any signal: a container would not stop before its time."""
+    require_root()
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with node.start(*SETUP, "--", "true", prefix=prefix) as process:
+        wait_for(node.base / "deeper")
+        (inner,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        subprocess.run(["kill", "-TERM", inner], check=True)
+        finish(process)
+    assert process.returncode == 128 + signal.SIGTERM
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("number", STOPS)
+def test_while_a_checkpoint_is_being_mounted(
+    node: Node, silent_url: str, number: signal.Signals
+) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    with node.start("--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran") as process:
+        wait_for(mount)
+        time.sleep(0.2)
+        process.send_signal(number)
+        finish(process)
+    assert process.returncode == -number
+    assert not (node.base / "job-ran").exists()
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    # It keeps a file of the mount open, as a set-up that reads weights would.
+    setup = f"until exec 9> {mount}/x; do sleep 0.1; done; touch deeper; sleep 600; true"
+    url = f"{store_url}-ckpt"
+    with node.start(
+        *("--checkpoint", f"{url}:{mount}"),
+        *("--setup", setup, "--target", "env", "--", "true"),
+    ) as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("number", [*STOPS, signal.SIGKILL])
+def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Signals) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    with node.start(
+        *("--checkpoint", f"{store_url}-ckpt:{mount}"),
+        *("--", "sh", "-c", "echo hello > mnt/file; touch up; exec sleep 600"),
+    ) as process:
+        wait_for(node.base / "up")
+        process.send_signal(number)
+        assert finish(process) == ""
+    assert process.returncode == -number
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+def test_kill_9_at_any_moment(node: Node, store_url: str) -> None:
+    """What is left goes by itself, but for what a set-up itself does; the next start works."""
+    require_fuse()
+    mount = node.base / "mnt"
+    arguments = (
+        *("--checkpoint", f"{store_url}-ckpt:{mount}"),
+        *("--setup", "mkdir -p env && echo data > env/x", "--target", "env"),
+        *("--", "sh", "-c", "cat env/x && echo $$ > mnt/file && cat mnt/file"),
+    )
+    chosen = random.Random(1)
+    for round_number in range(15):
+        with node.start(*arguments) as process:
+            # A whole start takes about half a second.
+            time.sleep(chosen.uniform(0.04, 0.05) * (round_number + 1))
+            process.kill()
+            process.communicate(timeout=30)
+        if round_number % 3 == 2:
+            # At once, while the servers of the killed one are still going.
+            done = node.run(*arguments)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith("data\n")
+    node.wait_clean()
+    left = [path for path in (Path(store_url.removeprefix("file://"))).rglob("*") if path.is_file()]
+    assert not [path for path in left if path.name.startswith(".")], left
+
+
+@pytest.mark.fuse
+def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
+    with node.start(*arguments, "sh", "-c", "touch up; exec sleep 600") as process:
+        wait_for(node.base / "up")
+        for pid, command in node.processes().items():
+            if pid != process.pid:
+                assert "striped.server" in command
+                subprocess.run(["kill", "-KILL", str(pid)], check=True)
+        process.kill()
+        process.communicate(timeout=30)
+    assert [one.path for one in node.mounts()] == [mount]
+    done = node.run(*arguments, "sh", "-c", "echo new > mnt/file; cat mnt/file")
+    assert (done.returncode, done.stdout) == (0, "new\n"), done.stderr
+    node.wait_clean()
