@@ -32,7 +32,11 @@ def _json(result: "Comparison", left_out: dict[str, str], network: dict[str, int
     share = image.second_bytes / result.image_bytes if image and result.image_bytes else None
     return {
         "stages": {name: _row_json(row) for name, row in result.stages.items()},
-        "total": _row_json(result.total),
+        "total": {
+            **_row_json(result.total),
+            "first_cpu_s": result.cpu_s[0],
+            "second_cpu_s": result.cpu_s[1],
+        },
         "image": {"bytes": result.image_bytes, "touched_share": share},
         "published_bytes": result.first_publish_bytes,
         "identical": result.identical,

@@ -30,6 +30,8 @@ class Comparison:
     total: Row
     image_bytes: int
     """Compressed."""
+    cpu_s: tuple[float, float]
+    """Of the whole machine, for each launch until its job had ended."""
     first_publish_bytes: int
     """What the first launch wrote to the store so that others can replay."""
     identical: bool
@@ -91,6 +93,7 @@ def compare(first: Launch, second: Launch, image_bytes: int) -> Comparison:
         stages=rows,
         total=total,
         image_bytes=image_bytes,
+        cpu_s=(first.machine_cpu_s, second.machine_cpu_s),
         first_publish_bytes=first.bytes_written,
         identical=first.trainer["checksum"] == second.trainer["checksum"],
     )

@@ -66,6 +66,8 @@ class Launch:
     """Over the "network", until the job had ended."""
     bytes_written: int
     wall_s: float
+    machine_cpu_s: float
+    """Of the whole machine meanwhile: servers are not this process's children."""
 
 
 class World:
@@ -191,7 +193,7 @@ class World:
         ]
         drop_page_cache()
         before = read_account(self.account)
-        begin_s = time.monotonic()
+        begin_s, begin_cpu_s = time.monotonic(), _machine_cpu_s()
         try:
             result = subprocess.run(
                 command,
@@ -204,7 +206,7 @@ class World:
             raise DeadlineError(f"launch {number} did not end in {_LAUNCH_TIMEOUT_S:g} s") from (
                 error
             )
-        wall_s = time.monotonic() - begin_s
+        wall_s, cpu_s = time.monotonic() - begin_s, _machine_cpu_s() - begin_cpu_s
         after = read_account(self.account)
         lines = result.stdout.strip().splitlines()
         if result.returncode != 0 or not lines:
@@ -216,6 +218,7 @@ class World:
             bytes_read=after.bytes_read - before.bytes_read,
             bytes_written=after.bytes_written - before.bytes_written,
             wall_s=wall_s,
+            machine_cpu_s=cpu_s,
         )
 
     def await_record(self) -> None:
@@ -244,6 +247,12 @@ class World:
     def _mounted(self) -> list[str]:
         points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         return [point for point in points if point.startswith(str(self.plan.folder))]
+
+
+def _machine_cpu_s() -> float:
+    """User and system time of all processors since boot, by /proc/stat (proc(5))."""
+    user, nice, system = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def drop_page_cache() -> bool:

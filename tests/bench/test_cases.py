@@ -58,7 +58,7 @@ def test_launch_reads_the_demo_document() -> None:
     stage = {"first_s": 8.0, "second_s": 2.0, "first_bytes": 300, "second_bytes": 30, "ratio": 4}
     document = {
         "stages": {"image": stage, "environment": stage, "checkpoint": stage},
-        "total": {"first_s": 24.0, "second_s": 6.0},
+        "total": {"first_s": 24.0, "second_s": 6.0, "first_cpu_s": 9.0, "second_cpu_s": 4.0},
         "image": {"bytes": 1000, "touched_share": 0.1},
     }
     second = sample_of(document, "second")
