@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
+from bootseer.private import private_opener
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.scan import Scan, exact_digest, scan
 
@@ -84,5 +85,6 @@ def save_state(cache_dir: Path, target: Path, fingerprint: str, base: str, after
     with contextlib.suppress(OSError, BootseerError):
         private_directory(path.parent)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}), encoding="utf-8")
+        with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+            json.dump({"version": _VERSION, **asdict(state)}, file)
         temporary.replace(path)

@@ -40,10 +40,12 @@ def _as_json(breakdown: Breakdown) -> dict[str, Any]:
     result = asdict(breakdown)
     for row, encoded in zip(breakdown.stages, result["stages"], strict=True):
         encoded["max_over_median"] = row.max_over_median
+    if breakdown.total is not None:
+        result["total"]["max_over_median"] = breakdown.total.max_over_median
     return result
 
 
-@click.command(epilog="Example: bootseer report --job llama-70b --json")
+@click.command(epilog="Example: bootseer report llama-70b --json")
 @click.argument("job", required=False)
 @click.option("--attempt", "wanted", type=click.IntRange(min=0), help="Which start; default: last.")
 @click.option(

@@ -19,8 +19,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def split_scheme(url: str) -> str:
     """The scheme of a URL in lower case; "" for a bare path. Raises: InvalidInputError."""
     match = _SCHEME.match(url)
-    # "://" without a scheme before it is a slip of the pen, not a folder called ":".
-    if not url or "\0" in url or (match is None and url.lstrip().startswith((":", "//"))):
+    # "://" without a scheme before it is a slip of the pen, or a chain of fsspec file systems
+    # ("simplecache::s3://..."), not a folder called "simplecache::s3:".
+    if not url or "\0" in url or (match is None and "://" in url):
         raise InvalidInputError(
             f"{public_url(url)!r} is not a store URL; write for example file:///mnt/store"
         )

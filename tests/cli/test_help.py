@@ -1,0 +1,67 @@
+"""Every command's help ends with an example, and the command accepts it."""
+
+import shlex
+
+import click
+import pytest
+
+from bootseer.cli import cli
+from tests.cli.conftest import World
+from tests.support.cli_reference import commands
+
+_ALL = [
+    (context.command_path, command)
+    for command, context in commands(cli, click.Context(cli, info_name="bootseer"))
+]
+_EXAMPLES = [
+    (path, command.epilog.removeprefix("Example: "))
+    for path, command in _ALL
+    if command.epilog is not None
+]
+
+
+def parse(words: list[str]) -> str:
+    """The path of the command that accepts `words`; raises as the command line itself would."""
+    command: click.Command = cli
+    context = cli.make_context(words[0], words[1:])
+    while isinstance(command, click.Group):
+        rest = [*context._protected_args, *context.args]
+        name, inner, rest = command.resolve_command(context, rest)
+        assert inner is not None
+        command = inner
+        context = command.make_context(name, rest, parent=context)
+    return context.command_path
+
+
+@pytest.mark.parametrize(("path", "example"), _EXAMPLES, ids=[path for path, _ in _EXAMPLES])
+def test_the_example_parses(path: str, example: str) -> None:
+    words = shlex.split(example)
+    assert words[0] == "bootseer"
+    reached = parse(words)
+    assert reached == path or path == "bootseer"
+
+
+def test_an_example_that_does_not_parse_would_be_found() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["bootseer", "image", "list", "--jsn"])
+    with pytest.raises(click.UsageError):
+        parse(["bootseer", "image", "lst"])
+
+
+@pytest.mark.parametrize(("path", "command"), _ALL, ids=[path for path, _ in _ALL])
+def test_help(path: str, command: click.Command, world: World) -> None:
+    words = path.split()[1:]
+    result = world(*words, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("Usage: " + path)
+    if not isinstance(command, click.Group):
+        # At the end, whatever the width of the terminal.
+        last = result.out.rstrip().rpartition("\n\n")[2]
+        assert last.split()[:2] == ["Example:", "bootseer"]
+    assert world(*words, "-h").out == result.out
+
+
+def test_version(world: World) -> None:
+    result = world("--version")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("bootseer, version ")

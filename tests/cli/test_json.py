@@ -1,0 +1,172 @@
+"""`--json`: one document, with exactly the keys of docs/json.md, agreeing with the table."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import REPOSITORY, World
+
+_ROW = re.compile(r"\| `(.+?)` \|(.*)\|")
+
+
+def documented() -> dict[str, dict[str, bool]]:
+    """For each command: key -> whether it is always there."""
+    sections: dict[str, dict[str, bool]] = {}
+    current: dict[str, bool] = {}
+    for line in (REPOSITORY / "docs/json.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            current = sections.setdefault(line[3:], {})
+        elif match := _ROW.fullmatch(line):
+            current[match[1]] = "(optional)" not in match[2]
+    return sections
+
+
+def keys(value: Any, path: str, free: frozenset[str]) -> Iterator[str]:
+    """The paths of all leaves; below a path in `free` the keys are data."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            name = "*" if path in free else key
+            yield from keys(inner, f"{path}.{name}" if path else name, free)
+    elif isinstance(value, list):
+        if not value or not isinstance(value[0], dict):
+            yield path + "[]"
+        for inner in value if value and isinstance(value[0], dict) else ():
+            yield from keys(inner, path + "[]", free)
+    else:
+        yield path
+
+
+def agree(section: str, value: Any, *, free: tuple[str, ...] = (), more: str = "") -> None:
+    page = documented()
+    wanted = {**page[section], **(page[more] if more else {})}
+    found = set(keys(value, "", frozenset(free)))
+    assert found <= set(wanted), f"{section}: not documented: {found - set(wanted)}"
+    missing = {key for key, always in wanted.items() if always} - found
+    assert not missing, f"{section}: documented, but not there: {missing}"
+
+
+def test_every_command_that_has_it_is_documented() -> None:
+    import click
+
+    from bootseer.cli import cli
+    from tests.support.cli_reference import commands
+
+    with_json = {
+        context.command_path.removeprefix("bootseer ")
+        for command, context in commands(cli, click.Context(cli, info_name="bootseer"))
+        if any(parameter.name == "as_json" for parameter in command.params)
+    }
+    assert with_json == set(documented())
+
+
+def test_images(own_world: World) -> None:
+    world = own_world
+    agree("image index", world("image", "index", "src", "--json").json, more="image show")
+    listed = world("image", "list", "--json").json
+    for image in listed:
+        agree("image show", image)
+    table = world("image", "list").out
+    assert [row.split()[0] for row in table.splitlines()[1:]] == [
+        image["reference"] for image in listed
+    ]
+    shown = world("image", "show", "image:1", "--json").json
+    assert shown in listed
+    assert shown["index_digest"] in world("image", "show", "image:1").out
+    entries = world("image", "ls", "image:1", "lib", "--json").json
+    agree("image ls", entries)
+    assert world("image", "ls", "image:1", "lib").out.split()[-1] == entries[0]["name"] == "data"
+    assert world("image", "trace", "list", "image:1", "--json").json == []
+    assert world("image", "status", "--json").json == []
+
+
+@pytest.mark.fuse
+def test_mounted_images_and_traces(own_world: World) -> None:
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("needs root and /dev/fuse")
+    world = own_world
+    assert world("image", "mount", "image:1", "mnt").code == 0
+    try:
+        status = world("image", "status", "mnt", "--json").json
+        agree("image status", status)
+        assert status[0]["directory"] in world("image", "status").out
+        os.waitpid(os.spawnlp(os.P_NOWAIT, "cat", "cat", str(world.path("mnt/bin/program"))), 0)
+    finally:
+        assert world("image", "unmount", "mnt").code == 0
+    assert world("image", "status", "--wait", "20", "--json").json == []
+    traces = world("image", "trace", "list", "image:1", "--json").json
+    agree("image trace list", traces)
+    assert traces[0]["id"][:12] in world("image", "trace", "list", "image:1").out
+    trace = world("image", "trace", "show", "image:1", "--json").json
+    agree("image trace show", trace)
+    table = world("image", "trace", "show", "image:1").out
+    assert [row.split()[0] for row in table.splitlines()[1:]] == [
+        access["path"] for access in trace["accesses"]
+    ]
+
+
+def test_snapshots(own_world: World) -> None:
+    world = own_world
+    created = world("snapshot", "create", "--target", "src", "--name", "x", "--json").json
+    agree("snapshot create", created)
+    for snapshot in world("snapshot", "list", "--json").json:
+        agree("snapshot create", snapshot)
+        assert snapshot["fingerprint"][:12] in world("snapshot", "list").out
+    for arguments in (("--files",), ()):
+        shown = world("snapshot", "show", "x", "--json", *arguments).json
+        agree("snapshot show", shown, free=("parts",))
+        assert ("files" in shown) == bool(arguments)
+    restored = world("snapshot", "restore", "x", "--to", "to", "--json").json
+    agree("snapshot create", restored)
+    target = world.path("made")
+    for hit in (False, True):
+        ran = world("snapshot", "run", "--target", target, "--json", "--", "mkdir", target).json
+        agree("snapshot run", ran)
+        assert ran["hit"] is hit
+        target.rmdir()
+
+
+@pytest.mark.fuse
+def test_checkpoint_mounts(own_world: World) -> None:
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("needs root and /dev/fuse")
+    try:
+        agree("mount", own_world("mount", "checkpoints", "mnt", "--json").json)
+    finally:
+        unmounted = own_world("unmount", "mnt", "--json")
+    agree("unmount", unmounted.json)
+    # A relative URL is the caller's, wherever the server runs.
+    assert own_world.path("checkpoints").is_dir()
+
+
+def test_report(own_world: World) -> None:
+    world = own_world
+    assert world("run", "--setup", "true", "--", "true").code == 0
+    result = world("report", "--json").json
+    assert set(result.pop("total")) == set(result["stages"][0])
+    page = documented()["report"]
+    del page["total.*`, `stages[].*"]
+    found = set(keys(result, "", frozenset()))
+    assert found == set(page)
+    table = world("report").out
+    assert all(stage["name"] in table for stage in result["stages"])
+
+
+def test_settings_and_doctor(own_world: World) -> None:
+    settings = own_world("config", "show", "--json").json
+    agree("config show", settings, free=("",))
+    table = own_world("config", "show").out
+    assert all(name in table and str(one["value"]) in table for name, one in settings.items())
+    findings = own_world("doctor", "--json").json
+    agree("doctor", findings)
+    assert all(finding["name"] in own_world("doctor").out for finding in findings[:3])
+
+
+def test_errors_print_no_document(world: World) -> None:
+    for arguments in (("image", "show", "absent"), ("snapshot", "show", "absent"), ("report", "x")):
+        result = world(*arguments, "--json")
+        assert result.code == 10
+        assert result.out == ""

@@ -1,0 +1,65 @@
+"""The wrapper costs little more than the interpreter: nothing heavy is imported before its use.
+
+No assertion on time: what is imported decides it.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import REPOSITORY
+
+HEAVY = (
+    *("aiohttp", "asyncio", "ctypes", "docker", "fsspec", "hdfs_native", "hypothesis", "numpy"),
+    *("pyarrow", "requests", "rich", "ssl", "urllib3", "xxhash", "zstandard"),
+)
+_CODE = """
+import os, sys
+def tell(*ignored):
+    os.write(2, " ".join(sorted(sys.modules)).encode())
+    os._exit(0)
+os.execvp = tell
+from bootseer.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    tell()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--version",),
+        ("--help",),
+        ("run", "--help"),
+        ("mount", "--help"),
+        ("snapshot", "--help"),
+        ("config", "show", "--json"),
+        # Up to the exec: this is what each rank of a job pays that uses nothing of ours.
+        ("run", "--", "true"),
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, *arguments],
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "PYTHONPATH": str(REPOSITORY),
+        },
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = done.stderr.split()
+    assert "bootseer.cli" in modules
+    assert not [name for name in HEAVY if name in modules]
