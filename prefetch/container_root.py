@@ -17,11 +17,9 @@ from pathlib import Path
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.namespaces import MS_BIND, MS_RDONLY, MS_REC, MS_REMOUNT
+from bootseer.rooted import resolve_in_root
 
 _log = logging.getLogger(__name__)
-
-_LINKS_MAX = 40
-"""As the kernel's MAXSYMLINKS."""
 
 _HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
 """The network is the host's, and so are its names."""
@@ -46,35 +44,6 @@ def parse_bind(text: str) -> Bind:
     if not path.exists():
         raise NotFoundError(f"cannot bind {source}: it does not exist")
     return Bind(path, target, mode == "ro")
-
-
-def resolve_in_root(root: Path, path: str) -> Path:
-    """Where `path` leads for a process whose root is `root`: links are followed inside it only.
-
-    What is missing at the end stays as it is. Raises: InvalidInputError for too many links.
-    """
-    resolved: list[str] = []
-    pending = [part for part in reversed(path.split("/")) if part not in ("", ".")]
-    links = 0
-    while pending:
-        part = pending.pop()
-        if part == "..":
-            if resolved:
-                resolved.pop()
-            continue
-        here = root.joinpath(*resolved, part)
-        try:
-            target = os.readlink(here)
-        except OSError:
-            resolved.append(part)
-            continue
-        links += 1
-        if links > _LINKS_MAX:
-            raise InvalidInputError(f"{path} of the image: too many levels of symbolic links")
-        if target.startswith("/"):
-            resolved.clear()
-        pending += [piece for piece in reversed(target.split("/")) if piece not in ("", ".")]
-    return root.joinpath(*resolved)
 
 
 def _make_target(root: Path, path: str, *, is_dir: bool) -> Path:

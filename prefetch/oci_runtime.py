@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bootseer.errors import SetupFailedError, UnsupportedError, from_oserror
 from bootseer.prefetch import signals
-from bootseer.prefetch.container_root import Bind, resolve_in_root
+from bootseer.prefetch.container_root import Bind
 from bootseer.prefetch.process_spec import ProcessSpec
+from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container

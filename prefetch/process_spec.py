@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
-from bootseer.prefetch.container_root import resolve_in_root
 from bootseer.prefetch.records import ImageConfig
+from bootseer.rooted import resolve_in_root
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSWD_BYTES_MAX = 2**20

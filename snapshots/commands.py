@@ -5,11 +5,11 @@ from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import capture, catalogue, work
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
 from bootseer.snapshots.restore import check_base, place, restore, restore_to
-from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import declared_targets

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.command import Hints
 from bootseer.snapshots.fingerprint import Part
-from bootseer.snapshots.roots import resolve_in_root
 
 # Of files that nobody declared: a word of the command may happen to name a data set.
 _GUESSED_BYTES_MAX = 256 * 1024 * 1024

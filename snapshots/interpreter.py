@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bootseer.rooted import find_program
 from bootseer.snapshots.fingerprint import Part
 from bootseer.snapshots.inputs import Place
-from bootseer.snapshots.roots import find_program
 
 logger = logging.getLogger(__name__)
 

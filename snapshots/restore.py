@@ -18,11 +18,11 @@ from bootseer.errors import (
     InvalidInputError,
 )
 from bootseer.progress import Progress
+from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import work as working
 from bootseer.snapshots.catalogue import blob_key, load_encoded_tree, load_tree
 from bootseer.snapshots.fetch import FrameSource
 from bootseer.snapshots.manifest import Manifest, Target, text_of
-from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
 from bootseer.store import Store
 

@@ -24,6 +24,7 @@ from bootseer.errors import (
     SetupFailedError,
     exit_code_of,
 )
+from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots import work as working
 from bootseer.snapshots.capture import Change, capture, make_manifest
@@ -32,7 +33,6 @@ from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
 from bootseer.snapshots.restore import place, restore
-from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.scan import Scan, base_digest, scan
 from bootseer.snapshots.state import load_state, remember
 from bootseer.snapshots.targets import show

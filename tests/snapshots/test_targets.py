@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.errors import UnsupportedError
 from bootseer.snapshots.command import hints_of
 from bootseer.snapshots.inputs import Place
 from bootseer.snapshots.interpreter import Interpreter, find_python, parse, probe
 from bootseer.snapshots.request import run_plainly
-from bootseer.snapshots.roots import resolve_in_root
 from bootseer.snapshots.targets import declared_targets, infer_targets
 
 
@@ -113,27 +112,3 @@ def test_a_real_interpreter_answers() -> None:
 @pytest.mark.parametrize("output", [b"", b"hello", b"[]", b"{}", b'{"paths": 3}', b"\xff"])
 def test_other_answers_are_none(output: bytes) -> None:
     assert parse("python3", output) is None
-
-
-@pytest.mark.parametrize(
-    ("link", "expected"),
-    [
-        ("/etc", "etc"),
-        ("../../../../etc", "etc"),
-        ("inner/../..", ""),
-        ("missing/x", "a/missing/x"),
-        ("/b", "etc"),
-    ],
-)
-def test_links_stay_in_the_root(tmp_path: Path, link: str, expected: str) -> None:
-    (tmp_path / "a/inner").mkdir(parents=True)
-    (tmp_path / "b").symlink_to("../../etc")
-    (tmp_path / "a/link").symlink_to(link)
-    assert resolve_in_root(tmp_path, b"/a/link") == tmp_path / expected
-
-
-def test_a_loop_of_links(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(InvalidInputError, match="symbolic links"):
-        resolve_in_root(tmp_path, b"/a/x")

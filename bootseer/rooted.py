@@ -1,7 +1,9 @@
-"""Paths as a job inside a root sees them -> paths on this host.
+"""Paths as a process whose root is a given directory sees them -> paths on this host.
 
-Alone owns that translation: symbolic links are resolved inside the root, as the job would see
-them, and never lead outside it. With the root "/" this is what realpath does.
+Alone owns that translation, for containers and for set-ups inside them: symbolic links are
+resolved inside the root, as that process would see them, and never lead outside it. With the root
+"/" this is what realpath does. Holds against links that lie there; whoever changes the tree
+meanwhile can mislead it. Stateless; any thread.
 """
 
 import os
@@ -14,14 +16,15 @@ from bootseer.errors import InvalidInputError
 _LINKS_MAX = 40
 
 
-def resolve_in_root(root: Path, path: bytes) -> Path:
-    """The host path of absolute `path` inside `root`; what does not exist is kept by name.
+def resolve_in_root(root: Path, path: str | bytes) -> Path:
+    """The host path of `path` inside `root`; what does not exist is kept by name.
 
-    Every component that exists is resolved, the last one included. ".." stops at the root.
-    Raises: InvalidInputError for a loop of symbolic links.
+    Every component that exists is resolved, the last one included. ".." stops at the root, and a
+    relative path begins there. Raises: InvalidInputError for a loop of symbolic links; OSError for
+    a link that cannot be read.
     """
     top = os.fsencode(root.absolute()).rstrip(b"/")
-    todo = path.split(b"/")[::-1]
+    todo = os.fsencode(path).split(b"/")[::-1]
     done: list[bytes] = []
     links = 0
     while todo:
@@ -42,7 +45,9 @@ def resolve_in_root(root: Path, path: bytes) -> Path:
             continue
         links += 1
         if links > _LINKS_MAX:
-            raise InvalidInputError(f"{os.fsdecode(path)}: too many symbolic links")
+            raise InvalidInputError(
+                f"cannot resolve {os.fsdecode(path)} in {root}: too many symbolic links"
+            )
         target = os.readlink(here)
         if target.startswith(b"/"):
             done.clear()
@@ -60,7 +65,7 @@ def find_program(root: Path, name: str, search_path: str, directory: str) -> str
         ]
     for candidate in candidates:
         try:
-            host = resolve_in_root(root, os.fsencode(candidate))
+            host = resolve_in_root(root, candidate)
             if host.is_file() and os.access(host, os.X_OK):
                 return candidate
         except (InvalidInputError, OSError):
