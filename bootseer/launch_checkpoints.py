@@ -41,6 +41,7 @@ _BUSY_S = 5.0
 _POLL_S = 0.1
 # For the process that mounts to take back what it has half done.
 _END_S = 5.0
+_ABANDONED_S = 3600.0
 _REPORT_BYTES_MAX = 1 << 16
 
 
@@ -131,7 +132,9 @@ class CheckpointMounts:
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
             _clear_dead_mount(old)
             with contextlib.suppress(OSError):
-                old.rmdir()
+                # A young one may be another start's that is about to mount there.
+                if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
+                    old.rmdir()
 
     def _mount(self, number: int, path: CheckpointPath) -> None:
         from bootseer.fuse.striped.mount import mount_checkpoints
@@ -142,6 +145,7 @@ class CheckpointMounts:
             make_private_directory(directory)
         except OSError as error:
             raise from_oserror(error, f"make the mount point {directory}") from error
+        is_shared = self._aside is not None and os.geteuid() == 0
         deadline_s = time.monotonic() + _BUSY_S
         while True:
             try:
@@ -149,8 +153,10 @@ class CheckpointMounts:
                     self._settings,
                     path.url,
                     directory,
-                    # The command in a container may be of another user than this process.
-                    allow_other=self._aside is not None and os.geteuid() == 0,
+                    # The command in a container may be of another user than this process. Nobody
+                    # else gets into the folder that these mounts are in.
+                    allow_other=is_shared,
+                    everyone_writes=is_shared,
                     lifetime_pid=self._owner,
                     warm=True,
                 )
@@ -223,10 +229,11 @@ class CheckpointMounts:
             directory = self._directory(mounted)
             try:
                 self._unmount(directory)
-                if self._aside is not None:
-                    directory.rmdir()
             except (BootseerError, OSError) as error:
                 _log.debug("cannot unmount %s: %s", directory, error)
+        for number in range(len(self._paths) if self._aside is not None else 0):
+            with contextlib.suppress(OSError):
+                self._directory(number).rmdir()
 
     def _drain(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

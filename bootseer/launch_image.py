@@ -4,6 +4,7 @@ Alone decides what is tried when a part of that fails: another store when the sh
 extracted image where none can be mounted. Main thread only.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -117,22 +118,27 @@ def _index(
     from bootseer.prefetch.indexing import index_image
     from bootseer.store import open_store
 
+    reference = source.reference
+    if source.identity is None:
+        # A directory, which is called only by its last name: others may be called so, too.
+        path = os.fsencode(Path(image).resolve())
+        reference = f"{reference}-{hashlib.sha256(path).hexdigest()[:12]}"
     with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         try:
-            known = find_image(store, source.reference)
+            known = find_image(store, reference)
             # A tag moves; the digest of the configuration is the image.
             if source.identity == known.identity or (
                 source.identity is None and not _changed_since(Path(image), known.created_ns)
             ):
                 load_tree(store, known, settings.cache_dir)
                 return known.reference
-            say(f"image {source.reference} has changed: indexing it again")
+            say(f"image {reference} has changed: indexing it again")
         except (NotFoundError, InvalidInputError):
-            say(f"image {source.reference} is not indexed yet: pulling it whole, this once")
+            say(f"image {reference} is not indexed yet: pulling it whole, this once")
         except CorruptError as error:
-            say(f"warning: indexing image {source.reference} again: {error}")
+            say(f"warning: indexing image {reference} again: {error}")
         with timeline.span("image index") as span:
-            record = index_image(source, store, _work_dir(settings))
+            record = index_image(source, store, _work_dir(settings), reference=reference)
             span.set("bootseer.bytes", sum(layer.size_bytes or 0 for layer in source.layers))
             span.set("bootseer.from", "source")
         return record.reference
@@ -140,16 +146,20 @@ def _index(
 
 def _changed_since(directory: Path, when_ns: int) -> bool:
     """Whether anything below a directory has changed: it has no digest to compare."""
+    top = directory.stat()
+    # The change time, which nothing but the clock sets. A removed name changes its directory.
+    if top.st_ctime_ns >= when_ns:
+        return True
     pending = [directory]
     while pending:
-        path = pending.pop()
-        # The change time, which nothing but the clock sets.
-        if path.lstat().st_ctime_ns >= when_ns:
-            return True
-        with os.scandir(path) as entries:
+        with os.scandir(pending.pop()) as entries:
             for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                # What is mounted below is not part of the image.
+                if status.st_dev != top.st_dev:
+                    continue
+                if status.st_ctime_ns >= when_ns:
+                    return True
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(Path(entry.path))
-                elif entry.stat(follow_symlinks=False).st_ctime_ns >= when_ns:
-                    return True
     return False

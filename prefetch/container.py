@@ -29,7 +29,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
-from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
+from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind, resolve_in_root
 from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
 from bootseer.prefetch.mount_state import make_private, new_mount_dir
 from bootseer.prefetch.process_spec import (
@@ -109,6 +109,9 @@ class Container:
     def build(self, *, own_pids: bool, furnished: bool = True) -> None:
         """The second half of `enter`: overlay, /proc and the like, binds."""
         mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
+        # As docker does: an image may name a folder that it does not have.
+        working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
+        working_dir.mkdir(parents=True, exist_ok=True)
         if furnished:
             furnish(self.root, self.binds, own_pids=own_pids)
         self.image.detach()

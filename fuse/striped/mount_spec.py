@@ -35,6 +35,9 @@ class MountSpec:
     deadline_s: float
     read_only: bool = False
     allow_other: bool = False
+    """Let other users in, as far as modes and owner (this user) allow."""
+    everyone_writes: bool = False
+    """Whoever can reach the mount may do everything: for one that only a container can reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     stripe_count: int = DEFAULT_STRIPE_COUNT
     lifetime_pid: int | None = None

@@ -128,6 +128,7 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         name=name,
         subtype=SUBTYPE,
         allow_other=spec.allow_other,
+        default_permissions=not spec.everyone_writes,
         read_only=spec.read_only,
         threads=_THREADS,
         read_directory_plus=False,

@@ -1,11 +1,19 @@
 """A node for each test, and what needs privileges."""
 
+import io
+import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.launch.harness import Node, node_at
+from tests.support.fuse_mount import require_root
+from tests.support.images import Layout
+from tests.support.rootfs import python_root
+
+IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 @pytest.fixture
@@ -13,3 +21,42 @@ def node(tmp_path: Path) -> Iterator[Node]:
     """A fresh node with a store of its own."""
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as made:
         yield made
+
+
+@dataclass
+class Image:
+    """An OCI layout that is rebuilt under the same tag."""
+
+    directory: Path
+    root: Path
+    """Its root file system, to change."""
+
+    @property
+    def source(self) -> str:
+        return f"oci:{self.directory}:train"
+
+    def build(self, **run: object) -> None:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            archive.add(self.root, ".")
+        layout = Layout(self.directory)
+        layout.add_image([buffer.getvalue()], tag="train", run=run)
+
+
+@pytest.fixture(scope="session")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real, small root file system with Python; not to be changed."""
+    root = python_root(tmp_path_factory.mktemp("image") / "root")
+    (root / "etc/passwd").write_text(
+        "root:x:0:0::/root:/bin/sh\nworker:x:1000:1001::/home/worker:/bin/sh\n"
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """Runs as an ordinary user, in a folder and with variables of its own."""
+    require_root()
+    made = Image(tmp_path_factory.mktemp("layout") / "img", image_root)
+    made.build(User="worker", WorkingDir="/work", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
+    return made

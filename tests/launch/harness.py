@@ -105,14 +105,13 @@ class Node:
     def mounts(self) -> list[mounts.Mount]:
         return [one for one in mounts.fuse_mounts() if one.path.is_relative_to(self.base)]
 
-    def wait_clean(self, *, containers: bool = True) -> None:
+    def wait_clean(self) -> None:
         """Until nothing of any start is left: no process, no mount, no folder of a container."""
         deadline_s = time.monotonic() + 30
         while True:
             left: list[object] = [*self.processes().values(), *self.mounts()]
-            if containers:
-                for folder in ("run/mounts", "run/checkpoints", "cache/containers"):
-                    left += (self.base / folder).glob("*")
+            for folder in ("run/mounts", "cache/containers"):
+                left += (self.base / folder).glob("*")
             if not left:
                 return
             assert time.monotonic() < deadline_s, left
