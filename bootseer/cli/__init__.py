@@ -9,6 +9,7 @@ import os
 import sys
 
 import click
+from click.utils import PacifyFlushWrapper
 
 from bootseer import __version__
 from bootseer.cli.output import SettingsSource, one_line
@@ -79,20 +80,39 @@ def cli(ctx: click.Context, /, verbose: int, **flags: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, translate errors, exit."""
+    _open_standard_files()
     code = _run(arguments)
     # Here, since the interpreter's own flush at exit can only complain.
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         code = code or _output_lost(error)
     sys.exit(code)
+
+
+def _open_standard_files() -> None:
+    """Whoever closed them (`bootseer ... >&-`) gets /dev/null: else the next file that is opened,
+    a lock or a cache, would be what prints go to."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _run(arguments: list[str] | None) -> int:
     try:
         result = cli.main(args=arguments, prog_name="bootseer", standalone_mode=False)
         return result if isinstance(result, int) else EXIT_OK
+    except SystemExit as error:
+        if isinstance(sys.stdout, PacifyFlushWrapper):
+            # Click has met a closed pipe, and would exit with 1.
+            return _output_lost(BrokenPipeError())
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     except click.exceptions.Abort:
         click.echo("bootseer: interrupted", err=True)
         return 130
@@ -102,6 +122,8 @@ def _run(arguments: list[str] | None) -> int:
     except BrokenPipeError as error:
         return _output_lost(error)
     except (BootseerError, OSError) as error:
+        if not isinstance(error, BootseerError) and _is_output_lost():
+            return _output_lost(error)
         _log.debug("what failed, for debugging", exc_info=True)
         click.echo(f"bootseer: {one_line(error)}", err=True)
         return exit_code_of(error)
@@ -114,6 +136,14 @@ def _run(arguments: list[str] | None) -> int:
             err=True,
         )
         return EXIT_FAILURE
+
+
+def _is_output_lost() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _output_lost(error: OSError) -> int:

@@ -20,6 +20,7 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     open_current_store,
+    printable,
 )
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.prefetch.catalogue import find_image, list_images, load_tree
@@ -198,7 +199,9 @@ def ls(reference: str, path: str, as_json: bool) -> None:
     if as_json:
         emit_json([_entry(tree, name, inode) for name, inode in entries])
         return
-    # Not a table: names are printed as the bytes they are, for pipes.
+    # Not a table: names are printed as the bytes they are, for pipes; not to a terminal, which
+    # would obey what an image calls its files.
+    on_terminal = sys.stdout.isatty()
     for name, number in entries:
         inode = tree.inode(number)
         target = b" -> " + inode.link_target if inode.link_target else b""
@@ -206,7 +209,10 @@ def ls(reference: str, path: str, as_json: bool) -> None:
             f"{stat.filemode(inode.mode)} {tree.link_count(number):3} {inode.uid:6} "
             f"{inode.gid:6} {inode.size_bytes:12} {_time(inode.mtime_ns)} "
         )
-        sys.stdout.buffer.write(line.encode() + name + target + b"\n")
+        shown = name + target
+        if on_terminal:
+            shown = printable(shown.decode("utf-8", "surrogateescape")).encode()
+        sys.stdout.buffer.write(line.encode() + shown + b"\n")
 
 
 def _summary(record: ImageRecord) -> dict[str, object]:

@@ -74,20 +74,23 @@ def emit_table(
 
     _tolerate_any_text()
     table = Table(
-        title=_plain(title) if title else None, title_justify="left", box=None, pad_edge=False
+        title=printable(title) if title else None, title_justify="left", box=None, pad_edge=False
     )
     for column in columns:
         right = bool(_UNIT.search(column))
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else _plain(str(cell)) for cell in row))
+        table.add_row(*("" if cell is None else printable(str(cell)) for cell in row))
     console = Console(soft_wrap=False, highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(width=200, highlight=False, markup=False)
-    console.print(table)
+    # Not by the console itself, which exits by itself where stdout is closed.
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.write(captured.get())
 
 
-def _plain(text: str) -> str:
+def printable(text: str) -> str:
     """`text` as it may be shown on a terminal: names from a store may hold its control codes."""
     if text.isprintable():
         return text
@@ -108,7 +111,7 @@ def one_line(error: BaseException) -> str:
         text = error.strerror or str(error)
         if error.filename is not None:
             text = f"{os.fsdecode(error.filename)}: {text}"
-    return redact(_plain(" ".join(text.split("\n"))))
+    return redact(printable(" ".join(text.split("\n"))))
 
 
 class Seconds(click.FloatRange):
