@@ -9,7 +9,6 @@ import os
 import sys
 
 import click
-from click.utils import PacifyFlushWrapper
 
 from bootseer import __version__
 from bootseer.cli.output import SettingsSource, one_line
@@ -105,12 +104,13 @@ def _open_standard_files() -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
+    stdout = sys.stdout
     try:
         result = cli.main(args=arguments, prog_name="bootseer", standalone_mode=False)
         return result if isinstance(result, int) else EXIT_OK
     except SystemExit as error:
-        if isinstance(sys.stdout, PacifyFlushWrapper):
-            # Click has met a closed pipe, and would exit with 1.
+        if sys.stdout is not stdout:
+            # Click has met a closed pipe, put a wrapper in its place, and would exit with 1.
             return _output_lost(BrokenPipeError())
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except click.exceptions.Abort:
