@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bootseer.snapshots.request import Request
 
 # What makes a set-up line a script for the shell rather than a plain command.
+_SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -63,7 +64,7 @@ def setup_command(line: str) -> list[str]:
         raise InvalidInputError(f"the set-up {line!r} cannot be read: {error}") from None
     if not words:
         raise InvalidInputError("a set-up line is empty")
-    return words
+    return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:

@@ -220,10 +220,10 @@ class CheckpointMounts:
         """Unmount what was mounted: the start has failed. Never raises."""
         if self._pid == 0:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for ending in (signal.SIGTERM, signal.SIGKILL):
             if self._reports >= 0:
                 with contextlib.suppress(OSError):
-                    os.kill(self._pid, number)
+                    os.kill(self._pid, ending)
                 self._drain(_END_S)
         for mounted in self._mounted():
             directory = self._directory(mounted)

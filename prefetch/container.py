@@ -29,7 +29,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
-from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind, resolve_in_root
+from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
 from bootseer.prefetch.mount_state import make_private, new_mount_dir
 from bootseer.prefetch.process_spec import (
@@ -41,6 +41,7 @@ from bootseer.prefetch.process_spec import (
     resolve_user,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:
     from bootseer.prefetch.extracted import ExtractedImage

@@ -35,8 +35,8 @@ bootseer.ready()
 def test_recorded_once_and_replayed_on_another_node(
     node: Node, image: Image, tmp_path: Path
 ) -> None:
-    job = ("--image", image.source, "--bind", f"{REPOSITORY}:/source:ro")
-    job = (*job, "--", "python3", "-c", STAGES)
+    bind = f"{REPOSITORY}:/source:ro"
+    job = ("--image", image.source, "--bind", bind, "--", "python3", "-c", STAGES)
     first = node.run(*job)
     assert first.returncode == 0, first.stderr
     assert "not indexed yet" in first.stderr
@@ -99,8 +99,8 @@ def test_exit_codes_and_signals(node: Node, image: Image) -> None:
         assert done.returncode == code, done.stderr
     node.wait_clean()
     for number in (signal.SIGTERM, signal.SIGKILL):
-        code = "import time; print('up', flush=True); time.sleep(600)"
-        with node.start("--image", image.source, "--", "python3", "-c", code) as process:
+        waiting = "import time; print('up', flush=True); time.sleep(600)"
+        with node.start("--image", image.source, "--", "python3", "-c", waiting) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
             process.send_signal(number)

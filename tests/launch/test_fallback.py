@@ -1,0 +1,161 @@
+"""A start never fails because Bootseer did: one warning, and the ordinary path."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import Image
+from tests.launch.harness import Node, attribute
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+# In a mount namespace of its own, where /dev/fuse is something else.
+WITHOUT_FUSE = (
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'mount --bind /dev/null /dev/fuse && exec "$@"',
+    "sh",
+)
+SHOW = "import os; print(os.getuid(), os.getcwd(), os.environ['FROM_IMAGE'], os.getpid())"
+
+
+def bad_stores(node: Node) -> list[str]:
+    (node.base / "file").write_text("")
+    return ["hdfs://127.0.0.1:9/store", (node.base / "file/store").as_uri(), "nosuch://host/x"]
+
+
+def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
+    for url in bad_stores(node):
+        done = node.run(
+            *("--image", image.source, "--", "python3", "-c", SHOW),
+            variables={"BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"},
+        )
+        assert (done.returncode, done.stdout.split()[:3]) == (0, ["1000", "/work", "yes"])
+        assert done.stderr.count("warning:") == 1, done.stderr
+        assert "Traceback" not in done.stderr
+    node.wait_clean()
+
+
+def test_a_store_that_is_full(node: Node, image: Image, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=True)
+    try:
+        done = node.run(
+            *("--image", image.source, "--", "sh", "-c", "echo fine"),
+            variables={"BOOTSEER_STORE": (small / "store").as_uri()},
+        )
+        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+        assert done.stderr.count("warning:") == 1, done.stderr
+        # What was begun there is gone, so that others find the space.
+        left = sum(path.stat().st_size for path in small.rglob("*") if path.is_file())
+        assert left < 100_000
+    finally:
+        node.sweep()
+        subprocess.run(["umount", "--lazy", str(small)], check=False)
+
+
+def test_a_named_image_that_nobody_has(node: Node) -> None:
+    """There is no ordinary path to what only a store would know."""
+    done = node.run("--image", "never-indexed:1", "--", "true")
+    assert done.returncode == 10
+    assert "never-indexed:1" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.write_bytes(b"rubbish"), lambda path: path.unlink()],
+    ids=["damaged", "missing"],
+)
+@pytest.mark.parametrize("what", ["indexes", "images"])
+def test_a_catalogue_that_is_damaged(
+    node: Node, image: Image, tmp_path: Path, what: str, damage: "object"
+) -> None:
+    assert callable(damage)
+    job = ("--image", image.source, "--", "sh", "-c", "echo fine")
+    assert node.run(*job).returncode == 0
+    node.wait_clean()
+    shutil.rmtree(node.base / "cache")
+    for path in (tmp_path / "store" / what).rglob("*"):
+        if path.is_file():
+            damage(path)
+    done = node.run(*job)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    node.wait_clean()
+
+
+def fallback(node: Node, *arguments: object, prefix: Sequence[str] = WITHOUT_FUSE) -> str:
+    done = node.run(*arguments, prefix=prefix)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning:") == 1, done.stderr
+    assert "extracted" in done.stderr
+    assert attribute(node.spans()["image"], "bootseer.fallback") == "extracted"
+    return done.stdout
+
+
+def test_without_fuse_the_image_is_extracted(node: Node, image: Image) -> None:
+    job = ("--image", image.source, "--", "python3", "-c", SHOW)
+    assert fallback(node, *job).split()[:3] == ["1000", "/work", "yes"]
+    node.wait_clean()
+    extracted = node.base / "cache/extracted"
+    (tree,) = [path for path in extracted.iterdir() if not path.name.startswith("container-")]
+    # The second one finds the tree, untouched by the first, and removes what that one left.
+    for _ in range(2):
+        found = fallback(
+            node,
+            "--image",
+            image.source,
+            "--",
+            "sh",
+            "-c",
+            "ls; cat /etc/passwd; echo x > /tmp/new",
+        )
+        assert found == (image.root / "etc/passwd").read_text()
+        assert len(list(extracted.iterdir())) == 2
+        assert not (tree / "tmp/new").exists()
+        assert not (tree / "work").exists()
+    node.wait_clean()
+
+
+def test_without_fuse_what_is_in_use_stays(node: Node, image: Image) -> None:
+    code = "open('/tmp/mine', 'w').write('x'); print('up', flush=True); input(); "
+    code += "print(open('/tmp/mine').read()); import decimal"
+    with node.start(
+        *("--image", image.source, "--", "python3", "-c", code),
+        prefix=WITHOUT_FUSE,
+        stdin=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        fallback(node, "--image", image.source, "--", "sh", "-c", "echo y > /tmp/mine")
+        out, err = process.communicate("\n", timeout=30)
+        assert (process.returncode, out) == (0, "x\n"), err
+
+
+def test_without_fuse_a_setup_and_a_failure(node: Node, image: Image) -> None:
+    setup = ("--setup", "echo from-setup > env", "--target", "/work")
+    job = ("--image", image.source, *setup, "--", "cat", "env")
+    assert fallback(node, *job) == "from-setup\n"
+    assert fallback(node, *job) == "from-setup\n"
+    done = node.run(
+        *("--image", image.source, "--setup", "exit 9", "--target", "/work", "--", "true"),
+        prefix=WITHOUT_FUSE,
+    )
+    assert done.returncode == 9
+
+
+def test_without_fuse_a_checkpoint_is_an_error(node: Node, store_url: str) -> None:
+    """Nothing else gives the job its files at that path."""
+    done = node.run(
+        *("--checkpoint", f"{store_url}:{node.base}/mnt", "--", "true"), prefix=WITHOUT_FUSE
+    )
+    assert done.returncode != 0
+    assert done.stderr.startswith("bootseer: cannot mount")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,46 @@
+"""Which set-up lines are plain commands, whose words say what they read, and which need a shell."""
+
+import pytest
+
+from bootseer.errors import InvalidInputError
+from bootseer.launch import setup_command
+from bootseer.launch_checkpoints import CheckpointPath, parse_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pip install -r requirements.txt", ["pip", "install", "-r", "requirements.txt"]),
+        ("pip  install 'a b' \"c d\"", ["pip", "install", "a b", "c d"]),
+    ],
+)
+def test_plain(line: str, words: list[str]) -> None:
+    assert setup_command(line) == words
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("a && b", "a; b", "a | b", "a > b", "echo $HOME", "ls *.whl", "X=1 make", "a\nb", "(a)"),
+        *(". ./setup.sh", "exit 9", "cd x", "pip install 'a>=1'", "cat ~/x", "a `b`", "a #b"),
+    ],
+)
+def test_for_the_shell(line: str) -> None:
+    assert setup_command(line) == ["sh", "-c", line]
+
+
+@pytest.mark.parametrize("line", ["", "  ", "'open", 'a "b'])
+def test_unusable(line: str) -> None:
+    with pytest.raises(InvalidInputError):
+        setup_command(line)
+
+
+def test_checkpoints() -> None:
+    assert parse_checkpoint("hdfs://h:8020/a:b:/mnt/x") == CheckpointPath(
+        "hdfs://h:8020/a:b", "/mnt/x"
+    )
+    assert parse_checkpoint("/local/dir:/mnt") == CheckpointPath("/local/dir", "/mnt")
+    for wrong in ("", "/only", "hdfs://h/x", "hdfs://h/x:relative", ":/mnt", "x://user:pw@h/"):
+        with pytest.raises(InvalidInputError) as caught:
+            parse_checkpoint(wrong)
+        assert "pw" not in str(caught.value)
