@@ -37,7 +37,8 @@ class Writer(Protocol):
 
     Bytes are durable, and failures reported, when `close` has returned. Leaving a `with` block
     by an exception aborts. What a reader sees before `close` is the backend's affair: callers
-    who need atomicity write under a temporary name and rename.
+    who need atomicity write under a temporary name and rename. Implementations subclass it, for the
+    `with` block.
     """
 
     def write(self, data: bytes) -> None:
@@ -55,14 +56,19 @@ class Writer(Protocol):
         """Give up and remove the file. Never raises. Idempotent."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
 
 class Backend(Protocol):

@@ -11,8 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import datetime
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -25,7 +24,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.redact import public_url, redact
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.backend import FileInfo, Space, Writer
 from bootseer.store.paths import split_path, split_scheme
 
 # An object up to this size is kept in memory and sent by one call; a larger one lies in an
@@ -203,7 +202,7 @@ class FsspecBackend:
         return f"{self.url}/{path}" if path else self.url
 
 
-class _SpoolingWriter:
+class _SpoolingWriter(Writer):
     """Keeps what is written, and puts it when it is closed."""
 
     def __init__(self, backend: FsspecBackend, path: str, overwrite: bool) -> None:
@@ -234,20 +233,6 @@ class _SpoolingWriter:
         if self._spool is not None:
             self._spool.close()
             self._spool = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from bootseer.errors import (
@@ -25,6 +24,7 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
+from bootseer.store.backend import Writer
 
 if TYPE_CHECKING:
     from bootseer.store.hdfs import HdfsBackend
@@ -45,7 +45,7 @@ _PAUSE_S = 0.02
 _POLL_MAX_S = 1.0
 
 
-class HdfsWriter:
+class HdfsWriter(Writer):
     """A new file, complete and durable when closed."""
 
     def __init__(self, backend: "HdfsBackend", path: str, full: str) -> None:
@@ -181,17 +181,3 @@ class HdfsWriter:
             self._backend.delete(self._path)
         except BootseerError as error:
             logger.warning("left %s behind: %s", self._backend.name(self._path), error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()

@@ -16,8 +16,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import parse_qsl, urlencode
 
 from bootseer.errors import InvalidInputError, from_oserror
@@ -168,7 +166,7 @@ class LimitedBackend:
         self._meter.close()
 
 
-class _LimitedWriter:
+class _LimitedWriter(Writer):
     def __init__(self, inner: Writer, meter: "_Meter", path: str) -> None:
         self._inner = inner
         self._meter = meter
@@ -183,20 +181,6 @@ class _LimitedWriter:
 
     def abort(self) -> None:
         self._inner.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 class _Meter:

@@ -14,7 +14,6 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from bootseer.errors import (
@@ -25,7 +24,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.backend import FileInfo, Space, Writer
 from bootseer.store.beneath import (
     file_mode,
     make_directory,
@@ -254,7 +253,7 @@ class LocalBackend:
         return self._error(error, "create", path)
 
 
-class _LocalWriter:
+class _LocalWriter(Writer):
     """A file being written: under its own name (exclusive), or replacing it in `close`."""
 
     def __init__(
@@ -316,20 +315,6 @@ class _LocalWriter:
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
     def __del__(self) -> None:
         # A writer that nobody finished leaves nothing half-written behind.
