@@ -7,18 +7,15 @@ import contextlib
 import json
 import logging
 import os
-import select
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bootseer import errors
+from bootseer import background
 from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
@@ -26,8 +23,6 @@ from bootseer.errors import (
     DeadlineError,
     InvalidInputError,
     NotFoundError,
-    UnavailableError,
-    from_oserror,
 )
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.catalogue import find_image, load_tree
@@ -43,8 +38,6 @@ from bootseer.prefetch.mount_state import (
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve import plan_to_json
 from bootseer.prefetch.server import RECORD_MODES, ServePlan
-from bootseer.prefetch.settings_json import python_environment
-from bootseer.private import private_opener
 from bootseer.store import open_store
 
 READAHEAD_BYTES = 32 * 1024
@@ -57,7 +50,6 @@ _log = logging.getLogger(__name__)
 
 _START_S = 30.0
 _FAILED_END_S = 3.0
-_LOG_TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,69 +177,23 @@ def mount_image(
 
 
 def _start_server(plan: ServePlan) -> None:
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    log = log_path(plan.settings, plan.state.id)
-    try:
-        document = {**plan_to_json(plan), "report_fd": write_fd}
-        with open(log, "ab", opener=private_opener) as sink:
-            starter = subprocess.Popen(
-                [sys.executable, "-m", "bootseer.prefetch.serve"],
-                stdin=subprocess.PIPE,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=[write_fd],
-                start_new_session=True,
-                env=python_environment(),
-                cwd="/",
-            )
-        os.close(write_fd)
-        write_fd = -1
-        starter.communicate(json.dumps(document).encode(), timeout=_START_S)
-        _check_report(_read_report(read_fd, plan.state.directory), log)
-    except subprocess.TimeoutExpired as error:
-        starter.kill()
-        starter.wait()
-        raise DeadlineError(f"the image's server did not start in {_START_S:g} s") from error
-    except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
-        raise from_oserror(error, "start the image's server") from error
-    finally:
-        os.close(read_fd)
-        if write_fd >= 0:
-            os.close(write_fd)
-
-
-def _read_report(fd: int, directory: str) -> bytes:
-    deadline_s = time.monotonic() + _START_S
-    report = b""
-    while not report.endswith(b"\n"):
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
-            raise DeadlineError(f"the server of {directory} was not ready in {_START_S:g} s")
-        part = os.read(fd, 65536)
-        if not part:
-            break
-        report += part
-    return report
-
-
-def _check_report(report: bytes, log: Path) -> None:
-    """Raises what the server reported, if it is not ready."""
-    # Worker and supervisor may both say what failed: the first is nearer to the cause.
-    first = report.partition(b"\n")[0]
-    document: Mapping[str, Any] = json.loads(first) if first else {}
-    if document.get("ready"):
-        return
-    if "error" in document:
-        kind = getattr(errors, document["error"], BootseerError)
-        if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
-            kind = UnavailableError
-        raise kind(document["message"])
-    with log.open("rb") as file:
-        file.seek(max(log.stat().st_size - _LOG_TAIL_BYTES, 0))
-        tail = file.read().decode(errors="replace").strip().rpartition("\n")[2]
-    raise UnavailableError(f"the image's server died before it was ready; {log}: {tail}")
+    with background.start(
+        "bootseer.prefetch.serve",
+        json.dumps(plan_to_json(plan)),
+        what=f"the server of {plan.state.directory}",
+        log=log_path(plan.settings, plan.state.id),
+        append=True,
+    ) as starting:
+        # It ends as soon as it has forked the server.
+        try:
+            starting.process.wait(_START_S)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(f"the image's server did not start in {_START_S:g} s") from error
+        finally:
+            # Nothing where it has ended, as it should.
+            starting.process.kill()
+            starting.process.wait()
+        starting.await_ready(_START_S)
 
 
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:

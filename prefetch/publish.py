@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from bootseer.background import python_environment
 from bootseer.blob.index import decode as decode_index
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
@@ -33,11 +34,7 @@ from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
-from bootseer.prefetch.settings_json import (
-    python_environment,
-    settings_from_json,
-    settings_to_json,
-)
+from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace, accesses_of
 from bootseer.private import private_opener

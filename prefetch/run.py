@@ -14,25 +14,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bootseer import errors
 from bootseer.config import Settings
-from bootseer.errors import (
-    BootseerError,
-    InvalidInputError,
-    SetupFailedError,
-    UnavailableError,
-    UnsupportedError,
-)
+from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.prefetch import namespaces, signals
 from bootseer.prefetch.container import Container, become, prepare_container
 from bootseer.prefetch.mount import WINDOW_S
 from bootseer.prefetch.mount_state import wait_released
 from bootseer.prefetch.oci_runtime import exec_runc
+from bootseer.reported import error_from_json, error_to_json
 
 _log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "runc", "chroot")
 _SERVER_END_S = 15.0
+_REPORT_BYTES_MAX = 1 << 16
 
 
 def choose_runtime(wanted: str) -> str:
@@ -108,7 +103,9 @@ def _fork(child: Callable[[], int]) -> int:
         os.close(write_fd)
         code = signals.forward_until_exit(pid)
         with os.fdopen(read_fd, "rb") as pipe:
-            _raise_reported(pipe.read(65536))
+            report = pipe.read(_REPORT_BYTES_MAX)
+        if report:
+            raise error_from_json(json.loads(report))
         return code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
@@ -120,28 +117,10 @@ def _child(work: Callable[[], int], parent: int, report_fd: int) -> None:
     try:
         namespaces.die_with_parent(parent)
         code = work()
-    except SetupFailedError as error:
-        _report(report_fd, {"message": str(error), "exit_code": error.exit_code})
-    except BootseerError as error:
-        _report(report_fd, {"error": type(error).__name__, "message": str(error)})
     except BaseException as error:
-        _report(report_fd, {"error": "UnavailableError", "message": f"the run failed: {error!r}"})
+        os.write(report_fd, json.dumps(error_to_json(error, "the run")).encode())
     finally:
         os._exit(code)
-
-
-def _report(fd: int, document: Mapping[str, object]) -> None:
-    os.write(fd, json.dumps(document).encode()[:60000])
-
-
-def _raise_reported(report: bytes) -> None:
-    if not report:
-        return
-    document = json.loads(report)
-    if "exit_code" in document:
-        raise SetupFailedError(document["message"], document["exit_code"])
-    kind = getattr(errors, document["error"], UnavailableError)
-    raise kind(document["message"])
 
 
 def _namespaced(

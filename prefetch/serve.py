@@ -1,8 +1,8 @@
 """The process behind a mounted image: `python -m bootseer.prefetch.serve`, started by
-`mount.mount_image`, with its plan as JSON on standard input.
+`mount.mount_image` as `background` has it, with its plan as JSON on standard input.
 
 The process itself holds the mount and restarts its worker (`fuse.kernel`'s supervisor); workers
-are `server.ImageServer`s. It reports once, on the descriptor named in the plan: ready, or why not.
+are `server.ImageServer`s.
 """
 
 import json
@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
@@ -68,33 +69,6 @@ def plan_from_json(document: Mapping[str, Any]) -> ServePlan:
     )
 
 
-class Report:
-    """One message to whoever started us; later ones go nowhere. Survives a fork."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def send(self, document: Mapping[str, Any]) -> bool:
-        """False when who started us is gone."""
-        try:
-            os.write(self._fd, json.dumps(document).encode() + b"\n")
-        except OSError:
-            return False
-        finally:
-            self.close()
-        return True
-
-    def send_error(self, error: BaseException) -> None:
-        """The class by name, so that the other side raises the same."""
-        self.send({"error": type(error).__name__, "message": str(error)})
-
-    def close(self) -> None:
-        """Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 def serve_image(plan: ServePlan, report: Report) -> None:
     """Mount and serve until unmounted. Raises: BootseerError."""
     try:
@@ -129,7 +103,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         )
 
         def ready() -> None:
-            if not report.send({"ready": True}):
+            if not report.send_ready():
                 raise UnavailableError(f"nobody waits for the mount on {state.directory} any more")
 
         supervise(
@@ -154,7 +128,7 @@ def main() -> int:
     if os.fork():
         os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve: %(message)s")
-    report = Report(document["report_fd"])
+    report = Report(int(sys.argv[1]), "the image's server")
     try:
         plan = plan_from_json(document)
         serve_image(plan, report)
@@ -164,7 +138,7 @@ def main() -> int:
         return 1
     except Exception as error:
         _log.exception("the server failed")
-        report.send_error(UnavailableError(f"the image's server failed: {error!r}"))
+        report.send_error(error)
         return 1
     return 0
 

@@ -1,16 +1,14 @@
-"""What the processes that a mount starts are given: the settings as JSON, and an environment.
+"""The settings as JSON, for the processes that a mount starts.
 
 Settings are handed over through private files and pipes, never on a command line: a store's URL
 may carry credentials.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import bootseer
 from bootseer.config import Settings
 
 _PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir"))
@@ -30,10 +28,3 @@ def settings_from_json(document: Mapping[str, Any]) -> Settings:
         for field in fields(Settings)
     }
     return Settings(**values)
-
-
-def python_environment() -> dict[str, str]:
-    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs."""
-    source = str(Path(bootseer.__file__).parent.parent)
-    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,86 @@
+"""Real processes that report, die without a word, or say nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.background import Starting, start
+from bootseer.errors import BootseerError, DeadlineError, NotFoundError, UnavailableError
+
+_CHILD = """
+import os, sys, time
+from bootseer.background import Report
+from bootseer.errors import NotFoundError
+report = Report(int(sys.argv[1]), "the child")
+case = sys.stdin.read()
+if case == "ready":
+    assert report.send_ready()
+    assert not report.send_ready()
+elif case == "twice":
+    if (pid := os.fork()):
+        os.waitpid(pid, 0)
+    report.send_error(NotFoundError("the first" if pid == 0 else "the second"))
+elif case == "foreign":
+    report.send_error(KeyError("x"))
+elif case == "half":
+    os.write(int(sys.argv[1]), b'{"ready": true')
+elif case == "dies":
+    sys.exit("so much\\nfor that")
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Starting]]:
+    (tmp_path / "background_test_child.py").write_text(_CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started: list[Starting] = []
+    yield started
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def _await(children: list[Starting], case: str, log: Path, timeout_s: float = 60.0) -> None:
+    with start("background_test_child", case, what="the child", log=log) as starting:
+        children.append(starting)
+        starting.await_ready(timeout_s)
+
+
+def test_ready(children: list[Starting], tmp_path: Path) -> None:
+    _await(children, "ready", tmp_path / "log")
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_report_counts(children: list[Starting], tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="the first"):
+        _await(children, "twice", tmp_path / "log")
+
+
+def test_an_error_that_is_not_ours(children: list[Starting], tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="the child failed: KeyError"):
+        _await(children, "foreign", tmp_path / "log")
+
+
+def test_a_death_shows_the_last_line_of_the_log(children: list[Starting], tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="for that"):
+        _await(children, "dies", tmp_path / "log")
+
+
+def test_half_a_report_is_none(children: list[Starting], tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="before it was ready: see"):
+        _await(children, "half", tmp_path / "log")
+
+
+def test_silence_has_a_deadline(children: list[Starting], tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"not ready in 0\.1 s"):
+        _await(children, "silent", tmp_path / "log", 0.1)
+
+
+def test_a_log_behind_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to(tmp_path / "other")
+    with pytest.raises(BootseerError, match="open the log"):
+        start("background_test_child", "ready", what="the child", log=tmp_path / "log")
+    assert not (tmp_path / "other").exists()
