@@ -1,0 +1,64 @@
+"""The same without root: fusermount3 mounts, a user namespace makes the container."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.harness import Node
+from tests.support.fuse_mount import require_fuse
+
+pytestmark = pytest.mark.fuse
+
+NOBODY = "65534"
+# Root may keep its interpreter, and the device, where nobody else may look: let them be used.
+PRIVATE_DEVICE = """
+mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
+mount --bind /mnt/fuse /dev/fuse && exec "$@"
+"""
+
+
+def unprivileged(node: Node) -> tuple[str, ...]:
+    """What to put before a command of the node's, so that an ordinary user runs it."""
+    require_fuse()
+    if not shutil.which("fusermount3"):
+        pytest.skip("mounting without root needs fusermount3")
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if not limit.exists() or not int(limit.read_text()):
+        pytest.skip("this kernel has no user namespaces")
+    if os.geteuid() != 0:
+        return ()
+    for path in (node.base, *node.base.parents[:3]):
+        path.chmod(0o755)
+    subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)
+    user = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups")
+    read = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    return ("unshare", "--mount", "sh", "-c", PRIVATE_DEVICE, "sh", *user, *read)
+
+
+def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> None:
+    job = (
+        *("--image", image_root, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--", "sh", "-c"),
+    )
+    prefix = unprivileged(node)
+    first = node.run(*job, "echo saved > /ckpt/x; echo $BOOTSEER_JOB", prefix=prefix)
+    assert (first.returncode, first.stdout) == (0, "job\n"), first.stderr
+    second = node.run(*job, "cat /ckpt/x; exit 3", prefix=prefix)
+    assert (second.returncode, second.stdout, second.stderr) == (3, "saved\n", "")
+    node.wait_clean()
+
+
+def test_on_the_host(node: Node, tmp_path: Path) -> None:
+    mount = node.base / "mnt"
+    done = node.run(
+        *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:{mount}"),
+        *("--setup", "mkdir -p env; echo x > env/x", "--target", "env"),
+        *("--", "sh", "-c", "id -u; cat env/x; echo saved > mnt/x; cat mnt/x"),
+        prefix=unprivileged(node),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["x", "saved"]
+    node.wait_clean()
