@@ -36,7 +36,7 @@ from bootseer.prefetch.mount_state import (
     wait_released,
 )
 from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.serve import plan_to_json
+from bootseer.prefetch.serve import SUBTYPE, plan_to_json
 from bootseer.prefetch.server import RECORD_MODES, ServePlan
 from bootseer.store import open_store
 
@@ -210,14 +210,19 @@ def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountSta
 def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:
     """Unmount what `mount_image` mounted on `directory`, whatever state its server is in.
 
-    Raises: NotFoundError, BootseerError.
+    Raises: NotFoundError, InvalidInputError where something else is mounted, BootseerError.
     """
     try:
         state_dir, state = find_live_mount(settings, directory)
     except NotFoundError:
         left_over = mounts.find_mount(directory)
-        if left_over is None or not left_over.subtype.startswith("bootseer"):
+        if left_over is None:
             raise
+        if left_over.subtype != SUBTYPE:
+            raise InvalidInputError(
+                f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "
+                "image; checkpoint folders are unmounted by `bootseer unmount`"
+            ) from None
         # Its server died: the mount answers nothing but can be taken off.
         mounts.unmount(directory, timeout_s=timeout_s)
         return
