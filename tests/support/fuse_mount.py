@@ -23,6 +23,11 @@ from bootseer.fuse.kernel.server import Server
 SUBTYPE = "bootseer-test"
 COMMAND_DEADLINE_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[2]
+_REAP_S = 5.0
+
+# Killed, but waiting for a mount that answers nothing: they end when it is aborted. Without a
+# reference here, collecting them would warn of a running child in whatever test comes next.
+_left_behind: list["subprocess.Popen[str]"] = []
 
 
 def why_no_fuse() -> str | None:
@@ -51,13 +56,18 @@ def require_root() -> None:
 
 
 def clear_mount(path: Path) -> None:
-    """Abort and detach whatever FUSE mounts are on `path`."""
+    """Abort and detach whatever FUSE mounts are on `path`, and see those end who waited for it."""
     while (mount := mounts.find_mount(path)) is not None:
         mounts.abort_connection(mount.device_minor, mount.path)
         try:
             mounts.detach(mount.path, lazy=True)
         except BootseerError:
-            return
+            break
+    for process in list(_left_behind):
+        # Another mount may be what it waits for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_S)
+            _left_behind.remove(process)
 
 
 def sweep(under: Path | None = None) -> list[Path]:
@@ -107,6 +117,7 @@ def run(
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+        _left_behind.append(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
