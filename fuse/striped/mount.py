@@ -4,19 +4,15 @@ Owns the start of the server process and its end. Functions may be called from a
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bootseer import errors
+from bootseer import background
 from bootseer.config import Settings, absolute_url
 from bootseer.errors import (
     BootseerError,
@@ -24,7 +20,6 @@ from bootseer.errors import (
     DeadlineError,
     InvalidInputError,
     NotFoundError,
-    UnavailableError,
     from_oserror,
 )
 from bootseer.fuse import kernel
@@ -37,7 +32,6 @@ from bootseer.private import make_private_directory
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.
 _END_GRACE_S = 15.0
-_MAX_STATUS_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,86 +132,28 @@ def mount_checkpoints(
         warm=warm,
     )
     log = log_path(settings.run_dir, Path(spec.directory))
-    process, status = _start(spec, log)
     try:
-        _await_ready(process, status, settings.deadline_s + _START_S, log)
-    except BaseException:
-        process.kill()
-        process.wait()
-        with contextlib.suppress(BootseerError):
-            kernel.unmount(Path(spec.directory), timeout_s=0.0)
-        raise
-    finally:
-        os.close(status)
+        make_private_directory(log.parent)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {log.parent}") from error
+    with background.start(
+        "bootseer.fuse.striped.server",
+        spec.to_json(),
+        what=f"the server of {spec.directory}",
+        log=log,
+    ) as starting:
+        process = starting.process
+        try:
+            starting.await_ready(settings.deadline_s + _START_S)
+        except BaseException:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(BootseerError):
+                kernel.unmount(Path(spec.directory), timeout_s=0.0)
+            raise
     # The server outlives this object: without this, collecting it would warn of a running child.
     process.returncode = 0
     return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, settings.run_dir)
-
-
-def _start(spec: MountSpec, log: Path) -> tuple["subprocess.Popen[bytes]", int]:
-    try:
-        make_private_directory(log.parent)
-        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise from_oserror(error, f"open the log {log}") from error
-    ours, theirs = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bootseer.fuse.striped.server", str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=[theirs],
-            start_new_session=True,
-            cwd="/",
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(spec.to_json().encode())
-        return process, ours
-    except OSError as error:
-        os.close(ours)
-        raise from_oserror(error, "start the server process") from error
-    finally:
-        os.close(theirs)
-        os.close(log_fd)
-
-
-def _await_ready(
-    process: "subprocess.Popen[bytes]", status: int, timeout_s: float, log: Path
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    data = b""
-    while len(data) < _MAX_STATUS_BYTES:
-        if not select.select([status], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise DeadlineError(f"the mount was not ready within {timeout_s:.0f} s; see {log}")
-        piece = os.read(status, _MAX_STATUS_BYTES)
-        if not piece:
-            break
-        data += piece
-    try:
-        answer = json.loads(data)
-    except ValueError:
-        code = process.wait(timeout=_END_GRACE_S)
-        raise UnavailableError(
-            f"the server process ended with exit code {code} before the mount was ready; see {log}"
-        ) from None
-    if answer.get("ready"):
-        return
-    process.wait(timeout=_END_GRACE_S)
-    raise _error_class(str(answer.get("class")))(f"{answer.get('error')}")
-
-
-def _error_class(name: str) -> type[BootseerError]:
-    """The class of the server's error, so that the caller's exit code is the same."""
-    found = getattr(errors, name, None)
-    if (
-        isinstance(found, type)
-        and issubclass(found, BootseerError)
-        and not issubclass(found, errors.SetupFailedError)
-    ):
-        return found
-    return UnavailableError
 
 
 def unmount_checkpoints(

@@ -1,13 +1,13 @@
 """The process that serves one mounted checkpoint tree.
 
 Owns the life of the mount: start, warm-up, the watch on the process that the mount is for, the end.
-Run as `python -m bootseer.fuse.striped.server STATUS_FD` with a `MountSpec` on stdin; says on the
-descriptor whether the mount works, then serves until unmounted, a signal, or that process ends.
+Run as `python -m bootseer.fuse.striped.server REPORT_FD` with a `MountSpec` on stdin (see
+`background`); reports whether the mount works, then serves until unmounted, a signal, or that
+process ends.
 """
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import select
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bootseer.background import Report
 from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
@@ -29,7 +30,7 @@ from bootseer.fuse.striped.file_system import StripedFileSystem
 from bootseer.fuse.striped.mount_spec import MountSpec, MountState, write_state
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.warm import warm_newest
-from bootseer.redact import public_url, redact
+from bootseer.redact import public_url
 from bootseer.store import open_backend
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def _keep_freed_memory(limit_bytes: int) -> None:
     mallopt(_M_ARENA_MAX, 1)
 
 
-def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None]) -> list[str]:
+def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[str]:
     """Mount and serve in the foreground; returns the files that were left unwritten at the end.
 
     Main thread only. Raises: BootseerError.
@@ -167,20 +168,14 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    status = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-
-    def answer(document: dict[str, object]) -> None:
-        # Whoever started us may be gone.
-        with contextlib.suppress(OSError, ValueError):
-            status.write(json.dumps(document))
-            status.close()
-
+    report = Report(int(sys.argv[1]), "the mount's server")
     try:
         spec = MountSpec.from_json(sys.stdin.read())
-        serve_checkpoints(spec, lambda: answer({"ready": True}))
+        # Whoever started us may be gone: the mount is there for others, too.
+        serve_checkpoints(spec, report.send_ready)
     except BaseException as error:
         _log.exception("the mount ended")
-        answer({"error": redact(str(error)), "class": type(error).__name__})
+        report.send_error(error)
         sys.exit(exit_code_of(error))
 
 
