@@ -166,6 +166,8 @@ class Container:
 
         def into_root() -> None:
             os.chroot(self.root)
+            # First: a relative one would begin where this process is, which is outside.
+            os.chdir("/")
             os.chdir(working_dir)
 
         return subprocess.run(

@@ -140,7 +140,7 @@ def check_geometry(stripe_unit_bytes: int, stripe_count: int, block_bytes: int) 
     if not MIN_BLOCK_BYTES <= block_bytes <= stripe_unit_bytes <= MAX_STRIPE_UNIT_BYTES:
         raise InvalidInputError(
             f"a stripe unit of {stripe_unit_bytes} bytes cannot be used; "
-            f"choose {block_bytes} to {MAX_STRIPE_UNIT_BYTES} bytes"
+            f"choose {max(block_bytes, MIN_BLOCK_BYTES)} to {MAX_STRIPE_UNIT_BYTES} bytes"
         )
     if stripe_unit_bytes % block_bytes:
         raise InvalidInputError(
