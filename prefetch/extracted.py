@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch.catalogue import blob_key, find_image, load_tree
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
-from bootseer.prefetch.mount_state import make_private
+from bootseer.prefetch.mount_state import make_private, remove_scratch
 from bootseer.prefetch.records import ImageRecord
 from bootseer.store import open_store
 
@@ -48,7 +47,7 @@ class ExtractedImage:
 
     def close(self) -> None:
         """Remove the container's folder; the tree stays for the next start. Never raises."""
-        shutil.rmtree(self.state_dir, ignore_errors=True)
+        remove_scratch(self.state_dir)
 
 
 def prepare_extracted(
@@ -104,7 +103,7 @@ def _remove_unused(base: Path, keep: Path) -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
+                remove_scratch(path)
                 _log.info("removed %s, which nobody uses any more", path)
             except BlockingIOError:
                 continue

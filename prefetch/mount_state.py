@@ -154,6 +154,21 @@ def sweep(settings: Settings) -> int:
     return count
 
 
+def remove_scratch(directory: Path) -> None:
+    """Remove what a container has written. Never raises.
+
+    Overlayfs, and the container, leave folders that without root not even their owner may enter.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    for parent, names, _ in os.walk(directory):
+        for name in names:
+            path = os.path.join(parent, name)
+            with contextlib.suppress(OSError):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def _sweep_one(directory: Path) -> bool:
     # What another user's folder says about where to unmount and what to remove is not for us.
     try:
@@ -175,7 +190,7 @@ def _sweep_one(directory: Path) -> bool:
         if state is not None:
             _unmount_left_over(Path(state.directory))
             if state.scratch:
-                shutil.rmtree(state.scratch, ignore_errors=True)
+                remove_scratch(Path(state.scratch))
         shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(lock)

@@ -19,7 +19,7 @@ from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
-from bootseer.prefetch.mount_state import MountState, sweep, take_lock, write_state
+from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.server import ImageServer, ServePlan
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
@@ -116,7 +116,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
     finally:
         # The folder last: it is what says that the mount is not quite gone.
         if plan.state.scratch:
-            shutil.rmtree(plan.state.scratch, ignore_errors=True)
+            remove_scratch(Path(plan.state.scratch))
         shutil.rmtree(plan.state_dir, ignore_errors=True)
         os.close(lock)
 
