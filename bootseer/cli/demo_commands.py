@@ -72,14 +72,14 @@ def _print(result: "Comparison") -> None:
 @click.command(epilog="Example: bootseer demo --json")
 @click.option(
     "--link-mbit",
-    type=click.IntRange(min=8),
+    type=click.IntRange(8, 1_000_000),
     default=4000,
     show_default=True,
     help="The network of one node, in Mbit/s.",
 )
 @click.option(
     "--file-mbyte",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1_000_000),
     default=50,
     show_default=True,
     help="How fast the storage serves one file, in MB/s.",
@@ -88,7 +88,7 @@ def _print(result: "Comparison") -> None:
 @click.option(
     "--dir",
     "parent",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path, resolve_path=True),
     help="Where to work; a folder in it is made, and removed. Default: /var/tmp.",
 )
 @click.option("--keep", is_flag=True, help="Leave the folder, to look into it.")

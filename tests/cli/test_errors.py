@@ -179,6 +179,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("run", "--", "/absent/program"), 127, "/absent/program"),
     (("demo", "--dir", "text"), INVALID, "text"),
     (("demo", "--link-mbit", "0"), INVALID, "--link-mbit"),
+    (("demo", "--file-mbyte", "9" * 20), INVALID, "--file-mbyte"),
 ]
 
 
