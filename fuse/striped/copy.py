@@ -82,7 +82,7 @@ def copy_out(
     Returns the size. Raises: BootseerError.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    opened = storage.reader.open(storage.tree.view(path))
+    opened = storage.reader.open(storage.tree.stored.view(path))
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)

@@ -38,7 +38,8 @@ from bootseer.fuse.striped.presentation import (
     opened_of,
 )
 from bootseer.fuse.striped.reader import StripedReader
-from bootseer.fuse.striped.tree import FileStatus, StripedTree
+from bootseer.fuse.striped.stored import FileStatus
+from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import FileWriter, StripeSettings
 
@@ -176,7 +177,7 @@ class StripedFileSystem(Operations):
             writer.truncate(size_bytes)
             return
         path = self._attached_path(known)
-        view = self._tree.view(path)
+        view = self._tree.stored.view(path)
         if view.size_bytes == size_bytes:
             return
         base = view if size_bytes else None
@@ -320,7 +321,7 @@ class StripedFileSystem(Operations):
                     handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
                 return opened_of(handle)
             is_written_here = known.writer() is not None
-        view = self._tree.view(path)
+        view = self._tree.stored.view(path)
         if view.identity != known.status.identity and not is_written_here:
             with self._lock:
                 self._nodes.detach(known)
@@ -465,7 +466,7 @@ class StripedFileSystem(Operations):
             directory = self._node(node)
             path = self._attached_path(directory)
         try:
-            infos = self._tree.entries(path)
+            infos = self._tree.stored.entries(path)
         except NotFoundError:
             if path:
                 raise
@@ -535,7 +536,7 @@ class StripedFileSystem(Operations):
     def _status(self, path: str) -> FileStatus | None:
         listed = self._listings.take(path, self._clock())
         try:
-            return self._tree.status_of(listed) if listed else self._tree.status(path)
+            return self._tree.stored.status_of(listed) if listed else self._tree.stored.status(path)
         except NotFoundError:
             return None
 

@@ -46,7 +46,7 @@ def newest_files(storage: StripedStorage) -> Iterator[FileInfo]:
     Files that are being saved right now are not visible yet, so what is visible is whole.
     """
     tree = storage.tree
-    entries = tree.entries("")
+    entries = tree.stored.entries("")
     trackers = {}
     for info in entries:
         name = info.path
@@ -67,7 +67,7 @@ def _files(storage: StripedStorage, info: FileInfo, depth: int) -> Iterator[File
     if not info.is_dir:
         yield info
     elif depth:
-        for child in storage.tree.entries(info.path):
+        for child in storage.tree.stored.entries(info.path):
             yield from _files(storage, child, depth - 1)
 
 
@@ -83,7 +83,7 @@ def warm_newest(
         for count, info in enumerate(newest_files(storage)):
             if done >= budget_bytes or cancelled() or count >= _MAX_FILES:
                 break
-            file = storage.reader.open(storage.tree.view(info.path))
+            file = storage.reader.open(storage.tree.stored.view(info.path))
             try:
                 done += storage.reader.warm(file, budget_bytes - done, cancelled)
             finally:

@@ -53,7 +53,7 @@ def start_slow_writer(mountpoint: Path) -> "subprocess.Popen[bytes]":
 
 def assert_only_the_old_file(tmp_path: Path, url: str) -> None:
     with open_storage(settings_in(tmp_path), url) as storage:
-        assert [info.path for info in storage.tree.entries("")] == ["old"]
+        assert [info.path for info in storage.tree.stored.entries("")] == ["old"]
         copy_out(storage, "old", tmp_path / "old")
     assert (tmp_path / "old").read_bytes() == b"old" * 3_000_000
 
