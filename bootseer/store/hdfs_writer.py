@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from bootseer.errors import (
     BootseerError,
@@ -25,9 +25,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.store.backend import Writer
-
-if TYPE_CHECKING:
-    from bootseer.store.hdfs import HdfsBackend
+from bootseer.store.hdfs_connection import HdfsConnection
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ _POLL_MAX_S = 1.0
 class HdfsWriter(Writer):
     """A new file, complete and durable when closed."""
 
-    def __init__(self, backend: "HdfsBackend", path: str, full: str) -> None:
-        self._backend = backend
+    def __init__(self, connection: HdfsConnection, path: str, full: str) -> None:
+        self._connection = connection
         self._path = path
         self._full = full
         self._writer: Any = None
@@ -60,12 +58,12 @@ class HdfsWriter(Writer):
 
     def open(self, *, overwrite: bool) -> Self:
         """Create the file. Raises: AlreadyExistsError."""
-        self._writer = self._backend.create_raw(self._path, overwrite=overwrite)
+        self._writer = self._connection.create_raw(self._path, overwrite=overwrite)
         return self
 
     def write(self, data: bytes) -> None:
         if self._writer is None:
-            raise InvalidInputError(f"cannot write {self._backend.name(self._path)}: closed")
+            raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
         data = bytes(data)  # a no-op for bytes, for which alone hdfs-native is fast
         for start in range(0, len(data), _PIECE_BYTES):
             self._write_piece(data[start : start + _PIECE_BYTES])
@@ -103,35 +101,40 @@ class HdfsWriter(Writer):
 
     def _reopen(self, *, single: bool) -> int:
         """Have the file open for writing, and return its size; `single`: with one replica."""
-        backend, full = self._backend, self._full
+        connection, full = self._connection, self._full
         if single and self._wanted_replication is None:
-            status = backend.call(lambda client: client.get_file_info(full), "write", self._path)
+            status = connection.call(lambda client: client.get_file_info(full), "write", self._path)
             self._wanted_replication = status.replication or 1
         if self._tail_bytes == self._size_bytes:
             replication = 1 if single else None
-            self._writer = backend.create_raw(self._path, overwrite=True, replication=replication)
+            self._writer = connection.create_raw(
+                self._path, overwrite=True, replication=replication
+            )
             return 0
-        end_s = time.monotonic() + backend.deadline_s
+        end_s = time.monotonic() + connection.deadline_s
         pause_s = _PAUSE_S
-        while not backend.call(lambda client: client.recover_lease(full), "write", self._path):
+        while not connection.call(lambda client: client.recover_lease(full), "write", self._path):
             if time.monotonic() > end_s:
                 raise DeadlineError(
-                    f"cannot write {backend.name(self._path)}: no DataNode gave its last block "
-                    f"within {backend.deadline_s:g} s"
+                    f"cannot write {connection.name(self._path)}: no DataNode gave its last block "
+                    f"within {connection.deadline_s:g} s"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
         if single:
-            backend.call(lambda client: client.set_replication(full, 1), "write", self._path)
-        self._writer = backend.call(lambda client: client.inner.append(full), "write", self._path)
-        return backend.stat(self._path).size_bytes
+            connection.call(lambda client: client.set_replication(full, 1), "write", self._path)
+        self._writer = connection.call(
+            lambda client: client.inner.append(full), "write", self._path
+        )
+        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
+        return int(status.length)
 
     def _missing(self, size_bytes: int) -> Iterator[bytes]:
         """What was given to `write` from `size_bytes` on."""
         position = self._size_bytes - self._tail_bytes
         if not position <= size_bytes <= self._size_bytes:
             raise UnavailableError(
-                f"cannot write {self._backend.name(self._path)}: after a failure it has "
+                f"cannot write {self._connection.name(self._path)}: after a failure it has "
                 f"{size_bytes} of {self._size_bytes} bytes"
             )
         for piece in list(self._tail):
@@ -142,7 +145,7 @@ class HdfsWriter(Writer):
 
     def _call(self, function: Callable[[], object]) -> None:
         try:
-            self._backend.run(lambda _: function(), "write", self._path)
+            self._connection.run(lambda _: function(), "write", self._path)
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
 
@@ -165,11 +168,11 @@ class HdfsWriter(Writer):
     def _restore_replication(self, count: int) -> None:
         full = self._full
         try:
-            self._backend.call(
+            self._connection.call(
                 lambda client: client.set_replication(full, count), "replicate", self._path
             )
         except BootseerError as error:
-            logger.warning("%s has one replica only: %s", self._backend.name(self._path), error)
+            logger.warning("%s has one replica only: %s", self._connection.name(self._path), error)
 
     def abort(self) -> None:
         if self._writer is None:
@@ -178,6 +181,9 @@ class HdfsWriter(Writer):
         self._writer = None
         self._tail.clear()
         try:
-            self._backend.delete(self._path)
+            full = self._full
+            self._connection.call(lambda client: client.delete(full, False), "delete", self._path)
+        except NotFoundError:
+            pass
         except BootseerError as error:
-            logger.warning("left %s behind: %s", self._backend.name(self._path), error)
+            logger.warning("left %s behind: %s", self._connection.name(self._path), error)

@@ -1,0 +1,154 @@
+"""The connection to one folder of an HDFS: its URL and options, and calls within the deadline.
+
+Alone owns the client of hdfs-native and how its failures become ours. Any thread; survives a fork.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from bootseer.errors import InvalidInputError
+from bootseer.redact import public_url
+from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.hdfs_errors import translate
+from bootseer.store.paths import split_path
+
+if TYPE_CHECKING:
+    from hdfs_native import Client
+
+Result = TypeVar("Result")
+
+_DEADLINE_S = 60.0
+# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+_THREADS_MAX = 128
+_REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
+
+
+class HdfsConnection:
+    """What files, directories and writers of one folder are reached through."""
+
+    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
+        options = _Options(url, deadline_s or _DEADLINE_S)
+        parts = urlsplit(url, allow_fragments=False)
+        self.url = public_url(url)
+        self._cluster = f"{parts.scheme}://{parts.netloc}"
+        # Hadoop does not percent-decode paths, so neither is done here.
+        self._root = "/" + "/".join(split_path(parts.path.strip("/")))
+        self.deadline_s = options.deadline_s
+        self._options = options
+        self._connect()
+        self._mode_or_none: int | None = None
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
+        self._client_or_none: Client | None = None
+
+    def create_raw(self, path: str, *, overwrite: bool, replication: int | None = None) -> Any:
+        """A new file as hdfs-native's own writer, for `HdfsWriter`."""
+        full = self.full(path)
+        return self.call(
+            # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
+            # make a half-written file look complete.
+            lambda client: client.inner.create(full, self._write_options(overwrite, replication)),
+            "create",
+            path,
+        )
+
+    def call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
+        """What `function` returns, within the deadline; errors say `verb` and `path`."""
+        return self.run(lambda _: function(self.client()), verb, path)
+
+    def run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
+        """As `call`, for work that reports its progress."""
+        if self._pid != os.getpid():
+            self._connect()  # forked: the parent's threads and connections stayed there
+        try:
+            return self._caller.run(work, self.deadline_s)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # PanicException is no Exception
+            raise translate(error, f"{verb} {self.name(path)}") from error
+
+    def client(self) -> "Client":
+        """The connection, made by the first call (so that opening a store costs nothing)."""
+        with self._lock:
+            if self._client_or_none is None:
+                from hdfs_native import Client
+
+                config = {
+                    # A DataNode that hangs is left in time for another replica to be tried.
+                    "dfs.client.socket-timeout": str(int(self.deadline_s * 500)),
+                    # On a cluster with no DataNode to spare, a write goes on with those that
+                    # are left (and the NameNode replicates later) rather than fail.
+                    f"{_REPLACE_DATANODE}.best-effort": "true",
+                }
+                try:
+                    self._client_or_none = Client(self._cluster, config)
+                except (RuntimeError, ValueError) as error:
+                    raise InvalidInputError(f"cannot use {self._cluster}: {error}") from error
+            return self._client_or_none
+
+    def mode(self, client: "Client") -> int:
+        """Permission bits for folders: the root's, but never write for others."""
+        if self._mode_or_none is None:
+            try:
+                mode = client.get_file_info(self._root).permission
+            except FileNotFoundError:
+                client.mkdirs(self._root, 0o700, True)
+                mode = 0o700
+            self._mode_or_none = mode & 0o775 | 0o700
+        return self._mode_or_none
+
+    def _write_options(self, overwrite: bool, replication: int | None) -> Any:
+        from hdfs_native import WriteOptions
+
+        return WriteOptions(
+            block_size=self._options.block_size_bytes,
+            replication=replication or self._options.replication,
+            permission=self.mode(self.client()) & 0o664,
+            overwrite=overwrite,
+            create_parent=True,
+        )
+
+    def full(self, path: str, *, file: bool = False) -> str:
+        """The path in the file system; `file`: not that of the root itself."""
+        names = split_path(path)
+        if file and not names:
+            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        return "/".join((self._root.rstrip("/"), *names)) or "/"
+
+    def name(self, path: str) -> str:
+        """The full URL, for messages."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def close(self) -> None:
+        """Release connections and threads. Idempotent."""
+        self._caller.close()
+        self._client_or_none = None
+
+
+class _Options:
+    """What the query of an `hdfs://` URL says."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        try:
+            query = urlsplit(url, allow_fragments=False).query
+            values = {
+                key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
+            }
+            self.deadline_s = float(values.pop("deadline_s", deadline_s))
+            block_size_bytes = int(values.pop("block_size_bytes", 0))
+            replication = int(values.pop("replication", 0))
+        except ValueError as error:
+            raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
+        if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
+            raise InvalidInputError(
+                f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
+                "each a positive number"
+            )
+        self.block_size_bytes = block_size_bytes or None
+        self.replication = replication or None
