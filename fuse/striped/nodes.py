@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bootseer.fuse.kernel.operations import ROOT_NODE
-from bootseer.fuse.striped.reader import OpenFile
+from bootseer.fuse.striped.chunks import OpenFile
 from bootseer.fuse.striped.stored import FileStatus
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import FileWriter

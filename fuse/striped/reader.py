@@ -7,69 +7,29 @@ ends by the deadline or when the asking process is interrupted.
 """
 
 import errno
-import logging
 import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from bootseer.errors import (
-    BootseerError,
-    CorruptError,
-    DeadlineError,
-    NotFoundError,
-    UnavailableError,
-)
+from bootseer.errors import DeadlineError
+from bootseer.fuse.striped.chunks import Chunk, Key, OpenFile
+from bootseer.fuse.striped.fetching import Fetcher, as_raisable
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.pool import FetchPool, Urgency
-from bootseer.fuse.striped.streams import StreamTracker
 from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend
-
-_log = logging.getLogger(__name__)
 
 # Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
 # is being read.
 MAX_WINDOW_BYTES = 64 * 2**20
 _ACTIVE_S = 10.0
 _POLL_S = 0.25
-_RETRY_PAUSES_S = (0.1, 0.5)
-
-_Key = tuple[str, int, bool]
 
 
 def _never() -> bool:
     return False
-
-
-class _Chunk:
-    """A run of bytes that is here, or on its way."""
-
-    __slots__ = ("data", "error", "key", "ready", "span", "urgency", "waiters")
-
-    def __init__(self, key: _Key, span: Span) -> None:
-        self.key = key
-        self.span = span
-        self.data: memoryview | None = None
-        self.error: BaseException | None = None
-        self.ready = threading.Event()
-        self.urgency: Urgency | None = None
-        """How urgently it is queued; None once a thread works on it."""
-        self.waiters = 0
-
-
-class OpenFile:
-    """One generation of a file that somebody has open (or warms), and who reads where in it."""
-
-    __slots__ = ("open_count", "pinned", "streams", "view")
-
-    def __init__(self, view: FileView) -> None:
-        self.view = view
-        self.streams = StreamTracker()
-        self.open_count = 0
-        self.pinned: bytes | None = None
-        """The whole content, once the stored file is about to go away under its readers."""
 
 
 class StripedReader:
@@ -82,9 +42,10 @@ class StripedReader:
         self._budget = budget
         self._pool = pool
         self._deadline_s = deadline_s
+        self._fetcher = Fetcher(backend, deadline_s)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
+        self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
         self.fetched_bytes = 0
         budget.set_reclaimer(self._reclaim)
 
@@ -176,10 +137,10 @@ class StripedReader:
         end: int,
         whole_units: bool,
         cancelled: Callable[[], bool],
-    ) -> list[_Chunk]:
+    ) -> list[Chunk]:
         """The chunks that cover the range, each here or on its way; the caller owns a waiter's
         share in each until `_collect` is done with it."""
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         position = offset
         try:
             while position < end:
@@ -215,7 +176,7 @@ class StripedReader:
             position = unit.end
         return position
 
-    def _find(self, file: OpenFile, position: int) -> _Chunk | None:
+    def _find(self, file: OpenFile, position: int) -> Chunk | None:
         """The chunk that holds `position`, held for the caller and made urgent, if there is one."""
         identity = file.view.identity
         with self._lock:
@@ -234,14 +195,14 @@ class StripedReader:
 
     def _start(
         self, file: OpenFile, span: Span, is_unit: bool, urgency: Urgency, *, hold: bool
-    ) -> _Chunk:
+    ) -> Chunk:
         """Queue the fetch of `span`, whose memory is already taken, unless somebody just has."""
         key = (file.view.identity, span.start, is_unit)
         with self._lock:
             chunk = self._chunks.get(key)
             is_new = chunk is None
             if chunk is None:
-                chunk = self._chunks[key] = _Chunk(key, span)
+                chunk = self._chunks[key] = Chunk(key, span)
                 self._queue(file, chunk, urgency)
             if hold:
                 chunk.waiters += 1
@@ -249,20 +210,20 @@ class StripedReader:
             self._budget.give(span.length)
         return chunk
 
-    def _queue(self, file: OpenFile, chunk: _Chunk, urgency: Urgency) -> None:
+    def _queue(self, file: OpenFile, chunk: Chunk, urgency: Urgency) -> None:
         chunk.urgency = urgency
         self._pool.submit(urgency, lambda: self._work(file, chunk))
 
     # ---- fetching (on the pool's threads) -------------------------------------------------
 
-    def _work(self, file: OpenFile, chunk: _Chunk) -> None:
+    def _work(self, file: OpenFile, chunk: Chunk) -> None:
         with self._lock:
             # A chunk that became urgent is queued twice: only the first to come does the work.
             if chunk.urgency is None or self._chunks.get(chunk.key) is not chunk:
                 return
             chunk.urgency = None
         try:
-            data = self._fetch(file, chunk.span)
+            data = self._fetcher.fetch(file, chunk.span)
         except BaseException as error:
             # hdfs-native panics with exceptions that are no `Exception`; a waiter must get them.
             with self._lock:
@@ -274,53 +235,12 @@ class StripedReader:
                 self.fetched_bytes += len(data)
         chunk.ready.set()
 
-    def _fetch(self, file: OpenFile, span: Span) -> memoryview:
-        """The verified bytes of `span`; a mismatch is asked for once more, an outage twice."""
-        stop_s = time.monotonic() + self._deadline_s
-        pauses = iter(_RETRY_PAUSES_S)
-        may_refetch = True
-        while True:
-            view = file.view
-            try:
-                return self._fetch_once(view, span)
-            except CorruptError as error:
-                if not may_refetch:
-                    raise
-                may_refetch = False
-                _log.warning("%s; asking once more", error)
-            except (UnavailableError, NotFoundError) as error:
-                pause_s = next(pauses, None)
-                if pause_s is None or time.monotonic() + pause_s >= stop_s:
-                    if isinstance(error, NotFoundError):
-                        raise UnavailableError(
-                            f"{view.path} cannot be read on: what it was stored in is gone; it was "
-                            "replaced or removed elsewhere while open here"
-                        ) from error
-                    raise
-                _log.warning("%s; trying again", error)
-                time.sleep(pause_s)
-
-    def _fetch_once(self, view: FileView, span: Span) -> memoryview:
-        path, stored_offset = view.source(span)
-        buffer = memoryview(bytearray(span.length))
-        count = self._backend.read_into(path, stored_offset, buffer)
-        view.verify(span, buffer[:count])
-        if view.layout is None:
-            # An ordinary file has no checksums of ours and may have been replaced under its name:
-            # what was read belongs to this generation only if the file is still the same one now.
-            info = self._backend.stat(path)
-            if (info.size_bytes, info.modified_ns) != (view.size_bytes, view.modified_ns):
-                raise UnavailableError(
-                    f"{path} was changed elsewhere while open here; open it again"
-                )
-        return buffer
-
     # ---- waiting --------------------------------------------------------------------------
 
     def _collect(
         self,
         file: OpenFile,
-        chunks: list[_Chunk],
+        chunks: list[Chunk],
         offset: int,
         end: int,
         sequential: bool,
@@ -332,7 +252,7 @@ class StripedReader:
             for chunk in chunks:
                 self._await(file, chunk, cancelled)
                 if chunk.data is None:
-                    raise _as_raisable(chunk.error, file.view.path)
+                    raise as_raisable(chunk.error, file.view.path)
                 stop = min(end, chunk.span.end)
                 result.append(chunk.data[position - chunk.span.start : stop - chunk.span.start])
                 position = stop
@@ -346,7 +266,7 @@ class StripedReader:
                         self._chunks.move_to_end(chunk.key, last=False)
         return result
 
-    def _await(self, file: OpenFile, chunk: _Chunk, cancelled: Callable[[], bool]) -> None:
+    def _await(self, file: OpenFile, chunk: Chunk, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._deadline_s
         while not chunk.ready.wait(min(_POLL_S, self._deadline_s)):
             if cancelled():
@@ -373,17 +293,17 @@ class StripedReader:
             if chunk is not None:
                 self._await(file, chunk, cancelled)
                 if chunk.error is not None:
-                    raise _as_raisable(chunk.error, file.view.path)
+                    raise as_raisable(chunk.error, file.view.path)
             position = unit.end
 
     # ---- giving up memory -----------------------------------------------------------------
 
-    def _let_go(self, chunks: list[_Chunk]) -> None:
+    def _let_go(self, chunks: list[Chunk]) -> None:
         with self._lock:
             for chunk in chunks:
                 chunk.waiters -= 1
 
-    def _forget(self, chunk: _Chunk) -> None:
+    def _forget(self, chunk: Chunk) -> None:
         """Drop a chunk, failed or given up; the lock is held."""
         if self._chunks.get(chunk.key) is chunk:
             del self._chunks[chunk.key]
@@ -397,12 +317,3 @@ class StripedReader:
                 if chunk.data is not None and not chunk.waiters:
                     count -= chunk.span.length
                     self._forget(chunk)
-
-
-def _as_raisable(error: BaseException | None, path: str) -> BaseException:
-    """What a reader is told. One error may be raised to several readers: each gets its own."""
-    if isinstance(error, BootseerError):
-        return type(error)(*error.args)
-    if isinstance(error, OSError):
-        return OSError(error.errno, os.strerror(error.errno or errno.EIO), path)
-    return UnavailableError(f"cannot read {path}: {type(error).__name__}: {error}")

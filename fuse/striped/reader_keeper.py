@@ -4,8 +4,9 @@ Owns what happens to the readers of a file that is about to be replaced, removed
 (`tree`) make one change of names at a time; reading goes on meanwhile.
 """
 
+from bootseer.fuse.striped.chunks import OpenFile
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.reader import OpenFile, StripedReader
+from bootseer.fuse.striped.reader import StripedReader
 from bootseer.fuse.striped.segment_writer import new_generation
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend

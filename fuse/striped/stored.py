@@ -46,7 +46,7 @@ class _Known:
     layout: Layout | None
 
 
-def refuse(code: int, path: str) -> OSError:
+def refuse(code: int, path: str = "") -> OSError:
     """The error that a caller of a file system gets, by errno."""
     return OSError(code, os.strerror(code), path)
 

@@ -1,0 +1,222 @@
+"""FUSE operations on open files: from open to release, and truncation.
+
+Owns which writer or reader serves a handle, and when what was written is published: at fsync and
+close, never after the writing process was killed. Thread-safe; see `tables`.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from bootseer.errors import BootseerError, UnsupportedError
+from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
+from bootseer.fuse.striped.callers import is_dying, was_killed
+from bootseer.fuse.striped.nodes import Handle
+from bootseer.fuse.striped.presentation import opened_of
+from bootseer.fuse.striped.stored import FileStatus, refuse
+from bootseer.fuse.striped.tables import MountTables
+from bootseer.fuse.striped.writer import FileWriter
+
+_log = logging.getLogger(__name__)
+
+
+class FileOperations(MountTables):
+    """Open files of one mount."""
+
+    def create(
+        self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
+    ) -> tuple[Entry, Opened]:
+        directory, text, path = self._new_name(parent, name)
+        status = self._status(path)
+        with self._lock:
+            known = self._nodes.child(directory, text)
+            if status is not None or (known is not None and known.is_local):
+                if flags & os.O_EXCL:
+                    raise refuse(errno.EEXIST, path)
+                if status is not None:
+                    known = self._settle(directory, text, status)
+            else:
+                known = None
+        if known is not None:
+            opened = self.open(caller, known.id, flags)
+            return self._entry(known), opened
+        with self._lock:
+            status = FileStatus(path, False, 0, time.time_ns(), "")
+            node = self._nodes.add(directory, text, status, self._clock())
+            node.is_local = True
+            handle = self._nodes.open(node, flags)
+            handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+            return self._entry(node), opened_of(handle)
+
+    def open(self, caller: Caller, node: int, flags: int) -> Opened:
+        with self._lock:
+            known = self._node(node)
+            path = self._attached_path(known)
+            writes = flags & os.O_ACCMODE != os.O_RDONLY
+            if writes and flags & os.O_TRUNC:
+                if known.had_readers and known.handles:
+                    # The kernel would cut the pages of those who read the old generation: let it
+                    # look the name up again and open a node of its own.
+                    self._nodes.detach(known)
+                    raise refuse(errno.ESTALE, path)
+                handle = self._nodes.open(known, flags)
+                handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+                return opened_of(handle)
+            if known.is_local:
+                handle = self._nodes.open(known, flags)
+                if writes:
+                    handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+                return opened_of(handle)
+            is_written_here = known.writer() is not None
+        view = self._tree.stored.view(path)
+        if view.identity != known.status.identity and not is_written_here:
+            with self._lock:
+                self._nodes.detach(known)
+            raise refuse(errno.ESTALE, path)
+        with self._lock:
+            handle = self._nodes.open(known, flags)
+            if writes:
+                handle.base = view
+            if flags & os.O_ACCMODE != os.O_WRONLY:
+                handle.file = self._reader.open(view)
+                known.had_readers = True
+            return opened_of(handle)
+
+    def read(
+        self, caller: Caller, node: int, handle: int, offset: int, length: int
+    ) -> Buffer | Sequence[Buffer]:
+        opened = self._handle(handle)
+        writer = opened.writer
+        if writer is None and opened.file is None:
+            # Opened for reading before its writer has published anything.
+            with self._lock:
+                writer = opened.node.writer()
+        if writer is not None:
+            return self._read_back(opened, writer, offset, length)
+        if opened.file is None:
+            return b""
+        return self._reader.read(opened.file, offset, length, lambda: is_dying(caller))
+
+    def _read_back(self, handle: Handle, writer: FileWriter, offset: int, length: int) -> bytes:
+        """Read a file through the descriptor that writes it: what is published, and the end that
+        was not sent yet."""
+        ending = writer.read(offset, length)
+        if ending is not None:
+            return ending
+        view, sent = writer.view, writer.sent_bytes
+        if view is None or view.size_bytes < min(offset + length, sent):
+            raise UnsupportedError(
+                f"{writer.path}: what was written can be read back after fsync or close"
+            )
+        file = self._reader.open(view)
+        try:
+            head = self._reader.read_bytes(file, offset, min(length, sent - offset))
+        finally:
+            self._reader.close(file)
+        return head + (writer.read(sent, length - len(head)) or b"")
+
+    def write(
+        self, caller: Caller, node: int, handle: int, offset: int, data: memoryview, flags: int
+    ) -> int:
+        opened = self._handle(handle)
+        if not opened.is_writable:
+            raise refuse(errno.EBADF)
+        writer = self._writer(opened)
+        opened.was_killed = False
+        if opened.flags & os.O_APPEND:
+            return writer.append(data, lambda: is_dying(caller))
+        return writer.write(offset, data, lambda: is_dying(caller))
+
+    def flush(self, caller: Caller, node: int, handle: int) -> None:
+        opened = self._handle(handle)
+        writer = opened.writer
+        if writer is None:
+            return
+        opened.was_killed = was_killed(caller)
+        if opened.was_killed:
+            # Killed in the middle of a save: half a checkpoint must not appear. Another process
+            # that holds the descriptor too may still finish the file and close it.
+            _log.warning("process %d was killed while it wrote %s", caller.pid, writer.path)
+            return
+        # A shell that redirects output closes its copy of the descriptor before anything was
+        # written: that must not replace the file by an empty one.
+        if writer.was_written or writer.has_failed:
+            self._publish(opened, writer)
+
+    def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
+        opened = self._handle(handle)
+        if opened.writer is not None:
+            self._publish(opened, opened.writer)
+
+    def release(self, node: int, handle: int, flags: int) -> None:
+        with self._lock:
+            opened = self._nodes.handles.get(handle)
+        if opened is None:
+            return
+        writer = opened.writer
+        if writer is not None:
+            try:
+                if writer.needs_publishing and not opened.was_killed:
+                    self._publish(opened, writer)
+            except (BootseerError, OSError) as error:
+                _log.error("%s was not written: %s", writer.path, error)
+            writer.close()
+        with self._lock:
+            self._nodes.close(opened)
+            opened.node.seen_s = 0.0
+            if opened.node.is_local and opened.node.writer() is None:
+                self._nodes.detach(opened.node)
+        if opened.file is not None:
+            self._reader.close(opened.file)
+
+    def _truncate(self, caller: Caller, node: int, handle_id: int | None, size_bytes: int) -> None:
+        with self._lock:
+            known = self._node(node)
+            if known.status.is_dir:
+                raise refuse(errno.EISDIR)
+            handle = self._nodes.handles.get(handle_id) if handle_id is not None else None
+            if handle is None or not handle.is_writable:
+                # truncate(2) of a file that is being written here acts on that writing.
+                handle = next((h for h in known.handles if h.writer is not None), None)
+        if handle is not None:
+            writer = self._writer(handle, starts_empty=size_bytes == 0)
+            writer.truncate(size_bytes)
+            return
+        path = self._attached_path(known)
+        view = self._tree.stored.view(path)
+        if view.size_bytes == size_bytes:
+            return
+        base = view if size_bytes else None
+        writer = FileWriter(self._tree, path, self._budget, self._settings, base=base)
+        try:
+            writer.truncate(size_bytes)
+            writer.publish()
+        finally:
+            writer.close()
+        assert writer.view is not None
+        self._published(known, writer.view)
+
+    def _publish(self, handle: Handle, writer: FileWriter) -> None:
+        if not writer.needs_publishing and not writer.has_failed:
+            return
+        writer.publish()
+        if writer.view is not None:
+            self._published(handle.node, writer.view)
+
+    def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
+        with self._lock:
+            if handle.writer is not None:
+                return handle.writer
+            base = handle.base
+            path = base.path if base is not None else self._attached_path(handle.node)
+            if not handle.node.is_detached:
+                path = handle.node.path
+        writer = FileWriter(
+            self._tree, path, self._budget, self._settings, base=None if starts_empty else base
+        )
+        with self._lock:
+            if handle.writer is None:
+                handle.writer = writer
+            return handle.writer

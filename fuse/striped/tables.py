@@ -1,0 +1,127 @@
+"""What one mount of a striped tree knows: its nodes, its handles, and who is asked for bytes.
+
+Owns the state that the FUSE operations on names (`name_operations`) and on open files
+(`file_operations`) share, and what both need of it. Thread-safe: the lock guards the tables only,
+never I/O.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from bootseer.errors import NotFoundError
+from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
+from bootseer.fuse.striped.graveyard import is_hidden
+from bootseer.fuse.striped.listing import Listings
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.nodes import Handle, Node, NodeTable
+from bootseer.fuse.striped.presentation import CACHE_S, attributes_of, attributes_ttl_s, entry_of
+from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.stored import FileStatus, refuse
+from bootseer.fuse.striped.tree import StripedTree
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writer import StripeSettings
+
+NAME_MAX_BYTES = 255
+
+
+class MountTables(Operations):
+    """The shared state of one mount."""
+
+    def __init__(
+        self,
+        tree: StripedTree,
+        budget: MemoryBudget,
+        settings: StripeSettings,
+        *,
+        uid: int | None = None,
+        gid: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.unwritten: list[str] = []
+        """Files whose last bytes were lost because the mount ended while they were open."""
+        self._tree = tree
+        self._reader: StripedReader = tree.reader
+        self._budget = budget
+        self._settings = settings
+        self._uid = os.geteuid() if uid is None else uid
+        self._gid = os.getegid() if gid is None else gid
+        self._clock = clock
+        self._lock = threading.RLock()
+        root = FileStatus("", True, 0, time.time_ns(), "")
+        self._nodes = NodeTable(root, clock())
+        self._listings = Listings(CACHE_S)
+
+    def _node(self, node: int) -> Node:
+        known = self._nodes.by_id.get(node)
+        if known is None:
+            raise refuse(errno.ESTALE)
+        return known
+
+    def _handle(self, handle: int) -> Handle:
+        with self._lock:
+            opened = self._nodes.handles.get(handle)
+        if opened is None:
+            raise refuse(errno.EBADF)
+        return opened
+
+    def _attached_path(self, node: Node) -> str:
+        if node.is_detached:
+            raise refuse(errno.ESTALE)
+        return node.path
+
+    def _child_path(self, directory: Node, name: bytes) -> tuple[str, str]:
+        if len(name) > NAME_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        text = os.fsdecode(name)
+        if is_hidden(text):
+            raise refuse(errno.ENOENT, text)
+        parent = self._attached_path(directory)
+        return text, f"{parent}/{text}" if parent else text
+
+    def _new_name(self, parent: int, name: bytes) -> tuple[Node, str, str]:
+        with self._lock:
+            directory = self._node(parent)
+            if is_hidden(os.fsdecode(name)):
+                raise refuse(errno.EPERM, os.fsdecode(name))
+            return directory, *self._child_path(directory, name)
+
+    def _status(self, path: str) -> FileStatus | None:
+        listed = self._listings.take(path, self._clock())
+        try:
+            return self._tree.stored.status_of(listed) if listed else self._tree.stored.status(path)
+        except NotFoundError:
+            return None
+
+    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
+        """The node for what was just seen under a name; the lock is held."""
+        known = self._nodes.child(directory, name)
+        same = (
+            known is not None
+            and known.status.is_dir == status.is_dir
+            and (known.status.identity == status.identity or known.writer() is not None)
+        )
+        if known is None or not same:
+            return self._nodes.add(directory, name, status, self._clock())
+        known.status, known.seen_s = status, self._clock()
+        known.is_forgotten = False
+        return known
+
+    def _entry(self, node: Node) -> Entry:
+        return entry_of(node, self._uid, self._gid)
+
+    def _shown(self, node: Node) -> tuple[Attributes, float]:
+        return attributes_of(node, self._uid, self._gid), attributes_ttl_s(node)
+
+    def _published(self, node: Node, view: FileView) -> None:
+        status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
+        with self._lock:
+            self._listings.drop(view.path)
+            old_identity = node.status.identity
+            node.status, node.seen_s, node.is_local = status, self._clock(), False
+            if node.had_readers and not node.is_detached and old_identity != view.identity:
+                # The kernel may hold pages of the generation before: the name gets a new node.
+                assert node.parent is not None
+                self._nodes.add(node.parent, node.name, status, self._clock())
