@@ -16,7 +16,8 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bootseer.blob.tree import Blob, Extent, Inode, Tree, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError
 
 WHITEOUT = b".wh."

@@ -1,24 +1,21 @@
 """The columns inside a `Tree`: one array per attribute, loaded when first used.
 
-Alone owns the list of columns, how a tree is spread over them, and the check that the names form
-a tree. `blob.index` stores each as one section. Immutable once loaded; loading twice from two
+Alone owns the list of columns, and the check that the names form a tree; `blob.build` fills them
+from objects, `blob.index` stores each as one section. Immutable once loaded; loading twice from two
 threads at once is harmless.
 """
 
 import stat
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate, compress, islice
 from operator import ge, le
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from bootseer.blob.xattr_codec import Xattrs, decode_xattrs, encode_xattrs
+from bootseer.blob.xattr_codec import Xattrs, decode_xattrs
 from bootseer.errors import CorruptError
-
-if TYPE_CHECKING:
-    from bootseer.blob.tree import Blob, Inode
 
 # Section numbers are part of the format: never reuse one. Typecode "" is a heap of bytes.
 SECTIONS: dict[str, tuple[int, str]] = {
@@ -270,87 +267,3 @@ def _check_directories(c: Columns) -> None:
             raise CorruptError(f"directories are nested more than {DEPTH_MAX} deep")
     if reached != len(directories):
         raise CorruptError("some directories contain one another")
-
-
-def columns_from(
-    entries: Sequence[tuple[int, bytes, int]], inodes: Sequence["Inode"], blobs: Sequence["Blob"]
-) -> Columns:
-    """The columns of (parent, name, inode number) entries, sorted. Raises: CorruptError."""
-    links: dict[bytes, int] = {}
-    xattrs: dict[Xattrs, int] = {}
-    digests: dict[bytes, int] = {}
-    extents = [extent for inode in inodes for extent in inode.extents]
-    frames = [frame for blob in blobs for frame in blob.frames]
-    numbers: dict[str, list[int]] = {
-        "blob_size_bytes": [blob.size_bytes for blob in blobs],
-        "blob_frame_count": [len(blob.frames) for blob in blobs],
-        "frame_length": [frame.length for frame in frames],
-        "frame_stream_length": [frame.stream_length for frame in frames],
-        "name_parent": [parent for parent, _, _ in entries],
-        "name_inode": [number for _, _, number in entries],
-        "mode": [inode.mode for inode in inodes],
-        "uid": [inode.uid for inode in inodes],
-        "gid": [inode.gid for inode in inodes],
-        "mtime_ns": [inode.mtime_ns for inode in inodes],
-        "size_bytes": [inode.size_bytes for inode in inodes],
-        "rdev": [inode.rdev for inode in inodes],
-        "link": [_number(links, inode.link_target) for inode in inodes],
-        "xattr": [_number(xattrs, inode.xattrs) for inode in inodes],
-        "extent_count": [len(inode.extents) for inode in inodes],
-        "extent_file_offset": [extent.file_offset for extent in extents],
-        "extent_blob": [extent.blob for extent in extents],
-        "extent_blob_offset": [extent.blob_offset for extent in extents],
-        "extent_length": [extent.length for extent in extents],
-        "digest": [_number(digests, inode.digest or b"") for inode in inodes],
-    }
-    sections = {
-        "blob_digests": b"".join(_raw_digest(blob.digest) for blob in blobs),
-        "frame_digests": b"".join(frame.digest for frame in frames),
-        "names": b"".join(name + b"\0" for _, name, _ in entries),
-        "links": b"".join(target + b"\0" for target in links),
-        "xattrs": encode_xattrs(list(xattrs)),
-        "digests": b"".join(digests),
-    }
-    for section, values in numbers.items():
-        try:
-            column = array(SECTIONS[section][1], values)
-        except (OverflowError, TypeError) as error:
-            raise CorruptError(f"a value of {section} is out of range") from error
-        if sys.byteorder == "big":
-            column.byteswap()
-        sections[section] = column.tobytes()
-    columns = Columns(len(inodes), len(entries), sections.__getitem__)
-    _check_frames(blobs)
-    check_names(columns)
-    return columns
-
-
-def _number(known: dict[_T, int], value: _T) -> int:
-    """1 + the position of `value` among the distinct values so far; 0 for an empty one."""
-    return known.setdefault(value, len(known) + 1) if value else 0
-
-
-def _raw_digest(digest: str) -> bytes:
-    kind, _, value = digest.partition(":")
-    try:
-        raw = bytes.fromhex(value)
-    except ValueError:
-        raw = b""
-    if kind != "sha256" or len(raw) != 32 or value != raw.hex():
-        raise CorruptError(f"{digest!r} is not a digest like sha256:<64 hex digits>")
-    return raw
-
-
-def _check_frames(blobs: Sequence["Blob"]) -> None:
-    """Raises CorruptError unless each blob's frames follow one another without gaps."""
-    for blob in blobs:
-        offset = stream_offset = 0
-        for frame in blob.frames:
-            if frame.offset != offset or frame.stream_offset != stream_offset:
-                raise CorruptError(f"the frames of {blob.digest} do not follow one another")
-            if len(frame.digest) != 32 or frame.length < 1 or frame.stream_length < 1:
-                raise CorruptError(f"a frame of {blob.digest} is empty or has no digest")
-            offset += frame.length
-            stream_offset += frame.stream_length
-        if offset > blob.size_bytes:
-            raise CorruptError(f"the frames of {blob.digest} reach beyond its end")

@@ -7,9 +7,10 @@ import hashlib
 import stat
 from collections.abc import Callable, Sequence
 
+from bootseer.blob.build import build_tree
 from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.tar_header import END, member_header, padding
-from bootseer.blob.tree import Extent, Inode, Tree, build_tree
+from bootseer.blob.tree import Extent, Inode, Tree
 
 ZEROS_HASHED_MAX = 1024**3
 """A sparse file with more bytes of holes than this has no content digest: hashing zeros for

@@ -11,11 +11,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
+from bootseer.blob.build import build_tree
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
 from bootseer.blob.tar_header import BLOCK
 from bootseer.blob.tar_reader import Member, TarReader
-from bootseer.blob.tree import Blob, Extent, Inode, Tree, build_tree
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError, InvalidInputError
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)

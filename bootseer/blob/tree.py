@@ -11,17 +11,16 @@ a tree of 100,000 names opens in milliseconds; `Inode` and `Name` objects are ma
 
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from bootseer.errors import CorruptError, InvalidInputError
+from bootseer.blob.columns import Columns
+from bootseer.errors import CorruptError
 
 if TYPE_CHECKING:
     from array import array
-
-    from bootseer.blob.columns import Columns
 
 # Above this many names a directory is searched by bisection in the columns; below, a dict of it is
 # made at the first lookup and answers all later ones in a tenth of a microsecond.
@@ -101,7 +100,7 @@ class Blob:
 
 
 class Tree:
-    """Names, inodes and blobs. Build one with `build_tree` or `blob.index.decode`.
+    """Names, inodes and blobs. Build one with `blob.build` or `blob.index.decode`.
 
     Immutable; safe from any thread. The names have been validated: each directory but the root has
     exactly one name, there are no cycles, names are unique in their directory and contain neither
@@ -109,7 +108,7 @@ class Tree:
     they are read: `inode` raises CorruptError for an inode that makes no sense.
     """
 
-    def __init__(self, columns: "Columns", blobs: tuple[Blob, ...]) -> None:
+    def __init__(self, columns: Columns, blobs: tuple[Blob, ...]) -> None:
         """`columns` have passed `blob.columns.check_names`."""
         self.columns = columns
         self.blobs = blobs
@@ -282,41 +281,3 @@ class Tree:
         """Decode and check everything, contents included. Raises: CorruptError."""
         for number in range(self.inode_count):
             self.inode(number)
-
-
-def build_tree(
-    names: Iterable[tuple[bytes, int]], inodes: Sequence[Inode], blobs: Sequence[Blob]
-) -> Tree:
-    """A tree from (path, inode number) pairs, in any order; `inodes[0]` is the root directory.
-
-    The pair (b"", 0) may be given or left out. Every directory on a path must be named itself and
-    every inode but the root must have a name. Raises: InvalidInputError for anything that a file
-    system could not hold.
-    """
-    from bootseer.blob.columns import columns_from
-
-    by_path = {}
-    for path, number in names:
-        if path in by_path:
-            raise InvalidInputError(f"the path {path!r} is given twice")
-        if not 0 <= number < len(inodes):
-            raise InvalidInputError(f"{path!r} names inode {number} of {len(inodes)}")
-        by_path[path] = number
-    if by_path.pop(b"", 0) != 0:
-        raise InvalidInputError("the root directory must be inode 0")
-    entries = []
-    for path, number in by_path.items():
-        directory, slash, name = path.rpartition(b"/")
-        parent = by_path.get(directory) if slash else 0
-        if parent is None or not stat.S_ISDIR(inodes[parent].mode):
-            raise InvalidInputError(
-                f"{path!r} lies in {directory!r}, which is not a directory here"
-            )
-        entries.append((parent, name, number))
-    entries.sort()
-    try:
-        tree = Tree(columns_from(entries, inodes, blobs), tuple(blobs))
-        tree.validate()
-    except CorruptError as error:
-        raise InvalidInputError(f"not a valid tree: {error}") from error
-    return tree

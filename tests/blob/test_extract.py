@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.build import build_tree
 from bootseer.blob.extract import extract
-from bootseer.blob.tree import Inode, build_tree
+from bootseer.blob.tree import Inode
 from bootseer.errors import (
     AlreadyExistsError,
     CorruptError,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.blob import columns, index
-from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 
 DIR = Inode(stat.S_IFDIR | 0o755)

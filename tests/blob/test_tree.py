@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import InvalidInputError
 
 DIR = Inode(stat.S_IFDIR | 0o755)

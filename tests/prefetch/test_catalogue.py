@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.blob.build import build_tree
 from bootseer.blob.index import digest, encode
-from bootseer.blob.tree import Inode, build_tree
+from bootseer.blob.tree import Inode
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob.tree import Blob, Extent, Frame, Inode, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Extent, Frame, Inode
 from bootseer.errors import BootseerError, UnknownFormatError
 from bootseer.prefetch.hotset import (
     PAGE_BYTES,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.blob.build import build_tree
 from bootseer.blob.frames import FrameTable
-from bootseer.blob.tree import Blob, Extent, Inode, Tree, build_tree
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.merge import LayerTree, merge
 

@@ -8,7 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob.tree import Blob, Inode, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Inode
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch.trace import (
     Access,

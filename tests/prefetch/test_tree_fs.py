@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree, build_tree
+from bootseer.blob.build import build_tree
+from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.fuse.kernel.operations import Caller
 from bootseer.prefetch.tree_fs import TreeFileSystem
 
