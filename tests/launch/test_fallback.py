@@ -24,13 +24,9 @@ WITHOUT_FUSE = (
 SHOW = "import os; print(os.getuid(), os.getcwd(), os.environ['FROM_IMAGE'], os.getpid())"
 
 
-def bad_stores(node: Node) -> list[str]:
-    (node.base / "file").write_text("")
-    return ["hdfs://127.0.0.1:9/store", (node.base / "file/store").as_uri(), "nosuch://host/x"]
-
-
 def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
-    for url in bad_stores(node):
+    (node.base / "file").write_text("")
+    for url in ("hdfs://127.0.0.1:9/store", (node.base / "file/store").as_uri()):
         done = node.run(
             *("--image", image.source, "--", "python3", "-c", SHOW),
             variables={"BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"},
@@ -68,23 +64,15 @@ def test_a_named_image_that_nobody_has(node: Node) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [lambda path: path.write_bytes(b"rubbish"), lambda path: path.unlink()],
-    ids=["damaged", "missing"],
-)
 @pytest.mark.parametrize("what", ["indexes", "images"])
-def test_a_catalogue_that_is_damaged(
-    node: Node, image: Image, tmp_path: Path, what: str, damage: "object"
-) -> None:
-    assert callable(damage)
+def test_a_catalogue_that_is_damaged(node: Node, image: Image, tmp_path: Path, what: str) -> None:
     job = ("--image", image.source, "--", "sh", "-c", "echo fine")
     assert node.run(*job).returncode == 0
     node.wait_clean()
     shutil.rmtree(node.base / "cache")
     for path in (tmp_path / "store" / what).rglob("*"):
         if path.is_file():
-            damage(path)
+            path.write_bytes(b"rubbish")
     done = node.run(*job)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
     assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,21 @@ def test_a_signal_while_the_image_is_indexed(node: Node, image: Image) -> None:
     assert process.returncode == -signal.SIGTERM
     node.wait_clean()
     assert node.run("--image", image.source, "--", "sh", "-c", ":").returncode == 0
+    node.wait_clean()
+
+
+def test_kill_9_at_any_moment(node: Node, image: Image, tmp_path: Path) -> None:
+    job = (
+        *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--setup", "echo data > env", "--target", "/work", "--", "cat", "env"),
+    )
+    for delay_s in (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3):
+        with node.start(*job) as process:
+            time.sleep(delay_s)
+            process.kill()
+            process.communicate(timeout=30)
+    done = node.run(*job)
+    assert (done.returncode, done.stdout) == (0, "data\n"), done.stderr
     node.wait_clean()
 
 
