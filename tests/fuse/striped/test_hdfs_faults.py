@@ -84,7 +84,7 @@ def test_a_datanode_that_dies_under_a_writer(
         copy_out(storage, "f", tmp_path / "now")
     expected = big.read_bytes() if writer.returncode == 0 else old
     assert (tmp_path / "now").read_bytes() == expected
-    assert writer.returncode == 0 or b"OSError" in stderr
+    assert writer.returncode == 0 or b"OSError" in stderr or b"TimeoutError" in stderr
 
 
 def test_a_frozen_cluster_can_be_unmounted(
