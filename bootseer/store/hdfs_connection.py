@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_errors import translate
@@ -66,12 +66,19 @@ class HdfsConnection:
         """As `call`, for work that reports its progress."""
         if self._pid != os.getpid():
             self._connect()  # forked: the parent's threads and connections stayed there
+        what = f"{verb} {self.name(path)}"
+
+        def translated(call: Call[Result]) -> Result:
+            try:
+                return work(call)
+            except BaseException as error:  # PanicException is no Exception
+                raise translate(error, what) from error
+
+        # Only what the work raised is its failure: a signal that ends the waiting passes.
         try:
-            return self._caller.run(work, self.deadline_s)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # PanicException is no Exception
-            raise translate(error, f"{verb} {self.name(path)}") from error
+            return self._caller.run(translated, self.deadline_s)
+        except DeadlineError as error:
+            raise translate(error, what) from error
 
     def client(self) -> "Client":
         """The connection, made by the first call (so that opening a store costs nothing)."""
