@@ -75,8 +75,8 @@ def run(
     first start of a job records; later starts, on any node, replay. See `bootseer report`, and
     docs/launch.md for what the job finds in its environment.
     """
-    from bootseer.launch import Job, launch
-    from bootseer.launch_checkpoints import parse_checkpoint
+    from bootseer.launch.checkpoints import parse_checkpoint
+    from bootseer.launch.start import Job, launch
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")

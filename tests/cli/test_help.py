@@ -7,12 +7,9 @@ import pytest
 
 from bootseer.cli import cli
 from tests.cli.conftest import World
-from tests.support.cli_reference import commands
+from tests.support.cli_reference import commands, root_context
 
-_ALL = [
-    (context.command_path, command)
-    for command, context in commands(cli, click.Context(cli, info_name="bootseer"))
-]
+_ALL = [(context.command_path, command) for command, context in commands(cli, root_context())]
 _EXAMPLES = [
     (path, command.epilog.removeprefix("Example: "))
     for path, command in _ALL

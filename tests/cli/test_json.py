@@ -50,14 +50,13 @@ def agree(section: str, value: Any, *, free: tuple[str, ...] = (), more: str = "
 
 
 def test_every_command_that_has_it_is_documented() -> None:
-    import click
 
     from bootseer.cli import cli
-    from tests.support.cli_reference import commands
+    from tests.support.cli_reference import commands, root_context
 
     with_json = {
         context.command_path.removeprefix("bootseer ")
-        for command, context in commands(cli, click.Context(cli, info_name="bootseer"))
+        for command, context in commands(cli, root_context())
         if any(parameter.name == "as_json" for parameter in command.params)
     }
     assert with_json == set(documented())

@@ -4,9 +4,9 @@ import click
 import pytest
 
 from bootseer.cli import cli
-from tests.support.cli_reference import PATH, commands, render
+from tests.support.cli_reference import PATH, commands, render, root_context
 
-_ROOT = click.Context(cli, info_name="bootseer")
+_ROOT = root_context()
 _COMMANDS = list(commands(cli, _ROOT))
 
 

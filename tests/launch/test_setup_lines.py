@@ -3,8 +3,8 @@
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.launch import setup_command
-from bootseer.launch_checkpoints import CheckpointPath, parse_checkpoint
+from bootseer.launch.checkpoints import CheckpointPath, parse_checkpoint
+from bootseer.launch.start import setup_command
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ tests/docs/test_cli_reference.py fails when the committed file is not what this 
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,6 +13,12 @@ from bootseer import errors
 from bootseer.cli import cli
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+
+
+def root_context(**options: Any) -> click.Context:
+    """As the command line itself makes it. A context without these settings would also spoil the
+    help of each command for the rest of the process: click caches it."""
+    return click.Context(cli, info_name="bootseer", **cli.context_settings, **options)
 
 
 def commands(
@@ -53,7 +60,7 @@ def render() -> str:
         *_exit_codes(),
         "",
     ]
-    root = click.Context(cli, info_name="bootseer", max_content_width=88, terminal_width=88)
+    root = root_context(max_content_width=88, terminal_width=88)
     for command, context in commands(cli, root):
         context.terminal_width = 88
         lines += [

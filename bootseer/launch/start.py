@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, SetupFailedError
-from bootseer.launch_checkpoints import CheckpointMounts, CheckpointPath
-from bootseer.launch_signals import StoppedError, StopSignals, end_by, hand_over
+from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
+from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.report.breakdown import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
@@ -116,7 +116,7 @@ class _Start:
     def _stages(self, timeline: Timeline) -> None:
         self._checkpoints.start(timeline)
         if self._job.image:
-            from bootseer.launch_image import open_image
+            from bootseer.launch.image import open_image
 
             self._container = open_image(
                 self._settings, self._job.image, self._job.binds, timeline, self._say
@@ -155,7 +155,7 @@ class _Start:
     def _become(self) -> NoReturn:
         command = self._job.command
         if self._container is not None:
-            from bootseer.launch_image import container_environment
+            from bootseer.launch.image import container_environment
 
             environment = container_environment(self._container)
             hand_over()
@@ -191,7 +191,7 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
 
 def _inside(container: "Container", request: "Request") -> "Request":
     """The same set-up, inside the container, which is entered."""
-    from bootseer.launch_image import container_environment
+    from bootseer.launch.image import container_environment
 
     container.enter()
     return replace(

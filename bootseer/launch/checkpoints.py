@@ -29,7 +29,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
-from bootseer.launch_signals import STOPS
+from bootseer.launch.signals import STOPS
 from bootseer.private import make_private_directory
 from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
