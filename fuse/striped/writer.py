@@ -133,19 +133,20 @@ class FileWriter:
         """Take `data` at `offset`: at the end, or within what has not been sent yet.
 
         Anything else is EOPNOTSUPP. Waits while the mount's memory is used up. Raises NoSpaceError,
-        DeadlineError, UnavailableError, ...: then the file has failed for good.
+        DeadlineError, UnavailableError, ...: then, as after EOPNOTSUPP, the file has failed for
+        good. A program that goes on closing it must not put half a file in a good one's place.
         """
         with self._lock:
             self._check()
             if not len(data):
                 return 0
             gap = offset - self.size_bytes
-            if offset < self._sent_bytes or gap > self._settings.stripe_unit_bytes:
-                raise UnsupportedError(
-                    f"{self.path}: a striped file is written from start to end; what lies before "
-                    f"byte {self._sent_bytes} is on its way already"
-                )
             with self._failing():
+                if offset < self._sent_bytes or gap > self._settings.stripe_unit_bytes:
+                    raise UnsupportedError(
+                        f"{self.path}: a striped file is written from start to end; what lies "
+                        f"before byte {self._sent_bytes} is on its way already"
+                    )
                 if gap > 0:
                     self._add(bytes(gap), cancelled)
                 within = self.size_bytes - offset

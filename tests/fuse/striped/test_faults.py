@@ -309,10 +309,12 @@ def test_a_storage_without_atomic_rename_is_read_only(world: World) -> None:
 @pytest.mark.parametrize("operation", ["create", "write", "close"])
 def test_the_threads_of_a_failed_file_end(world: World, operation: str) -> None:
     """Found by a part whose close failed: its thread waited for an end that it had seen."""
+    before = set(threading.enumerate())
     world.backend.rules.append(failing(operation, lambda: NoSpaceError("x"), within=PARTS_FOLDER))
     world.fails_with(errno.ENOSPC, lambda: world.driver.write("f", NEW))
     for _ in range(100):
-        if not [t for t in threading.enumerate() if t.name.startswith("stripe-part")]:
+        left = set(threading.enumerate()) - before
+        if not [thread for thread in left if thread.name.startswith("stripe-part")]:
             return
         time.sleep(0.02)
     raise AssertionError("a part's thread is left behind")

@@ -127,9 +127,18 @@ def refused(code, call):
         assert error.errno == code, (error, code)
     else:
         raise AssertionError(f"not refused: {errno.errorcode[code]}")
-fd = os.open(folder + "/f", os.O_RDWR | os.O_CREAT)
+# A refused write dooms the file: what had its name before stays, whoever goes on and closes it.
+with open(folder + "/good", "wb") as file:
+    file.write(b"good" * 3_000_000)
+fd = os.open(folder + "/good", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 os.write(fd, bytes(10_000_000))
 refused(errno.EOPNOTSUPP, lambda: os.pwrite(fd, b"x", 0))
+refused(errno.EOPNOTSUPP, lambda: os.write(fd, b"more"))
+refused(errno.EOPNOTSUPP, lambda: os.fsync(fd))
+refused(errno.EOPNOTSUPP, lambda: os.close(fd))
+assert open(folder + "/good", "rb").read() == b"good" * 3_000_000
+fd = os.open(folder + "/f", os.O_RDWR | os.O_CREAT)
+os.write(fd, bytes(10_000_000))
 os.pwrite(fd, b"end", 9_999_990)                  # what is not sent yet can be changed
 refused(errno.EOPNOTSUPP, lambda: os.ftruncate(fd, 5))
 refused(errno.EOPNOTSUPP, lambda: os.pread(fd, 10, 0))
