@@ -107,6 +107,25 @@ def find_image(store: Store, reference: str) -> ImageRecord:
     )
 
 
+def check_blobs(store: Store, record: ImageRecord) -> None:
+    """Look whether the store has the blobs of all layers, without reading them.
+
+    Raises: CorruptError for one that is missing or of another size; UnavailableError.
+    """
+    for layer in record.layers:
+        key = blob_key(layer.blob_digest)
+        try:
+            size_bytes = store.size(key)
+        except NotFoundError:
+            size_bytes = -1
+        if size_bytes != layer.blob_size_bytes:
+            state = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
+            raise CorruptError(
+                f"a layer of image {record.reference} cannot be read: {key} {state} in "
+                f"{store.url}; index the image again"
+            )
+
+
 def publish_image(store: Store, record: ImageRecord) -> None:
     """Catalogue `record`, whose objects are all in the store; replaces the image of that name.
 

@@ -20,12 +20,13 @@ from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
     BusyError,
+    CorruptError,
     DeadlineError,
     InvalidInputError,
     NotFoundError,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.catalogue import find_image, load_tree
+from bootseer.prefetch.catalogue import check_blobs, find_image, load_tree
 from bootseer.prefetch.control import ask, new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
@@ -135,6 +136,11 @@ def mount_image(
         image = find_image(store, reference)
         # Leaves the index in the node's cache, where the server takes it from without the store.
         load_tree(store, image, settings.cache_dir)
+        try:
+            check_blobs(store, image)
+        except CorruptError as error:
+            # What this node's cache has of it still works, and may be all.
+            _log.warning("%s", error)
     state_dir = state_dir or new_mount_dir(settings)
     state = MountState(
         id=state_dir.name,

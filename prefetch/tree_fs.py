@@ -6,12 +6,14 @@ new worker take over from a killed one. Thread-safe; `read` waits at most for th
 """
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bootseer.blob.tree import Extent, Tree
+from bootseer.errors import BootseerError, DeadlineError
 from bootseer.fuse.kernel.operations import (
     Attributes,
     Buffer,
@@ -22,6 +24,8 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
+
+_log = logging.getLogger(__name__)
 
 _TTL_S = 365 * 86_400.0
 """The tree is immutable: as good as for ever."""
@@ -155,6 +159,18 @@ class TreeFileSystem(Operations):
             return b""
         if self._on_access is not None:
             self._on_access(node - 1, offset, end - offset)
+        try:
+            return self._content_of(node, size, extents, offset, end)
+        except BootseerError as error:
+            path = os.fsdecode(self._tree.path(node - 1))
+            _log.error("cannot read bytes %d to %d of /%s: %s", offset, end, path, error)
+            # Not ENOENT for a blob that is gone: the file is there.
+            code = errno.ETIMEDOUT if isinstance(error, DeadlineError) else errno.EIO
+            raise OSError(code, os.strerror(code)) from error
+
+    def _content_of(
+        self, node: int, size: int, extents: tuple[Extent, ...], offset: int, end: int
+    ) -> Buffer | Sequence[Buffer]:
         if len(extents) == 1 and not extents[0].file_offset and extents[0].length == size:
             # Nearly every file.
             whole = extents[0]

@@ -114,7 +114,7 @@ def _index(
     settings: Settings, source: "ImageSource", image: str, timeline: Timeline, say: Say
 ) -> str:
     """The name of the image in the store, where it is now if it was not before."""
-    from bootseer.prefetch.catalogue import find_image, load_tree
+    from bootseer.prefetch.catalogue import check_blobs, find_image, load_tree
     from bootseer.prefetch.indexing import index_image
     from bootseer.store import open_store
 
@@ -131,6 +131,7 @@ def _index(
                 source.identity is None and not _changed_since(Path(image), known.created_ns)
             ):
                 load_tree(store, known, settings.cache_dir)
+                check_blobs(store, known)
                 return known.reference
             say(f"image {reference} has changed: indexing it again")
         except (NotFoundError, InvalidInputError):

@@ -189,6 +189,20 @@ def test_a_tag_that_moves(node: Node, image: Image, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, text), done.stderr
 
 
+def test_a_layer_that_the_store_has_lost(node: Node, image: Image, tmp_path: Path) -> None:
+    job = ("--image", image.source, "--", "cat", "/etc/passwd")
+    assert node.run(*job).returncode == 0
+    node.wait_clean()
+    for name in ("blobs", "bundles", "hot"):
+        shutil.rmtree(tmp_path / "store" / name, ignore_errors=True)
+    with node_at(tmp_path / "second", node.store) as second:
+        done = second.run(*job)
+        assert done.returncode == 0, done.stderr
+        assert "is missing in" in done.stderr
+        assert "indexing image" in done.stderr
+        second.wait_clean()
+
+
 def test_a_directory_that_changes(node: Node, image: Image, tmp_path: Path) -> None:
     roots = [tmp_path / "a" / "root", tmp_path / "b" / "root"]
     for root in roots:

@@ -24,7 +24,7 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.catalogue import blob_key
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
-from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
+from bootseer.prefetch.mount_state import is_alive, live_mounts, log_path, sweep
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.settings_json import settings_to_json
@@ -418,3 +418,13 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     with pytest.raises(AlreadyExistsError, match="cache"):
         mount_image(node.settings, "image:1", node.base / "mnt")
     assert mounts.find_mount(node.base / "mnt") is None
+
+
+def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:
+    (blob,) = node.record.layers
+    node.stored("blobs/" + blob.blob_digest.replace(":", "/")).unlink()
+    with mounted(node.settings, "image:1", node.base / "mnt", prefetch=False) as image:
+        assert checksums_outside([image.directory / "big"]) == ["EIO"]
+        log = log_path(node.settings, image.state.id).read_text()
+    assert "cannot read bytes" in log
+    assert "/big" in log
