@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from bootseer.config import load_settings
 from bootseer.demo import image, root_file_system, wheels
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from bootseer.prefetch.publish import wait_published
 from bootseer.report.files import read_start
 from bootseer.store import open_store
 from bootseer.store.limited import read_account
@@ -235,6 +237,9 @@ class World:
 
     def remove(self) -> None:
         """Everything, but what is still mounted: that is told and left."""
+        for number in (1, 2):
+            run_dir = self.plan.folder / f"node-{number}" / "run"
+            wait_published(load_settings({"run_dir": str(run_dir)}), _UNMOUNT_TIMEOUT_S)
         # The servers see the job's end, and unmount, a moment after we do.
         deadline_s = time.monotonic() + _UNMOUNT_TIMEOUT_S
         while (mounted := self._mounted()) and time.monotonic() < deadline_s:
