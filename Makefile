@@ -32,8 +32,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Against the oldest and the newest Python that are supported.
 types: $(VENV)/ready
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.14
 
 # Built, installed elsewhere, run outside the checkout.
 wheel-test: $(VENV)/ready
