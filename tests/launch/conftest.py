@@ -58,5 +58,5 @@ def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
     """Runs as an ordinary user, in a folder and with variables of its own."""
     require_root()
     made = Image(tmp_path_factory.mktemp("layout") / "img", image_root)
-    made.build(User="worker", WorkingDir="/work", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
+    made.build(User="worker", WorkingDir="/job", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
     return made

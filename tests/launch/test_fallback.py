@@ -31,7 +31,7 @@ def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
             *("--image", image.source, "--", "python3", "-c", SHOW),
             variables={"BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"},
         )
-        assert (done.returncode, done.stdout.split()[:3]) == (0, ["1000", "/work", "yes"])
+        assert (done.returncode, done.stdout.split()[:3]) == (0, ["1000", "/job", "yes"])
         assert done.stderr.count("warning:") == 1, done.stderr
         assert "Traceback" not in done.stderr
     node.wait_clean()
@@ -90,7 +90,7 @@ def fallback(node: Node, *arguments: object, prefix: Sequence[str] = WITHOUT_FUS
 
 def test_without_fuse_the_image_is_extracted(node: Node, image: Image) -> None:
     job = ("--image", image.source, "--", "python3", "-c", SHOW)
-    assert fallback(node, *job).split()[:3] == ["1000", "/work", "yes"]
+    assert fallback(node, *job).split()[:3] == ["1000", "/job", "yes"]
     node.wait_clean()
     extracted = node.base / "cache/extracted"
     (tree,) = [path for path in extracted.iterdir() if not path.name.startswith("container-")]
@@ -128,12 +128,12 @@ def test_without_fuse_what_is_in_use_stays(node: Node, image: Image) -> None:
 
 
 def test_without_fuse_a_setup_and_a_failure(node: Node, image: Image) -> None:
-    setup = ("--setup", "echo from-setup > env", "--target", "/work")
+    setup = ("--setup", "echo from-setup > env", "--target", "/job")
     job = ("--image", image.source, *setup, "--", "cat", "env")
     assert fallback(node, *job) == "from-setup\n"
     assert fallback(node, *job) == "from-setup\n"
     done = node.run(
-        *("--image", image.source, "--setup", "exit 9", "--target", "/work", "--", "true"),
+        *("--image", image.source, "--setup", "exit 9", "--target", "/job", "--", "true"),
         prefix=WITHOUT_FUSE,
     )
     assert done.returncode == 9

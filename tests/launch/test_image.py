@@ -73,7 +73,7 @@ def test_what_the_command_gets(node: Node, image: Image, tmp_path: Path) -> None
     assert process.returncode == 0, err
     got = json.loads(out)
     assert got["pid"] == process.pid
-    assert (got["uid"], got["gid"], got["cwd"]) == (1000, 1001, "/work")
+    assert (got["uid"], got["gid"], got["cwd"]) == (1000, 1001, "/job")
     assert got["stdin"] == "for the job"
     assert set(got["descriptors"]) <= {0, 1, 2, 3}
     assert "data" in got["root"]
@@ -125,7 +125,7 @@ def test_a_signal_while_the_image_is_indexed(node: Node, image: Image) -> None:
 def test_kill_9_at_any_moment(node: Node, image: Image, tmp_path: Path) -> None:
     job = (
         *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
-        *("--setup", "echo data > env", "--target", "/work", "--", "cat", "env"),
+        *("--setup", "echo data > env", "--target", "/job", "--", "cat", "env"),
     )
     for delay_s in (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3):
         with node.start(*job) as process:
@@ -142,7 +142,7 @@ def test_setup_and_checkpoint_inside(node: Node, image: Image, tmp_path: Path) -
     job = (
         *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "echo from-setup > env; echo ran; ls /ckpt"),
-        *("--target", "/work", "--", "sh", "-c"),
+        *("--target", "/job", "--", "sh", "-c"),
     )
     done = node.run(*job, "cat env; echo saved > /ckpt/step")
     assert (done.returncode, done.stdout) == (0, "from-setup\n"), done.stderr
@@ -161,7 +161,7 @@ def test_a_setup_that_fails_inside(node: Node, image: Image, tmp_path: Path) -> 
     done = node.run(
         *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "exec 9> /ckpt/open; (sleep 2 <&9 >/dev/null 2>&1 & ); exit 9"),
-        *("--target", "/work/env", "--", "true"),
+        *("--target", "/job/env", "--", "true"),
     )
     assert done.returncode == 9, done.stderr
     node.wait_clean()
@@ -170,7 +170,7 @@ def test_a_setup_that_fails_inside(node: Node, image: Image, tmp_path: Path) -> 
 def test_a_mount_that_fails_beside_the_image(node: Node, image: Image) -> None:
     done = node.run(
         *("--image", image.source, "--checkpoint", "file:///proc/self/status:/ckpt"),
-        *("--setup", "true", "--target", "/work/env", "--", "true"),
+        *("--setup", "true", "--target", "/job/env", "--", "true"),
     )
     assert done.returncode == 2
     assert "is a file" in done.stderr

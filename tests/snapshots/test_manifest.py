@@ -123,8 +123,8 @@ def test_any_one_change_is_refused_or_harmless(data: st.DataObject) -> None:
 
 
 def test_target_paths_that_users_write() -> None:
-    assert target_path("env", "/work") == b"/work/env"
-    assert target_path("//opt/./x/../env/", "/work") == b"/opt/env"
+    assert target_path("env", "/job") == b"/job/env"
+    assert target_path("//opt/./x/../env/", "/job") == b"/opt/env"
     for text in ("/", "..", "a\0b"):
         with pytest.raises(InvalidInputError):
-            target_path(text, "/work")
+            target_path(text, "/job")

@@ -51,9 +51,9 @@ _SYSTEM_PATHS = (
         ("/usr/bin/pip install a", _SYSTEM, "/opt/env", _SYSTEM_PATHS),
         ("pip install a", _SYSTEM, "", _SYSTEM_PATHS),
         ("uv pip install a", _SYSTEM, "/opt/env", (b"/opt/env",)),
-        ("uv sync", _SYSTEM, "", (b"/work/.venv",)),
-        ("python3 -m venv env", _SYSTEM, "", (b"/work/env",)),
-        ("pip install --target lib a", _SYSTEM, "/opt/env", (b"/work/lib",)),
+        ("uv sync", _SYSTEM, "", (b"/job/.venv",)),
+        ("python3 -m venv env", _SYSTEM, "", (b"/job/env",)),
+        ("pip install --target lib a", _SYSTEM, "/opt/env", (b"/job/lib",)),
         ("pip install --user a", _SYSTEM, "", (b"/home/me/.local",)),
         ("./install.sh", None, "/opt/env", (b"/opt/env",)),
         ("./install.sh", _ENV, "/opt/env", (b"/opt/env",)),
@@ -63,14 +63,14 @@ def test_inferred(
     command: str, interpreter: Interpreter | None, active: str, expected: tuple[bytes, ...]
 ) -> None:
     hints = hints_of(command.split())
-    found = infer_targets(hints, interpreter, {"VIRTUAL_ENV": active}, "/work")
+    found = infer_targets(hints, interpreter, {"VIRTUAL_ENV": active}, "/job")
     assert found.paths == expected
 
 
 @pytest.mark.parametrize("command", ["./install.sh", "make", "pip list"])
 def test_not_inferred(command: str) -> None:
     with pytest.raises(UnsupportedError, match="--target"):
-        infer_targets(hints_of(command.split()), _SYSTEM, {}, "/work")
+        infer_targets(hints_of(command.split()), _SYSTEM, {}, "/job")
 
 
 def test_nested_targets_are_one() -> None:
