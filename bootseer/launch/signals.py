@@ -39,7 +39,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._stopped = False
-        self._processes: list[int] = []
+        self._processes: list[tuple[int, int]] = []
+        """(process id, its descriptor) of what was running."""
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -57,7 +58,7 @@ class StopSignals:
         for pid in session_descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 process = os.pidfd_open(pid)
-                self._processes.append(process)
+                self._processes.append((pid, process))
                 signal.pidfd_send_signal(process, number)
         raise StoppedError(number)
 
@@ -68,15 +69,31 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         deadline_s = time.monotonic() + _GRACE_S
-        for process in self._processes:
+        for pid, process in self._processes:
             left_s = max(0.0, deadline_s - time.monotonic())
+            # Until it is readable it has not been reaped, so that its number is still its own.
             if not select.select([process], [], [], left_s)[0]:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                _kill_tree(pid)
             os.close(process)
         self._processes.clear()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL for a process and all that it has started, also what it starts meanwhile."""
+    found: set[int] = set()
+    new = {pid}
+    while new:
+        found |= new
+        for one in new:
+            with contextlib.suppress(OSError):
+                # A stopped process makes no children that nobody would find.
+                os.kill(one, signal.SIGSTOP)
+        new = set(session_descendants(pid)) - found
+    for one in found:
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
 
 
 def hand_over() -> None:
@@ -98,7 +115,10 @@ def end_by(number: int) -> NoReturn:
 def session_descendants(pid: int) -> list[int]:
     """The descendants of a process that are in its session; servers have sessions of their own."""
     parents: dict[int, list[int]] = {}
-    session = os.getsid(pid)
+    try:
+        session = os.getsid(pid)
+    except ProcessLookupError:
+        return []
     for child, parent, child_session in _processes():
         if child_session == session:
             parents.setdefault(parent, []).append(child)

@@ -51,12 +51,17 @@ def test_in_a_setup(node: Node, number: signal.Signals) -> None:
 
 
 def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
-    setup = "sh -c 'trap \"\" TERM; touch deeper; while :; do sleep 1; done'; true"
+    # It has always a new child, which lives long enough to be found if it were left.
+    setup = "sh -c 'trap \"\" TERM; touch deeper; while :; do sleep 1.5; done'; true"
     with node.start("--setup", setup, "--target", "env", "--", "true") as process:
         wait_for(node.base / "deeper")
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM
+    # What was killed may need a moment to be gone.
+    deadline_s = time.monotonic() + 0.3
+    while node.processes() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     assert node.processes() == {}
 
 
