@@ -55,11 +55,12 @@ class StopSignals:
             return
         self._stopped = True
         # Before anything is raised: once a parent is gone, its children cannot be found.
-        for pid in session_descendants(os.getpid()):
+        for pid in _freeze(os.getpid()):
             with contextlib.suppress(OSError):
                 process = os.pidfd_open(pid)
                 self._processes.append((pid, process))
                 signal.pidfd_send_signal(process, number)
+                signal.pidfd_send_signal(process, signal.SIGCONT)
         raise StoppedError(number)
 
     def __exit__(
@@ -80,18 +81,22 @@ class StopSignals:
             signal.signal(number, handler)
 
 
-def _kill_tree(pid: int) -> None:
-    """SIGKILL for a process and all that it has started, also what it starts meanwhile."""
+def _freeze(pid: int) -> set[int]:
+    """The descendants of a process, stopped: none of them makes a child that nobody would find."""
     found: set[int] = set()
-    new = {pid}
-    while new:
+    while new := set(session_descendants(pid)) - found:
         found |= new
         for one in new:
             with contextlib.suppress(OSError):
-                # A stopped process makes no children that nobody would find.
                 os.kill(one, signal.SIGSTOP)
-        new = set(session_descendants(pid)) - found
-    for one in found:
+    return found
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL for a process and all that it has started, also what it starts meanwhile."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
+    for one in (pid, *_freeze(pid)):
         with contextlib.suppress(OSError):
             os.kill(one, signal.SIGKILL)
 
