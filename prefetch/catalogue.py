@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 
 from bootseer.blob.index import decode
 from bootseer.blob.index import digest as digest_of
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, from_oserror
 from bootseer.prefetch.records import (
@@ -54,16 +55,6 @@ def image_key(reference: str) -> str:
 def layer_key(digest: str) -> str:
     """Where the record of a layer lies."""
     return f"layers/{quote(digest, safe='')}.json"
-
-
-def blob_key(digest: str) -> str:
-    """Where a blob lies."""
-    return f"blobs/{digest.replace(':', '/', 1)}"
-
-
-def index_key(digest: str) -> str:
-    """Where an encoded tree lies."""
-    return f"indexes/{digest.replace(':', '/', 1)}"
 
 
 def list_images(store: Store) -> Iterator[ImageRecord]:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blob.extract import extract
+from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import AlreadyExistsError, BootseerError, from_oserror
 from bootseer.fuse.kernel.mount import can_mount_directly
-from bootseer.prefetch.catalogue import blob_key, find_image, load_tree
+from bootseer.prefetch.catalogue import find_image, load_tree
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
 from bootseer.prefetch.mount_state import make_private, remove_scratch

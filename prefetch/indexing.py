@@ -20,12 +20,11 @@ from typing import IO, Any
 
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.index import encode
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.prefetch.catalogue import (
-    blob_key,
     check_replaceable,
-    index_key,
     publish_image,
     publish_layer,
     read_layer,

@@ -16,10 +16,10 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
+from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import CorruptError
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
-from bootseer.prefetch.catalogue import blob_key
 from bootseer.prefetch.replay import Replay
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan

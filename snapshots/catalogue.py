@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.blob import index
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.snapshots.manifest import (
@@ -43,16 +44,6 @@ def manifest_key(fingerprint: str) -> str:
 def lease_key(fingerprint: str) -> str:
     """The key of the lease of the node that makes a snapshot."""
     return f"leases/snapshots/{fingerprint}"
-
-
-def blob_key(blob: Stored) -> str:
-    """The key of a blob."""
-    return f"blobs/sha256/{blob.hex}"
-
-
-def index_key(tree: Stored) -> str:
-    """The key of an encoded tree."""
-    return f"indexes/sha256/{tree.hex}"
 
 
 def load(store: Store, fingerprint: str) -> Manifest | None:
@@ -142,8 +133,8 @@ def publish_target(
     damaged.
     """
     for key, size_bytes, content in (
-        (blob_key(blob), blob.size_bytes, data),
-        (index_key(tree), tree.size_bytes, encoded),
+        (blob_key(blob.digest), blob.size_bytes, data),
+        (index_key(tree.digest), tree.size_bytes, encoded),
     ):
         try:
             # A cut-off object under the right name must not make every later restore fail.
@@ -179,7 +170,7 @@ def load_encoded_tree(store: Store, target: Target) -> tuple[Tree, bytes]:
     stored = target.index
     if stored.size_bytes > INDEX_BYTES_MAX:
         raise CorruptError(f"the index {stored.digest} is too large")
-    data = store.read(index_key(stored), 0, stored.size_bytes + 1)
+    data = store.read(index_key(stored.digest), 0, stored.size_bytes + 1)
     if len(data) != stored.size_bytes or index.digest(data) != stored.digest:
         raise CorruptError(f"the index {stored.digest} in {store.url} does not match its digest")
     tree = index.decode(data)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blob.extract import extract
+from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
@@ -20,7 +21,7 @@ from bootseer.errors import (
 from bootseer.progress import Progress
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import work as working
-from bootseer.snapshots.catalogue import blob_key, load_encoded_tree, load_tree
+from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
 from bootseer.snapshots.fetch import FrameSource
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
@@ -124,7 +125,7 @@ def _extract(store: Store, target: Target, tree: Tree, directory: Path, deadline
         source = stack.enter_context(
             FrameSource(
                 store,
-                blob_key(target.blob),
+                blob_key(target.blob.digest),
                 tree,
                 deadline_s=deadline_s,
                 on_progress=progress.advance,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.index import digest, encode
+from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Inode
 from bootseer.errors import (
     CorruptError,
@@ -20,7 +21,6 @@ from bootseer.errors import (
 from bootseer.prefetch.catalogue import (
     find_image,
     image_key,
-    index_key,
     layer_key,
     list_images,
     load_tree,

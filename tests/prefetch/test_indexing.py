@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.read import BlobReader
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.catalogue import (
-    blob_key,
     find_image,
     image_key,
-    index_key,
     layer_key,
     list_images,
     load_tree,

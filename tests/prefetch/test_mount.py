@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import (
     AlreadyExistsError,
@@ -22,7 +23,6 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import hot_store
-from bootseer.prefetch.catalogue import blob_key
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
 from bootseer.prefetch.mount_state import is_alive, live_mounts, log_path, sweep
 from bootseer.prefetch.publish import wait_published

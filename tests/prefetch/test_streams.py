@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.keys import blob_key
 from bootseer.blob.pack import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
 from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.catalogue import blob_key
 from bootseer.prefetch.hot_store import part_key
 from bootseer.prefetch.replay import Replay, aim_of, plan_replay
 from bootseer.prefetch.streams import BlobStreams

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from bootseer.blob.keys import blob_key
 from bootseer.config import Settings, load_settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.request import Request
@@ -177,7 +178,7 @@ def capture_and_publish(top: Path, wanted: int) -> None:
             for manifest in catalogue.list_all(store):
                 assert [catalogue.load_tree(store, one) for one in manifest.targets]
                 for one in manifest.targets:
-                    assert store.size(catalogue.blob_key(one.blob)) == one.blob.size_bytes
+                    assert store.size(blob_key(one.blob.digest)) == one.blob.size_bytes
         shutil.rmtree(target, ignore_errors=True)
         assert _child(lambda salt=salt: run(salt, "b"), None) is not None  # type: ignore[misc]
         assert differences(original, describe(target)) == [], point

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import CorruptError
@@ -47,7 +48,7 @@ def packed(tmp_path: Path, node: Settings) -> Iterator[tuple[Store, str, Tree, b
     manifest = create_snapshot(node, [str(source)])
     with open_store(node.store_url) as store:
         (target,) = manifest.targets
-        key = catalogue.blob_key(target.blob)
+        key = blob_key(target.blob.digest)
         yield store, key, catalogue.load_tree(store, target), store.read(key)
 
 

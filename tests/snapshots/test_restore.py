@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import (
     AlreadyExistsError,
@@ -29,8 +30,8 @@ from tests.support.trees import describe, differences, make_zoo
 def _blob(settings: Settings, key: str) -> Path:
     with open_store(settings.store_url) as store:
         manifest = catalogue.find(store, key)
-    return Path(settings.store_url.removeprefix("file://")) / catalogue.blob_key(
-        manifest.targets[0].blob
+    return Path(settings.store_url.removeprefix("file://")) / blob_key(
+        manifest.targets[0].blob.digest
     )
 
 
