@@ -30,6 +30,7 @@ from bootseer.prefetch.catalogue import (
     read_layer,
     read_tree,
 )
+from bootseer.prefetch.chains import publish_chains
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
@@ -75,6 +76,9 @@ def index_image(
     name = reference or source.reference
     check_replaceable(store, name)
     layers = _index_layers(source.layers, store, work_dir, workers, on_progress, on_layer)
+    diff_ids = [layer.digest for layer in source.layers if layer.digest is not None]
+    if len(diff_ids) == len(source.layers):
+        publish_chains(store, diff_ids)
     tree = merge([layer_tree for _, layer_tree in layers])
     data = encode(tree)
     digest = digest_of(data)

@@ -1,0 +1,105 @@
+"""Chain ids are those of the OCI specification; a store's record of one is believed only as far as
+its layers make the chain that it is found under."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.prefetch.chains import (
+    chain_ids,
+    chain_key,
+    decode_chain,
+    encode_chain,
+    publish_chains,
+    read_chain,
+)
+from bootseer.prefetch.indexing import index_image
+from bootseer.prefetch.sources import open_source
+from bootseer.store import Store, open_store
+from tests.support.images import Member, digest, tar_of, write_layout
+
+DIFF_IDS = tuple(digest(text) for text in (b"a", b"b", b"c"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(str(tmp_path / "store")) as opened:
+        yield opened
+
+
+def test_ids_are_those_of_the_specification() -> None:
+    first = DIFF_IDS[0]
+    second = "sha256:" + hashlib.sha256(f"{first} {DIFF_IDS[1]}".encode()).hexdigest()
+    third = "sha256:" + hashlib.sha256(f"{second} {DIFF_IDS[2]}".encode()).hexdigest()
+    assert chain_ids(DIFF_IDS) == (first, second, third)
+    assert chain_ids(()) == ()
+
+
+def test_every_chain_of_an_indexed_image_is_known(store: Store, tmp_path: Path) -> None:
+    layers = [[Member(name, data=name.encode())] for name in ("one", "two", "three")]
+    write_layout(tmp_path / "layout", layers)
+    with open_source(str(tmp_path / "layout"), tmp_path / "work") as source:
+        index_image(source, store, tmp_path / "work", reference="image:1")
+    diff_ids = tuple(digest(tar_of(members)) for members in layers)
+    for count, chain_id in enumerate(chain_ids(diff_ids), 1):
+        assert read_chain(store, chain_id) == diff_ids[:count]
+
+
+def test_a_plain_directory_has_no_chain(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "file").write_text("x")
+    with open_source(str(tmp_path / "root"), tmp_path / "work") as source:
+        index_image(source, store, tmp_path / "work", reference="plain:1")
+    assert list(store.list("chains/")) == []
+
+
+def test_an_unknown_chain_is_none(store: Store) -> None:
+    assert read_chain(store, DIFF_IDS[0]) is None
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "sha256:..", "sha256:" + "A" * 64, "x/y"])
+def test_what_is_no_digest_is_refused_before_the_store_is_asked(store: Store, name: str) -> None:
+    with pytest.raises(CorruptError, match="not a digest"):
+        read_chain(store, name)
+
+
+@pytest.mark.parametrize(
+    "diff_ids",
+    [DIFF_IDS[:2], (*DIFF_IDS, DIFF_IDS[0]), (DIFF_IDS[1], DIFF_IDS[0], DIFF_IDS[2]), ()],
+    ids=["shorter", "longer", "other-order", "empty"],
+)
+def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]) -> None:
+    chain_id = chain_ids(DIFF_IDS)[-1]
+    document = json.loads(encode_chain(DIFF_IDS))
+    document["diff_ids"] = diff_ids
+    with pytest.raises(CorruptError, match="do not make the chain"):
+        decode_chain(json.dumps(document).encode(), chain_id, "here")
+
+
+def test_another_kind_or_version_is_refused() -> None:
+    chain_id = chain_ids(DIFF_IDS)[-1]
+    document = json.loads(encode_chain(DIFF_IDS))
+    for change in ({"kind": "bootseer-layer"}, {"version": 2}):
+        with pytest.raises(UnknownFormatError):
+            decode_chain(json.dumps({**document, **change}).encode(), chain_id, "here")
+
+
+def test_a_damaged_record_is_written_again(store: Store) -> None:
+    chain_id = chain_ids(DIFF_IDS)[-1]
+    store.publish(chain_key(chain_id), b'{"kind": "bootseer-chain", "version"')
+    with pytest.raises(CorruptError):
+        read_chain(store, chain_id)
+    publish_chains(store, DIFF_IDS)
+    assert read_chain(store, chain_id) == DIFF_IDS
+
+
+def test_the_record_of_a_later_release_stays(store: Store) -> None:
+    key = chain_key(DIFF_IDS[0])
+    store.publish(key, b'{"kind": "bootseer-chain", "version": 2}')
+    with pytest.raises(UnknownFormatError):
+        publish_chains(store, DIFF_IDS)
+    assert b'"version": 2' in store.read(key)
