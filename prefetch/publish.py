@@ -7,7 +7,6 @@ here costs later launches their bundle and nothing else; nothing is visible that
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -16,12 +15,10 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from bootseer.background import python_environment
 from bootseer.blob.index import decode as decode_index
@@ -29,22 +26,19 @@ from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.prefetch import hot_store, hotset
-from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
-from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch import hot_store
+from bootseer.prefetch.hot_build import build_bundle
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
-from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace, accesses_of
 from bootseer.private import private_opener
-from bootseer.store import Store, open_store
+from bootseer.store import open_store
 
 _log = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<QQQQ")
 _LEASE_S = 600.0
-_PIECE_BYTES = 4 * 2**20
 _NICENESS = 15
 
 
@@ -166,80 +160,6 @@ def publish_record(
             return None
         with lease:
             return build_bundle(settings, store, tree, info.index_digest, info.workload)
-
-
-def build_bundle(
-    settings: Settings, store: Store, tree: Tree, index_digest: str, workload: str
-) -> HotPointer | None:
-    """Merge the workload's traces and publish hot set, bundle and pointer.
-
-    None when there is nothing hot. Raises: BootseerError.
-    """
-    traces = []
-    for key in hot_store.trace_keys(store, index_digest, workload):
-        try:
-            traces.append(hot_store.read_trace(store, key))
-        except BootseerError as error:
-            _log.warning("the trace %s is left out: %s", key, error)
-    hot = hotset.merge(index_digest, workload, traces)
-    lengths = [blob.stream_length for blob in tree.blobs]
-    frames = plan_frames(hotset.stream_ranges(hot, tree), lengths)
-    if not frames:
-        return None
-    hot_data = hotset.encode(hot)
-    hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
-    store.publish(hot_store.hotset_key(hot_digest), hot_data)
-    streams = BlobStreams(
-        tree.blobs,
-        store.read,
-        NodeCache(settings.cache_dir),
-        deadline_s=settings.deadline_s,
-        workers=2,
-    )
-    try:
-        with contextlib.ExitStack() as stack:
-            folder = make_private(settings.cache_dir / "tmp")
-            parts = [
-                stack.enter_context(tempfile.TemporaryFile(dir=folder))
-                for _ in range(min(PART_COUNT, len(frames)))
-            ]
-            header = write_bundle(
-                index_digest, frames, lambda *piece: bytes(streams.read(*piece)), parts
-            )
-            size_bytes = len(header) + sum(part.tell() for part in parts)
-            digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
-            for number, part in enumerate(parts):
-                store.publish(hot_store.part_key(digest, number), _pieces(part))
-            # The header after what it names, the pointer after the header.
-            store.publish(hot_store.header_key(digest), header)
-    except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
-        raise from_oserror(error, "build the bundle") from error
-    finally:
-        streams.close()
-    pointer = HotPointer(
-        index_digest,
-        digest,
-        size_bytes,
-        len(header),
-        hot_digest,
-        len(traces),
-        time.time_ns(),
-    )
-    store.publish(
-        hot_store.pointer_key(index_digest, workload),
-        hot_store.encode_pointer(pointer),
-        replace=True,
-    )
-    _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
-    return pointer
-
-
-def _pieces(spool: BinaryIO) -> Iterator[bytes]:
-    spool.seek(0)
-    while piece := spool.read(_PIECE_BYTES):
-        yield piece
 
 
 def main(directory: Path) -> int:
