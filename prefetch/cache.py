@@ -1,11 +1,11 @@
 """The node cache: each blob's uncompressed tar stream, filled as it is needed.
 
-Alone owns the folder `cache_dir/blobs/` (see docs/format/cache.md). One folder per blob digest
-holds `data`, a sparse file with the stream at its own offsets, and `present`, a mapped file with
-one byte per 512-byte sector that says whether the sector is there. Content must be verified
-before it comes in.
+Alone owns the folder `cache_dir/streams/` (see docs/format/cache.md). One folder per digest of a
+stream, however it is stored elsewhere, holds `data`, a sparse file with the stream at its own
+offsets, and `present`, a mapped file with one byte per 512-byte sector that says whether the
+sector is there. Content must be verified before it comes in.
 
-Several processes share a blob's files: `present` is mapped MAP_SHARED, and a sector's data is
+Several processes share a stream's files: `present` is mapped MAP_SHARED, and a sector's data is
 written before its byte is set, so whoever sees the byte may read the data. The page cache outlives
 a killed process, so kill -9 loses nothing; what a crash of the *machine* may have torn is thrown
 away at the next open (other boot id and not marked clean).
@@ -70,7 +70,7 @@ def _lock_within(fd: int, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Alone in opening, closing or removing the blob in `directory`, which is made if needed."""
+    """Alone in opening, closing or removing the stream in `directory`, which is made if needed."""
     while True:
         # Each by itself: with `parents=True` only the last one would be private.
         for path in (directory.parent.parent, directory.parent, directory):
@@ -88,8 +88,8 @@ def _locked(directory: Path) -> Iterator[None]:
             os.close(fd)
 
 
-class BlobCache:
-    """What this node has of one blob's stream. Made by `NodeCache.open_blob`."""
+class StreamCache:
+    """What this node has of one stream. Made by `NodeCache.open_stream`."""
 
     def __init__(self, directory: Path, stream_length: int, boot: bytes) -> None:
         """Raises: BootseerError when the folder cannot be made or opened."""
@@ -241,8 +241,8 @@ class BlobCache:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedBlob:
-    """One blob's share of the cache, for `trim` and for people."""
+class CachedStream:
+    """One stream's share of the cache, for `trim` and for people."""
 
     digest: str
     size_bytes: int
@@ -250,10 +250,10 @@ class CachedBlob:
 
 
 class NodeCache:
-    """All cached blobs below one folder."""
+    """All cached streams below one folder."""
 
     def __init__(self, cache_dir: Path) -> None:
-        self._directory = cache_dir / "blobs"
+        self._directory = cache_dir / "streams"
         self._boot = boot_id()
 
     def _path(self, digest: str) -> Path:
@@ -262,15 +262,15 @@ class NodeCache:
             raise InvalidInputError(f"{digest!r} is not a digest like sha256:<64 hex digits>")
         return self._directory / name
 
-    def open_blob(self, digest: str, stream_length: int) -> BlobCache:
-        """The blob's part of the cache, made if it is new. Raises: BootseerError."""
+    def open_stream(self, digest: str, stream_length: int) -> StreamCache:
+        """What the cache has of a stream, made if it is new. Raises: BootseerError."""
         directory = self._path(digest)
-        blob = BlobCache(directory, stream_length, self._boot)
+        stream = StreamCache(directory, stream_length, self._boot)
         # `trim` goes by the folder's time: the last use.
         os.utime(directory)
-        return blob
+        return stream
 
-    def blobs(self) -> list[CachedBlob]:
+    def streams(self) -> list[CachedStream]:
         """What is cached, the longest unused first."""
         found = []
         try:
@@ -283,20 +283,20 @@ class NodeCache:
                 size = sum(512 * (entry / name).stat().st_blocks for name in ("data", "present"))
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            found.append(CachedBlob(f"sha256:{entry.name}", size, used_ns))
-        return sorted(found, key=lambda blob: blob.used_ns)
+            found.append(CachedStream(f"sha256:{entry.name}", size, used_ns))
+        return sorted(found, key=lambda stream: stream.used_ns)
 
     def trim(self, limit_bytes: int) -> int:
-        """Remove blobs that nobody uses, the longest unused first, until the rest is within
+        """Remove streams that nobody uses, the longest unused first, until the rest is within
         `limit_bytes`. Returns how many bytes were freed."""
-        blobs = self.blobs()
-        total = sum(blob.size_bytes for blob in blobs)
+        streams = self.streams()
+        total = sum(stream.size_bytes for stream in streams)
         freed = 0
-        for blob in blobs:
+        for stream in streams:
             if total - freed <= limit_bytes:
                 break
-            if self._remove(self._path(blob.digest)):
-                freed += blob.size_bytes
+            if self._remove(self._path(stream.digest)):
+                freed += stream.size_bytes
         return freed
 
     def _remove(self, directory: Path) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from bootseer.blob.tree import Extent
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
-from bootseer.prefetch.cache import BlobCache, sectors_of
+from bootseer.prefetch.cache import StreamCache, sectors_of
 from bootseer.prefetch.hot_store import part_key
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
@@ -58,7 +58,7 @@ class Replay:
     """One bundle on its way into the cache."""
 
     def __init__(
-        self, bundle: Bundle, digest: str, caches: Sequence[BlobCache], executor: Executor
+        self, bundle: Bundle, digest: str, caches: Sequence[StreamCache], executor: Executor
     ) -> None:
         self.bundle = bundle
         self.fetched_bytes = 0

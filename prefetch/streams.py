@@ -107,7 +107,7 @@ class BlobStreams:
         self.caches = []
         try:
             for blob in blobs:
-                self.caches.append(cache.open_blob(blob.digest, blob.stream_length))
+                self.caches.append(cache.open_stream(blob.stream_digest, blob.stream_length))
         except BaseException:
             for opened in self.caches:
                 opened.close()

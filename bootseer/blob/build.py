@@ -66,6 +66,7 @@ def _columns_from(
     numbers: dict[str, list[int]] = {
         "blob_size_bytes": [blob.size_bytes for blob in blobs],
         "blob_frame_count": [len(blob.frames) for blob in blobs],
+        "blob_stream_length": [blob.stream_length for blob in blobs],
         "frame_length": [frame.length for frame in frames],
         "frame_stream_length": [frame.stream_length for frame in frames],
         "name_parent": [parent for parent, _, _ in entries],
@@ -87,6 +88,7 @@ def _columns_from(
     }
     sections = {
         "blob_digests": b"".join(_raw_digest(blob.digest) for blob in blobs),
+        "blob_stream_digests": b"".join(_raw_digest(blob.stream_digest) for blob in blobs),
         "frame_digests": b"".join(frame.digest for frame in frames),
         "names": b"".join(name + b"\0" for _, name, _ in entries),
         "links": b"".join(target + b"\0" for target in links),
@@ -136,3 +138,5 @@ def _check_frames(blobs: Sequence[Blob]) -> None:
             stream_offset += frame.stream_length
         if offset > blob.size_bytes:
             raise CorruptError(f"the frames of {blob.digest} reach beyond its end")
+        if blob.frames and stream_offset != blob.stream_length:
+            raise CorruptError(f"the frames of {blob.digest} do not make up its stream")

@@ -45,6 +45,8 @@ SECTIONS: dict[str, tuple[int, str]] = {
     "extent_length": (24, "Q"),
     "digest": (25, "I"),
     "digests": (26, ""),
+    "blob_stream_length": (27, "Q"),
+    "blob_stream_digests": (28, ""),
 }
 
 NAME_BYTES_MAX = 255

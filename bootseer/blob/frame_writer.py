@@ -49,8 +49,12 @@ class FrameWriter:
         frame_bytes: int,
         threads: int | None,
         on_progress: Callable[[int], None] | None = None,
+        stream_digest: str | None = None,
     ) -> None:
-        """`on_progress` is called with counts of stream bytes that have been written."""
+        """`on_progress` is called with counts of stream bytes that have been written.
+
+        `stream_digest`: of the whole stream, by somebody who verifies it; else it is computed.
+        """
         if not 4096 <= frame_bytes <= FRAME_STREAM_BYTES_MAX // 2:
             raise InvalidInputError(f"frame_bytes is {frame_bytes}, not 4096 to 32 MiB")
         if not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
@@ -66,7 +70,12 @@ class FrameWriter:
         self._on_progress = on_progress
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
         self._in_flight_max = threads * _FRAMES_IN_FLIGHT_PER_THREAD
-        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]]]] = deque()
+        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]], Future[None]]] = deque()
+        known = stream_digest is not None and stream_digest.startswith("sha256:")
+        self._stream_digest = stream_digest if known else None
+        self._stream_hash = hashlib.sha256()
+        # One thread: pieces must be hashed in order.
+        self._hash_pool = ThreadPoolExecutor(1, thread_name_prefix="blob-hash")
         self._local = threading.local()
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
@@ -86,6 +95,7 @@ class FrameWriter:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._hash_pool.shutdown(wait=True, cancel_futures=True)
 
     def reserve(self, length: int) -> None:
         """Start a new frame unless `length` more bytes fit into the current one."""
@@ -106,8 +116,9 @@ class FrameWriter:
             return
         while len(self._in_flight) >= self._in_flight_max:
             self._drain_one()
-        future = self._pool.submit(self._compress, self._pieces)
-        self._in_flight.append((self._pieces_bytes, future))
+        hashed = self._hash_pool.submit(self._hash_stream, self._pieces)
+        compressed = self._pool.submit(self._compress, self._pieces)
+        self._in_flight.append((self._pieces_bytes, compressed, hashed))
         self._pieces = []
         self._pieces_bytes = 0
 
@@ -118,7 +129,14 @@ class FrameWriter:
             self._drain_one()
         self._put(_seek_table(self._lengths, self._stream_lengths))
         frames = FrameTable(self._lengths, self._stream_lengths, bytes(self._digests))
-        return Blob(f"sha256:{self._hash.hexdigest()}", self._size, frames)
+        stream_digest = self._stream_digest or f"sha256:{self._stream_hash.hexdigest()}"
+        digest = f"sha256:{self._hash.hexdigest()}"
+        return Blob(digest, self._size, frames, stream_digest, self.position)
+
+    def _hash_stream(self, pieces: list[bytes]) -> None:
+        if self._stream_digest is None:
+            for piece in pieces:
+                self._stream_hash.update(piece)
 
     def _compress(self, pieces: list[bytes]) -> tuple[bytes, bytes]:
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
@@ -131,8 +149,9 @@ class FrameWriter:
         return compressed, hashlib.sha256(compressed).digest()
 
     def _drain_one(self) -> None:
-        stream_length, future = self._in_flight.popleft()
+        stream_length, future, hashed = self._in_flight.popleft()
         compressed, digest = future.result()
+        hashed.result()
         if len(self._lengths) == SEEK_TABLE_FRAMES_MAX:
             raise UnsupportedError(
                 f"a blob holds at most {SEEK_TABLE_FRAMES_MAX} frames: use larger ones"

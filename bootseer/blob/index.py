@@ -10,7 +10,7 @@ from array import array
 
 import zstandard
 
-from bootseer.blob.columns import SECTIONS, Columns, check_names
+from bootseer.blob.columns import SECTIONS, SIZE_BYTES_MAX, Columns, check_names
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -148,8 +148,12 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
     lengths = columns.ints("frame_length", sum(counts))
     stream_lengths = columns.ints("frame_stream_length", len(lengths))
     blob_digests = columns.load("blob_digests")
+    whole_lengths = columns.ints("blob_stream_length", len(sizes))
+    whole_digests = columns.load("blob_stream_digests")
     frame_digests = memoryview(columns.load("frame_digests"))
-    if len(blob_digests) != 32 * len(sizes) or len(frame_digests) != 32 * len(lengths):
+    if not len(blob_digests) == len(whole_digests) == 32 * len(sizes):
+        raise CorruptError("a table of digests has a wrong length")
+    if len(frame_digests) != 32 * len(lengths):
         raise CorruptError("a table of digests has a wrong length")
     blobs = []
     first = 0
@@ -160,7 +164,14 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
         )
         if frames.offsets[-1] > size:
             raise CorruptError("the frames of a blob reach beyond its end")
-        name = f"sha256:{blob_digests[32 * i : 32 * i + 32].hex()}"
-        blobs.append(Blob(name, size, frames))
+        stream_length = frames.stream_offsets[-1] if count else whole_lengths[i]
+        if stream_length != whole_lengths[i] or stream_length > SIZE_BYTES_MAX:
+            raise CorruptError("the frames of a blob do not make up its stream")
+        digest = _digest_at(blob_digests, i)
+        blobs.append(Blob(digest, size, frames, _digest_at(whole_digests, i), stream_length))
         first = end
     return tuple(blobs)
+
+
+def _digest_at(digests: bytes, number: int) -> str:
+    return f"sha256:{digests[32 * number : 32 * number + 32].hex()}"

@@ -85,18 +85,20 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A stored seekable tar.zst: digest over its compressed bytes, and its frames in order."""
+    """A tar stream, and the seekable tar.zst that stores it: its frames in order.
+
+    A stream that is not stored anywhere, because only this node has it, has no frames and a size
+    of 0; its digest is then the stream's.
+    """
 
     digest: str
-    """`sha256:<hex>`."""
+    """`sha256:<hex>` of the stored, compressed bytes."""
     size_bytes: int
     frames: Sequence[Frame]
-
-    @property
-    def stream_length(self) -> int:
-        """Length of the uncompressed tar stream in bytes."""
-        last = self.frames[-1] if self.frames else None
-        return last.stream_offset + last.stream_length if last else 0
+    stream_digest: str
+    """`sha256:<hex>` of the uncompressed tar stream: of a container layer, its diff_id."""
+    stream_length: int
+    """Of the uncompressed tar stream in bytes."""
 
 
 class Tree:

@@ -68,14 +68,24 @@ class _Layer(Unpacked):
 
 
 def pack_layer(
-    stream: BinaryIO, sink: BinaryIO, on_progress: Callable[[int], None] | None = None
+    stream: BinaryIO,
+    sink: BinaryIO,
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    diff_id: str | None = None,
 ) -> LayerTree:
-    """Write the blob of a layer's uncompressed tar to `sink`; reads `stream` to its end.
+    """Write the blob of a layer's uncompressed tar to `sink`; reads `stream` to its end, of which
+    the caller verifies that it has the digest `diff_id`, if given.
 
     Raises: CorruptError, UnsupportedError, as `blob.pack_tar`; OSError of the sink.
     """
     with FrameWriter(
-        sink, level=LEVEL, frame_bytes=FRAME_BYTES, threads=None, on_progress=on_progress
+        sink,
+        level=LEVEL,
+        frame_bytes=FRAME_BYTES,
+        threads=None,
+        on_progress=on_progress,
+        stream_digest=diff_id,
     ) as writer:
         reader = TarReader(stream)
         layer = _Layer()

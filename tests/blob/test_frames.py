@@ -35,7 +35,8 @@ def test_frames_for_agrees_with_looking_at_every_byte(
 ) -> None:
     count = len(lengths)
     table = FrameTable(array("I", [1] * count), array("I", lengths), bytes(32 * count))
-    blob = Blob("sha256:" + "0" * 64, count, table if columnar else list(table))
+    digest = "sha256:" + "0" * 64
+    blob = Blob(digest, count, table if columnar else list(table), digest, sum(lengths))
     expected = [
         number
         for number, frame in enumerate(table)

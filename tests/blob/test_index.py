@@ -24,8 +24,9 @@ def sample() -> Tree:
         Blob(
             "sha256:" + "ab" * 32, 100,
             [Frame(0, 50, 0, 1000, b"f" * 32), Frame(50, 9, 1000, 7, b"g" * 32)],
+            "sha256:" + "12" * 32, 1007,
         ),
-        Blob("sha256:" + "cd" * 32, 9, []),
+        Blob("sha256:" + "cd" * 32, 9, [], "sha256:" + "34" * 32, 9),
     ]  # fmt: skip
     inodes = [
         DIR,
@@ -46,7 +47,10 @@ def everything(tree: Tree) -> object:
     return (
         list(tree.walk()),
         [tree.inode(n) for n in range(tree.inode_count)],
-        [(b.digest, b.size_bytes, list(b.frames)) for b in tree.blobs],
+        [
+            (b.digest, b.size_bytes, list(b.frames), b.stream_digest, b.stream_length)
+            for b in tree.blobs
+        ],
     )
 
 

@@ -12,7 +12,8 @@ from bootseer.errors import InvalidInputError
 
 DIR = Inode(stat.S_IFDIR | 0o755)
 FILE = Inode(stat.S_IFREG | 0o644)
-BLOB = Blob("sha256:" + "0" * 64, 100, [Frame(0, 50, 0, 1000, bytes(32))])
+DIGEST = "sha256:" + "0" * 64
+BLOB = Blob(DIGEST, 100, [Frame(0, 50, 0, 1000, bytes(32))], DIGEST, 1000)
 
 
 def small() -> Tree:
@@ -103,9 +104,20 @@ def test_frames_must_follow_one_another() -> None:
         ([Frame(0, 5, 0, 10, bytes(32))], 4),
     ):
         with pytest.raises(InvalidInputError):
-            build_tree([], [DIR], [Blob("sha256:" + "0" * 64, size, frames)])
+            build_tree([], [DIR], [Blob(DIGEST, size, frames, DIGEST, 10)])
+    for digest, stream_digest in (("md5:" + "0" * 64, DIGEST), (DIGEST, "sha256:0")):
+        with pytest.raises(InvalidInputError):
+            build_tree([], [DIR], [Blob(digest, 100, [], stream_digest, 0)])
+    with pytest.raises(InvalidInputError, match="do not make up its stream"):
+        build_tree([], [DIR], [Blob(DIGEST, 100, BLOB.frames, DIGEST, 1001)])
+
+
+def test_a_stream_that_is_stored_nowhere_has_no_frames() -> None:
+    inode = Inode(stat.S_IFREG | 0o644, size_bytes=5, extents=(Extent(0, 0, 512, 5),))
+    tree = build_tree([(b"f", 1)], [DIR, inode], [Blob(DIGEST, 0, (), DIGEST, 1024)])
+    assert tree.blobs[0].stream_length == 1024
     with pytest.raises(InvalidInputError):
-        build_tree([], [DIR], [Blob("md5:" + "0" * 64, 100, [])])
+        build_tree([(b"f", 1)], [DIR, inode], [Blob(DIGEST, 0, (), DIGEST, 512)])
 
 
 part = st.binary(min_size=1, max_size=4).filter(

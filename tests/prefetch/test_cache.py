@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.cache import SECTOR_BYTES, BlobCache, NodeCache
+from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache, StreamCache
 
 DIGEST = "sha256:" + "ab" * 32
 LENGTH = 40 * SECTOR_BYTES + 100
@@ -21,8 +21,8 @@ STREAM = bytes(i * 7 % 251 for i in range(LENGTH))
 
 
 @pytest.fixture
-def blob(tmp_path: Path) -> Iterator[BlobCache]:
-    opened = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+def blob(tmp_path: Path) -> Iterator[StreamCache]:
+    opened = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     yield opened
     opened.close()
 
@@ -39,7 +39,7 @@ ranges = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
 def test_against_a_model(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, int]], asked: tuple[int, int]
 ) -> None:
-    cache = NodeCache(tmp_path_factory.mktemp("cache")).open_blob(DIGEST, LENGTH)
+    cache = NodeCache(tmp_path_factory.mktemp("cache")).open_stream(DIGEST, LENGTH)
     model: set[int] = set()
     last = -(-LENGTH // SECTOR_BYTES)
     for offset, length in writes:
@@ -62,13 +62,13 @@ def test_against_a_model(
     cache.close()
 
 
-def test_bytes_outside_the_stream_are_refused(blob: BlobCache) -> None:
+def test_bytes_outside_the_stream_are_refused(blob: StreamCache) -> None:
     with pytest.raises(ValueError, match="outside"):
         blob.write(LENGTH - 1, b"ab")
 
 
-def test_two_users_see_each_other(tmp_path: Path, blob: BlobCache) -> None:
-    other = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+def test_two_users_see_each_other(tmp_path: Path, blob: StreamCache) -> None:
+    other = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     blob.write(512, STREAM[512:1536])
     assert other.has(512, 1024)
     assert other.read(512, 1024) == STREAM[512:1536]
@@ -81,7 +81,7 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from bootseer.prefetch.cache import NodeCache\n"
-        f"c = NodeCache(Path(sys.argv[1])).open_blob({DIGEST!r}, {LENGTH})\n"
+        f"c = NodeCache(Path(sys.argv[1])).open_stream({DIGEST!r}, {LENGTH})\n"
         "c.write(0, b'x' * 1024)\n"
         "print('ok', flush=True)\n"
         "time.sleep(60)\n"
@@ -92,14 +92,14 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ok\n"
         os.kill(child.pid, signal.SIGKILL)
-    again = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     assert again.has(0, 1024)
     assert again.read(0, 1024) == b"x" * 1024
     again.close()
 
 
 def _set_boot(tmp_path: Path, clean: int) -> None:
-    path = tmp_path / "blobs" / DIGEST[7:] / "present"
+    path = tmp_path / "streams" / DIGEST[7:] / "present"
     with path.open("r+b") as file:
         file.seek(12)
         file.write(struct.pack("<I16s", clean, b"another boot id!"))
@@ -109,22 +109,22 @@ def _set_boot(tmp_path: Path, clean: int) -> None:
 def test_after_a_reboot_only_a_clean_map_is_believed(
     tmp_path: Path, clean: int, kept: bool
 ) -> None:
-    first = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     first.write(0, STREAM[:1024])
     first.close()
     _set_boot(tmp_path, clean)
-    again = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     assert again.has(0, 1024) is kept
     again.close()
 
 
 def test_damaged_map_is_discarded(tmp_path: Path) -> None:
-    first = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     first.write(0, STREAM[:1024])
     first.close()
-    path = tmp_path / "blobs" / DIGEST[7:] / "present"
+    path = tmp_path / "streams" / DIGEST[7:] / "present"
     path.write_bytes(b"\1" * 70)
-    again = NodeCache(tmp_path).open_blob(DIGEST, LENGTH)
+    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     assert not again.has(0, 1)
     again.close()
 
@@ -134,16 +134,16 @@ def test_trim_removes_the_longest_unused_and_nothing_in_use(tmp_path: Path) -> N
     digests = [f"sha256:{i:064x}" for i in range(3)]
     opened = []
     for age, digest in enumerate(digests):
-        one = cache.open_blob(digest, LENGTH)
+        one = cache.open_stream(digest, LENGTH)
         one.write(0, STREAM)
         opened.append(one)
         os.utime(one.directory, ns=(age, age))
     opened[1].close()
     opened[2].close()
-    assert cache.trim(cache.blobs()[0].size_bytes * 2) > 0
-    assert [blob.digest for blob in cache.blobs()] == [digests[0], digests[2]]
+    assert cache.trim(cache.streams()[0].size_bytes * 2) > 0
+    assert [blob.digest for blob in cache.streams()] == [digests[0], digests[2]]
     assert cache.trim(0) > 0
-    assert [blob.digest for blob in cache.blobs()] == [digests[0]]
+    assert [blob.digest for blob in cache.streams()] == [digests[0]]
     assert opened[0].read(0, LENGTH) == STREAM
     opened[0].close()
 
@@ -151,10 +151,10 @@ def test_trim_removes_the_longest_unused_and_nothing_in_use(tmp_path: Path) -> N
 def test_bad_digest_is_refused(tmp_path: Path) -> None:
     for digest in ("sha256:../../x", "md5:" + "a" * 64, "sha256:" + "g" * 64):
         with pytest.raises(InvalidInputError, match="not a digest"):
-            NodeCache(tmp_path).open_blob(digest, 1)
+            NodeCache(tmp_path).open_stream(digest, 1)
 
 
-def test_files_are_private(blob: BlobCache) -> None:
+def test_files_are_private(blob: StreamCache) -> None:
     for path in (blob.directory, blob.directory.parent):
         assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in blob.directory.iterdir()} == {0o600}

@@ -133,7 +133,8 @@ def test_other_parquet_files_are_refused() -> None:
 
 
 def test_only_files_with_the_same_content_are_used() -> None:
-    blob = Blob("sha256:" + "0" * 64, 100, (Frame(0, 100, 0, 1 << 20, b"f" * 32),))
+    digest = "sha256:" + "0" * 64
+    blob = Blob(digest, 100, (Frame(0, 100, 0, 1 << 20, b"f" * 32),), digest, 1 << 20)
     tree = build_tree(
         [(b"", 0), (b"a", 1), (b"b", 2)],
         [

@@ -204,7 +204,7 @@ def test_only_blobs_that_are_needed_are_kept() -> None:
         tree = build_tree(
             [(name.encode(), 1)],
             [Inode(DIRECTORY), inode],
-            [Blob("sha256:" + digit * 64, 10, frames)],
+            [Blob("sha256:" + digit * 64, 10, frames, "sha256:" + digit * 64, 100)],
         )
         return LayerTree(tree)
 

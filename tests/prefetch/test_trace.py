@@ -123,7 +123,7 @@ def test_accesses_name_files_by_path_and_digest() -> None:
     tree = build_tree(
         [(b"", 0), (b"a", 1), (b"a/b", 2)],
         [Inode(0o40755), Inode(0o40755), Inode(0o100644, digest=digest)],
-        [Blob("sha256:" + "0" * 64, 0, ())],
+        [Blob("sha256:" + "0" * 64, 0, (), "sha256:" + "0" * 64, 0)],
     )
     files, accesses = accesses_of(tree, [(2, 0, 4096, 1), (2, 4096, 1, 2), (2, 0, 4096, 3)])
     assert files == (TracedFile(b"a/b", digest),)

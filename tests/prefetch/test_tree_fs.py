@@ -15,7 +15,8 @@ from bootseer.fuse.kernel.operations import Caller
 from bootseer.prefetch.tree_fs import TreeFileSystem
 
 STREAM = bytes(i * 13 % 253 + 1 for i in range(40_000))
-BLOB = Blob("sha256:" + "0" * 64, 100, (Frame(0, 100, 0, len(STREAM), b"f" * 32),))
+DIGEST = "sha256:" + "0" * 64
+BLOB = Blob(DIGEST, 100, (Frame(0, 100, 0, len(STREAM), b"f" * 32),), DIGEST, len(STREAM))
 ME = Caller(0, 0, 1)
 DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 
