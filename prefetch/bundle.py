@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import BinaryIO, NamedTuple
 
 import zstandard
@@ -61,8 +62,11 @@ class BundleFrame:
     length: int
     stream_length: int
     digest: bytes
-    """SHA-256 of the stored (compressed) bytes."""
+    """Content digest of the stored (compressed) bytes."""
     extents: tuple[BundleExtent, ...]
+    positions: tuple[int, ...]
+    """Where in the frame's content each extent begins. In a frame as stored they follow each other
+    without gaps; for a rebuilt image (`rebuilt`) some of the content may have no place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ def write_bundle(
         content = b"".join(read(*extent) for extent in members)
         stored = compressor.compress(content)
         parts[number % len(parts)].write(stored)
-        digest = hashlib.sha256(stored).digest()
+        digest = content_digest(stored)
         tables.append(_FRAME.pack(len(stored), len(content), len(members), digest))
         extents += [_EXTENT.pack(e.offset, e.blob, e.length) for e in members]
     raw = b"".join(tables + extents)
@@ -226,7 +230,8 @@ def _frames(
         ):
             raise CorruptError("a frame of the bundle has an impossible length")
         part = number % part_count
-        yield BundleFrame(part, ends[part], length, stream_length, digest, members)
+        positions = tuple(accumulate([e.length for e in members[:-1]], initial=0))
+        yield BundleFrame(part, ends[part], length, stream_length, digest, members, positions)
         ends[part] += length
     if taken != extent_count:
         raise CorruptError("extents of the bundle belong to no frame")

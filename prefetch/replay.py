@@ -143,11 +143,9 @@ class Replay:
             return
         frame = self.bundle.frames[number]
         content = memoryview(decode_frame(frame, data))
-        position = 0
-        for extent in frame.extents:
+        for extent, position in zip(frame.extents, frame.positions, strict=True):
             cache = self._caches[extent.blob]
             piece = content[position : position + extent.length]
-            position += extent.length
             if not cache.has(extent.offset, extent.length):
                 cache.write(extent.offset, piece)
         with self._lock:
