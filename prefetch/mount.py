@@ -123,15 +123,7 @@ def mount_image(
     Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
     DeadlineError, CorruptError.
     """
-    if record not in RECORD_MODES:
-        raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
-    path = mounts.absolute(directory)
-    if mounts.find_mount(path) is not None:
-        raise BusyError(f"cannot mount on {path}: a FUSE file system is mounted there")
-    if not path.is_dir():
-        if path.exists():
-            raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
-        raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
+    path = _check_mount_point(directory)
     with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         image = find_image(store, reference)
         # Leaves the index in the node's cache, where the server takes it from without the store.
@@ -141,11 +133,55 @@ def mount_image(
         except CorruptError as error:
             # What this node's cache has of it still works, and may be all.
             _log.warning("%s", error)
+    plan = serve_tree(
+        settings,
+        image.reference,
+        image.index_digest,
+        path,
+        workload=workload,
+        record=record,
+        prefetch=prefetch,
+        window_s=window_s,
+        readahead_bytes=readahead_bytes,
+        purpose=purpose,
+        state_dir=state_dir,
+        scratch=scratch,
+        watch_pid=watch_pid,
+        owner=owner,
+    )
+    return MountedImage(settings, image, plan.state, plan.state_dir, plan.ready_name)
+
+
+def serve_tree(
+    settings: Settings,
+    name: str,
+    index_digest: str,
+    directory: Path,
+    *,
+    workload: str | None = None,
+    record: str = "auto",
+    prefetch: bool = True,
+    window_s: float = WINDOW_S,
+    readahead_bytes: int = READAHEAD_BYTES,
+    purpose: str = "mount",
+    state_dir: Path | None = None,
+    scratch: str = "",
+    watch_pid: int | None = None,
+    owner: tuple[int, int] | None = None,
+) -> ServePlan:
+    """Mount the tree whose index this node's cache holds on `directory`, an existing one, as
+    `mount_image` does. `name` is what people will see. The plan that its server carries out.
+
+    Raises: as `mount_image`.
+    """
+    if record not in RECORD_MODES:
+        raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
+    path = _check_mount_point(directory)
     state_dir = state_dir or new_mount_dir(settings)
     state = MountState(
         id=state_dir.name,
-        reference=image.reference,
-        index_digest=image.index_digest,
+        reference=name,
+        index_digest=index_digest,
         workload=workload or settings.workload,
         directory=str(path),
         pid=0,
@@ -179,7 +215,18 @@ def mount_image(
         if not is_alive(state_dir):
             shutil.rmtree(state_dir, ignore_errors=True)
         raise
-    return MountedImage(settings, image, state, state_dir, plan.ready_name)
+    return plan
+
+
+def _check_mount_point(directory: Path) -> Path:
+    path = mounts.absolute(directory)
+    if mounts.find_mount(path) is not None:
+        raise BusyError(f"cannot mount on {path}: a FUSE file system is mounted there")
+    if not path.is_dir():
+        if path.exists():
+            raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
+        raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
+    return path
 
 
 def _start_server(plan: ServePlan) -> None:
