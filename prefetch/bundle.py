@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 import zstandard
 
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from bootseer.blob.columns import SECTIONS, Columns, check_names
+from bootseer.blob.digest_codec import encode_digest
 from bootseer.blob.tree import Blob, Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs, encode_xattrs
 from bootseer.errors import CorruptError, InvalidInputError
@@ -87,8 +88,8 @@ def _columns_from(
         "digest": [_number(digests, inode.digest or b"") for inode in inodes],
     }
     sections = {
-        "blob_digests": b"".join(_raw_digest(blob.digest) for blob in blobs),
-        "blob_stream_digests": b"".join(_raw_digest(blob.stream_digest) for blob in blobs),
+        "blob_digests": b"".join(encode_digest(blob.digest) for blob in blobs),
+        "blob_stream_digests": b"".join(encode_digest(blob.stream_digest) for blob in blobs),
         "frame_digests": b"".join(frame.digest for frame in frames),
         "names": b"".join(name + b"\0" for _, name, _ in entries),
         "links": b"".join(target + b"\0" for target in links),
@@ -112,17 +113,6 @@ def _columns_from(
 def _number(known: dict[_T, int], value: _T) -> int:
     """1 + the position of `value` among the distinct values so far; 0 for an empty one."""
     return known.setdefault(value, len(known) + 1) if value else 0
-
-
-def _raw_digest(digest: str) -> bytes:
-    kind, _, value = digest.partition(":")
-    try:
-        raw = bytes.fromhex(value)
-    except ValueError:
-        raw = b""
-    if kind != "sha256" or len(raw) != 32 or value != raw.hex():
-        raise CorruptError(f"{digest!r} is not a digest like sha256:<64 hex digits>")
-    return raw
 
 
 def _check_frames(blobs: Sequence[Blob]) -> None:

@@ -20,6 +20,7 @@ import zstandard
 
 from bootseer.blob.frames import FRAME_STREAM_BYTES_MAX, FrameTable
 from bootseer.blob.tree import Blob
+from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import InvalidInputError, UnsupportedError
 
 # https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
@@ -71,9 +72,8 @@ class FrameWriter:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
         self._in_flight_max = threads * _FRAMES_IN_FLIGHT_PER_THREAD
         self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]], Future[None]]] = deque()
-        known = stream_digest is not None and stream_digest.startswith("sha256:")
-        self._stream_digest = stream_digest if known else None
-        self._stream_hash = hashlib.sha256()
+        self._stream_digest = stream_digest
+        self._stream_hash = ContentHasher()
         # One thread: pieces must be hashed in order.
         self._hash_pool = ThreadPoolExecutor(1, thread_name_prefix="blob-hash")
         self._local = threading.local()
@@ -129,7 +129,7 @@ class FrameWriter:
             self._drain_one()
         self._put(_seek_table(self._lengths, self._stream_lengths))
         frames = FrameTable(self._lengths, self._stream_lengths, bytes(self._digests))
-        stream_digest = self._stream_digest or f"sha256:{self._stream_hash.hexdigest()}"
+        stream_digest = self._stream_digest or f"blake3:{self._stream_hash.hexdigest()}"
         digest = f"sha256:{self._hash.hexdigest()}"
         return Blob(digest, self._size, frames, stream_digest, self.position)
 
@@ -146,7 +146,7 @@ class FrameWriter:
                 level=self._level, write_checksum=True, write_content_size=True
             )
         compressed = compressor.compress(b"".join(pieces))
-        return compressed, hashlib.sha256(compressed).digest()
+        return compressed, content_digest(compressed)
 
     def _drain_one(self) -> None:
         stream_length, future, hashed = self._in_flight.popleft()

@@ -4,7 +4,6 @@
 from any thread; decompression releases the GIL.
 """
 
-import hashlib
 import threading
 from array import array
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from typing import overload
 import zstandard
 
 from bootseer.blob.tree import Blob, Frame
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 
 FRAME_STREAM_BYTES_MAX = 64 * 1024 * 1024
@@ -103,7 +103,7 @@ def decode_frame(frame: Frame, data: bytes | memoryview) -> bytes:
         raise CorruptError(
             f"the frame at offset {frame.offset} has {len(data)} bytes instead of {frame.length}"
         )
-    if hashlib.sha256(data).digest() != frame.digest:
+    if content_digest(data) != frame.digest:
         raise CorruptError(f"the frame at offset {frame.offset} does not match its digest")
     try:
         if zstandard.frame_content_size(data) != frame.stream_length:

@@ -11,6 +11,7 @@ from array import array
 import zstandard
 
 from bootseer.blob.columns import SECTIONS, SIZE_BYTES_MAX, Columns, check_names
+from bootseer.blob.digest_codec import decode_digests
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -147,12 +148,10 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
     counts = columns.ints("blob_frame_count", len(sizes))
     lengths = columns.ints("frame_length", sum(counts))
     stream_lengths = columns.ints("frame_stream_length", len(lengths))
-    blob_digests = columns.load("blob_digests")
+    digests = decode_digests(columns.load("blob_digests"), len(sizes))
     whole_lengths = columns.ints("blob_stream_length", len(sizes))
-    whole_digests = columns.load("blob_stream_digests")
+    whole_digests = decode_digests(columns.load("blob_stream_digests"), len(sizes))
     frame_digests = memoryview(columns.load("frame_digests"))
-    if not len(blob_digests) == len(whole_digests) == 32 * len(sizes):
-        raise CorruptError("a table of digests has a wrong length")
     if len(frame_digests) != 32 * len(lengths):
         raise CorruptError("a table of digests has a wrong length")
     blobs = []
@@ -167,11 +166,6 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
         stream_length = frames.stream_offsets[-1] if count else whole_lengths[i]
         if stream_length != whole_lengths[i] or stream_length > SIZE_BYTES_MAX:
             raise CorruptError("the frames of a blob do not make up its stream")
-        digest = _digest_at(blob_digests, i)
-        blobs.append(Blob(digest, size, frames, _digest_at(whole_digests, i), stream_length))
+        blobs.append(Blob(digests[i], size, frames, whole_digests[i], stream_length))
         first = end
     return tuple(blobs)
-
-
-def _digest_at(digests: bytes, number: int) -> str:
-    return f"sha256:{digests[32 * number : 32 * number + 32].hex()}"

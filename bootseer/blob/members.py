@@ -3,7 +3,6 @@
 Alone owns how a member is laid out and cut into frames. Not thread-safe: one caller.
 """
 
-import hashlib
 import stat
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.tar_header import END, member_header, padding
 from bootseer.blob.tree import Extent, Inode, Tree
+from bootseer.content_digest import ContentHasher, content_digest
 
 ZEROS_HASHED_MAX = 1024**3
 """A sparse file with more bytes of holes than this has no content digest: hashing zeros for
@@ -48,7 +48,7 @@ class Members:
         offset = self._writer.position + len(header)
         self._writer.write(member)
         extents = (Extent(0, 0, offset, len(content)),) if content else ()
-        digest = hashlib.sha256(content).digest()
+        digest = content_digest(content)
         return self._added(path, _with_content(inode, extents, digest))
 
     def add_large(
@@ -74,7 +74,7 @@ class Members:
         self._put(header)
         self._writer.cut()
         stored = sum(length for _, length in segments)
-        hasher = hashlib.sha256() if size - stored <= ZEROS_HASHED_MAX else None
+        hasher = ContentHasher() if size - stored <= ZEROS_HASHED_MAX else None
         extents = []
         hashed = 0
         left = stored
@@ -120,7 +120,7 @@ def _with_content(inode: Inode, extents: tuple[Extent, ...], digest: bytes | Non
     )  # fmt: skip
 
 
-def hash_zeros(hasher: "hashlib._Hash", count: int) -> None:
+def hash_zeros(hasher: ContentHasher, count: int) -> None:
     """Hash the bytes of a hole."""
     while count > 0:
         hasher.update(_ZEROS[:count] if count < len(_ZEROS) else _ZEROS)

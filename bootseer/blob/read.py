@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.tree import Inode, Tree
+from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
@@ -93,16 +94,16 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
     """
     tree.validate()
     for number, blob in enumerate(tree.blobs):
-        hasher = hashlib.sha256()
+        whole = hashlib.sha256()
         for offset in range(0, blob.size_bytes, _VERIFY_READ_BYTES):
             length = min(_VERIFY_READ_BYTES, blob.size_bytes - offset)
             data = read(number, offset, length)
             if len(data) != length:
                 raise CorruptError(f"the blob {blob.digest} is cut off at {offset + len(data)}")
-            hasher.update(data)
+            whole.update(data)
             if on_progress:
                 on_progress(length)
-        if f"sha256:{hasher.hexdigest()}" != blob.digest:
+        if f"sha256:{whole.hexdigest()}" != blob.digest:
             raise CorruptError(f"the blob {blob.digest} does not match its digest")
     reader = BlobReader(tree, read)
     # In the order of the stream, so that each frame is decoded once.
@@ -110,7 +111,7 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
         inode = tree.inode(inode_number)
         if not stat.S_ISREG(inode.mode) or inode.digest is None:
             continue
-        hasher = hashlib.sha256()
+        hasher = ContentHasher()
         for offset in range(0, inode.size_bytes, len(_ZEROS)):
             hasher.update(reader.read_extents(inode, offset, len(_ZEROS)))
         if hasher.digest() != inode.digest:

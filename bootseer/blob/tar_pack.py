@@ -6,7 +6,6 @@ replaces an earlier one, a path leads through symbolic links inside the root, pa
 archive does not mention are made. One call is one packing.
 """
 
-import hashlib
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
@@ -17,6 +16,7 @@ from bootseer.blob.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
 from bootseer.blob.tar_header import BLOCK
 from bootseer.blob.tar_reader import Member, TarReader
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError, InvalidInputError
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
@@ -103,14 +103,14 @@ def _copied_pieces(reader: TarReader, writer: FrameWriter, stored: int) -> Itera
 def _digest(
     pieces: Iterable[bytes], segments: Iterable[tuple[int, int]], size_bytes: int
 ) -> bytes | None:
-    """SHA-256 of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
+    """Of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
     segments = [segment for segment in segments if segment[1]]
     holes = size_bytes - sum(length for _, length in segments)
     if holes > ZEROS_HASHED_MAX:
         for _ in pieces:
             pass
         return None
-    hasher = hashlib.sha256()
+    hasher = ContentHasher()
     following = iter(segments)
     position = left = 0
     for piece in pieces:

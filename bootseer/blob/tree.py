@@ -96,7 +96,8 @@ class Blob:
     size_bytes: int
     frames: Sequence[Frame]
     stream_digest: str
-    """`sha256:<hex>` of the uncompressed tar stream: of a container layer, its diff_id."""
+    """Of the uncompressed tar stream: of a container layer its diff_id, `sha256:<hex>`, else
+    `blake3:<hex>`."""
     stream_length: int
     """Of the uncompressed tar stream in bytes."""
 

@@ -257,7 +257,7 @@ def _entry(tree: Tree, name: bytes, number: int) -> dict[str, object]:
         "bytes": inode.size_bytes,
         "mtime_ns": inode.mtime_ns,
         "target": inode.link_target.decode("utf-8", "surrogateescape") or None,
-        "digest": f"sha256:{inode.digest.hex()}" if inode.digest else None,
+        "digest": f"blake3:{inode.digest.hex()}" if inode.digest else None,
     }
 
 

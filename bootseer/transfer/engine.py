@@ -4,7 +4,6 @@ Owns the one lock, the threads and the running attempts; what is under way is on
 demand lane carries DEMAND alone; the shared lane carries everything, DEMAND first.
 """
 
-import hashlib
 import logging
 import math
 import threading
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.board import Board
 from bootseer.transfer.flight import Flight, Phase, Task
@@ -231,7 +231,7 @@ class Engine:
         for flight in attempt.flights:
             chunk = flight.chunk
             piece = whole[chunk.offset - fetch.offset : chunk.end - fetch.offset]
-            if chunk.digest is not None and hashlib.sha256(piece).digest() != chunk.digest:
+            if chunk.digest is not None and content_digest(piece) != chunk.digest:
                 corrupt.append(flight)
             elif not self._deliver(attempt, flight, piece):
                 return

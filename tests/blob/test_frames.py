@@ -1,6 +1,5 @@
 """Frames: which cover a range, what is checked before and after decompressing."""
 
-import hashlib
 import io
 import os
 import struct
@@ -16,12 +15,13 @@ from bootseer.blob import frame_writer
 from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.frames import FrameTable, decode_frame, frames_for
 from bootseer.blob.tree import Blob, Frame
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from tests.blob.trees import packed
 
 
 def frame_of(data: bytes, stream_length: int) -> Frame:
-    return Frame(7, len(data), 0, stream_length, hashlib.sha256(data).digest())
+    return Frame(7, len(data), 0, stream_length, content_digest(data))
 
 
 @given(

@@ -99,7 +99,7 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
 
 
 def _set_boot(tmp_path: Path, clean: int) -> None:
-    path = tmp_path / "streams" / DIGEST[7:] / "present"
+    path = tmp_path / "streams" / DIGEST.replace(":", "-") / "present"
     with path.open("r+b") as file:
         file.seek(12)
         file.write(struct.pack("<I16s", clean, b"another boot id!"))
@@ -122,7 +122,7 @@ def test_damaged_map_is_discarded(tmp_path: Path) -> None:
     first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     first.write(0, STREAM[:1024])
     first.close()
-    path = tmp_path / "streams" / DIGEST[7:] / "present"
+    path = tmp_path / "streams" / DIGEST.replace(":", "-") / "present"
     path.write_bytes(b"\1" * 70)
     again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     assert not again.has(0, 1)

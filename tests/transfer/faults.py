@@ -5,6 +5,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
+from bootseer.content_digest import content_digest
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
 
 CHUNK_BYTES = 64
@@ -17,7 +18,7 @@ Fault = Callable[[bytes], bytes]
 
 def chunk(number: int, *, verified: bool = True) -> Chunk:
     offset = number * CHUNK_BYTES
-    digest = hashlib.sha256(CONTENT[offset : offset + CHUNK_BYTES]).digest()
+    digest = content_digest(CONTENT[offset : offset + CHUNK_BYTES])
     return Chunk("object", offset, CHUNK_BYTES, digest if verified else None)
 
 
