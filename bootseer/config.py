@@ -50,6 +50,8 @@ class Settings:
     """The node's cache is kept below this."""
     memory_bytes: int
     """What one checkpoint mount may hold in memory."""
+    registry_hosts_dir: Path
+    """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "deadline_s": _seconds,
     "cache_limit_bytes": parse_size,
     "memory_bytes": parse_size,
+    "registry_hosts_dir": _path,
 }
 
 
@@ -155,6 +158,7 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         "deadline_s": "60",
         "cache_limit_bytes": "100GB",
         "memory_bytes": "512MiB",
+        "registry_hosts_dir": "/etc/containerd/certs.d",
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bootseer.config import Settings
 
-_PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir"))
+_PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir"))
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:

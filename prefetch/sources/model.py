@@ -81,6 +81,8 @@ class ImageSource:
     layers: Sequence[Layer]
     """The lowest first."""
     release: Callable[[], None] = field(default=lambda: None)
+    manifest_digest: str | None = None
+    """What a registry knows this image, for this platform, by; None for other sources."""
 
     def close(self) -> None:
         """Give up files and connections."""
