@@ -193,11 +193,18 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
         if digest_of(data) == record.index_digest:
             return decode(data)
     data = _read_index(store, record.index_digest)
+    keep_index(cache_dir, record.index_digest, data)
+    return decode(data)
+
+
+def keep_index(cache_dir: Path, digest: str, data: bytes) -> None:
+    """Leave an index, which has `digest`, in the node's cache, where `load_tree` and an image's
+    server look for it. Raises: NoSpaceError, BootseerError."""
+    path = cache_dir / "indexes" / digest.partition(":")[2]
     try:
         _write_atomically(path, data)
     except OSError as error:
         raise from_oserror(error, f"keep the image's index in {path}") from error
-    return decode(data)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
