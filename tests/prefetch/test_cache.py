@@ -105,27 +105,29 @@ def _set_boot(tmp_path: Path, clean: int) -> None:
         file.write(struct.pack("<I16s", clean, b"another boot id!"))
 
 
-@pytest.mark.parametrize(("clean", "kept"), [(0, False), (1, True)])
-def test_after_a_reboot_only_a_clean_map_is_believed(
-    tmp_path: Path, clean: int, kept: bool
-) -> None:
+@pytest.mark.parametrize("clean", [0, 1])
+def test_after_a_reboot_what_is_intact_is_kept(tmp_path: Path, clean: int) -> None:
     first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     first.write(0, STREAM[:1024])
     first.close()
     _set_boot(tmp_path, clean)
     again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    assert again.has(0, 1024) is kept
+    assert again.has_verified(0, 1024) is bool(clean)
+    assert again.has(0, 1024)
+    assert again.has_verified(0, 1024)
+    assert not again.has(1024, 1)
     again.close()
 
 
-def test_damaged_map_is_discarded(tmp_path: Path) -> None:
+def test_a_damaged_map_is_made_anew(tmp_path: Path) -> None:
     first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
     first.write(0, STREAM[:1024])
     first.close()
     path = tmp_path / "streams" / DIGEST.replace(":", "-") / "present"
     path.write_bytes(b"\1" * 70)
     again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    assert not again.has(0, 1)
+    assert again.has(0, 1024)
+    assert not again.has(1024, 1)
     again.close()
 
 

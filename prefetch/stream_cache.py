@@ -1,0 +1,304 @@
+"""One stream in the node cache: which of its bytes are here, read, write, verify after a crash.
+
+Alone owns the files `data` and `present` of a stream (docs/format/cache.md). Content must be
+verified before it comes in.
+
+Several processes share a stream's files: `present` is mapped MAP_SHARED, and a sector's data is
+written before its byte is set, so whoever sees the byte may read the data. The page cache outlives
+a killed process, so kill -9 loses nothing; what a crash of the *machine* may have torn is verified
+against the log of checksums before it is believed again, when it is asked for or by `verify_all`.
+
+Threading: every method from any thread at once, but `close`, which comes last.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.errors import from_oserror
+from bootseer.prefetch.cache_files import (
+    ABSENT,
+    CLEAN_OFFSET,
+    HEADER_BYTES,
+    OPEN_FLAGS,
+    PRESENT,
+    SECTOR_BYTES,
+    SUSPECT,
+    SUSPECT_OFFSET,
+    Header,
+    decode_header,
+    locked,
+    sectors_of,
+    write_all,
+)
+from bootseer.prefetch.sums import (
+    RECORD_BYTES,
+    Sum,
+    Sums,
+    append_sums,
+    encode_sums,
+    matches,
+)
+
+_log = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_VERIFY_BYTES = 8 * 2**20
+"""What `verify_all` does between two looks at whether to go on."""
+
+_LOG_BYTES_MAX = 2**28
+"""Enough for 2 TB in whole records; what lies behind is fetched again after a crash."""
+
+
+class StreamCache:
+    """What this node has of one stream. Made by `NodeCache.open_stream`."""
+
+    def __init__(self, directory: Path, stream_length: int, boot: bytes) -> None:
+        """Raises: BootseerError when the folder cannot be made or opened."""
+        self.directory = directory
+        self.stream_length = stream_length
+        self.is_full = False
+        """The disk refused a write: what comes in is no longer kept."""
+        self._sector_count = -(-stream_length // SECTOR_BYTES)
+        self._map_bytes = HEADER_BYTES + self._sector_count
+        self._sums: Sums | None = None
+        self._marking = threading.Lock()
+        self._data_fd = self._sums_fd = -1
+        try:
+            with locked(directory):
+                self._data_fd = os.open(directory / "data", OPEN_FLAGS, 0o600)
+                self._sums_fd = os.open(directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
+                self._map = self._open_map(boot)
+                # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
+                fcntl.flock(self._data_fd, fcntl.LOCK_SH)
+        except OSError as error:
+            self._close_files()
+            raise from_oserror(error, f"open the cache in {directory}") from error
+        self._is_suspect = self._map[SUSPECT_OFFSET] != 0
+
+    # ---- opening --------------------------------------------------------------------------
+
+    def _open_map(self, boot: bytes) -> mmap.mmap:
+        fd = os.open(self.directory / "present", OPEN_FLAGS, 0o600)
+        try:
+            header = decode_header(os.pread(fd, HEADER_BYTES, 0))
+            trusted = header if header and self._is_trusted(fd, header, boot) else None
+            if trusted is None:
+                # Nobody else may use what is made anew: BlockingIOError.
+                fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, 0)
+                os.ftruncate(self._data_fd, self.stream_length)
+            try:
+                # Writing to a hole of a mapped file on a full disk is SIGBUS: take the room now.
+                os.posix_fallocate(fd, 0, self._map_bytes)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._warn_full(error)
+                return mmap.mmap(-1, self._map_bytes)
+            present = mmap.mmap(fd, self._map_bytes, mmap.MAP_SHARED)
+            is_suspect = trusted.is_suspect if trusted else self._suspect_all(present)
+            # Last: until the header is there, whoever finds the map makes it anew.
+            header = Header(False, boot, self.stream_length, is_suspect)
+            present[:HEADER_BYTES] = header.encode()
+            # "Not clean" must be on disk before the first sector is marked.
+            present.flush()
+            return present
+        finally:
+            os.close(fd)
+
+    def _is_trusted(self, fd: int, header: Header, boot: bytes) -> bool:
+        return (
+            header.stream_length == self.stream_length
+            and os.fstat(fd).st_size == self._map_bytes
+            and os.fstat(self._data_fd).st_size == self.stream_length
+            and (header.boot == boot or header.is_clean)
+        )
+
+    def _suspect_all(self, present: mmap.mmap) -> bool:
+        """Mark what was written once, in an empty map; whether that is anything."""
+        size = os.fstat(self._sums_fd).st_size
+        if size % RECORD_BYTES:
+            os.ftruncate(self._sums_fd, size - size % RECORD_BYTES)
+        found = False
+        for one in self._read_sums():
+            first, end = sectors_of(one.offset, one.length)
+            present[HEADER_BYTES + first : HEADER_BYTES + end] = SUSPECT * (end - first)
+            found = True
+        return found
+
+    def _warn_full(self, error: OSError) -> None:
+        if not self.is_full:
+            self.is_full = True
+            _log.warning(
+                "cannot write to %s: %s; image data is no longer cached: free space or set "
+                "BOOTSEER_CACHE_DIR to a larger disk",
+                self.directory,
+                error.strerror,
+            )
+
+    # ---- what is here ---------------------------------------------------------------------
+
+    def has(self, offset: int, length: int) -> bool:
+        """Whether all of `[offset, offset + length)` is here. After a crash of the machine this
+        may read it first, to verify it."""
+        first, end = sectors_of(offset, length)
+        start, stop = HEADER_BYTES + first, HEADER_BYTES + end
+        if self._is_suspect:
+            self._verify(offset, length)
+        return self._map.find(ABSENT, start, stop) < 0
+
+    def has_verified(self, offset: int, length: int) -> bool:
+        """As `has`, but False for what it would have to read first: for who must be quick."""
+        first, end = sectors_of(offset, length)
+        start, stop = HEADER_BYTES + first, HEADER_BYTES + end
+        if self._is_suspect and self._map.find(SUSPECT, start, stop) >= 0:
+            return False
+        return self._map.find(ABSENT, start, stop) < 0
+
+    def missing(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """The absent parts of `[offset, offset + length)` as (offset, length), sector-aligned
+        but for the end of the stream, ascending."""
+        if self._is_suspect:
+            self._verify(offset, length)
+        first, end = sectors_of(offset, length)
+        present = self._map
+        position, stop = HEADER_BYTES + first, HEADER_BYTES + end
+        while (gap := present.find(ABSENT, position, stop)) >= 0:
+            position = present.find(PRESENT, gap, stop)
+            if position < 0:
+                position = stop
+            start = (gap - HEADER_BYTES) * SECTOR_BYTES
+            stream_end = min((position - HEADER_BYTES) * SECTOR_BYTES, self.stream_length)
+            yield start, stream_end - start
+
+    def present_bytes(self) -> int:
+        """How much of the stream is here and verified."""
+        return min(self._map[HEADER_BYTES:].count(PRESENT) * SECTOR_BYTES, self.stream_length)
+
+    # ---- reading and writing --------------------------------------------------------------
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes, which `has` must have said are here. Raises: OSError."""
+        data = os.pread(self._data_fd, length, offset)
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{self.directory}/data is shorter than its map says")
+        return data
+
+    def write(self, offset: int, data: bytes | memoryview) -> bool:
+        """Keep verified bytes of the stream; False when the disk takes no more.
+
+        Sectors that `data` covers only in part are not marked, unless the stream ends there.
+
+        Raises: ValueError for bytes outside the stream.
+        """
+        end_offset = offset + len(data)
+        if offset < 0 or end_offset > self.stream_length:
+            raise ValueError(f"[{offset}, {end_offset}) is outside a stream's {self.stream_length}")
+        if self.is_full:
+            return False
+        first = -(-offset // SECTOR_BYTES)
+        at_end = end_offset == self.stream_length
+        end = self._sector_count if at_end else end_offset // SECTOR_BYTES
+        if first >= end:
+            return True
+        start = first * SECTOR_BYTES
+        whole = memoryview(data)[start - offset : min(end * SECTOR_BYTES, end_offset) - offset]
+        try:
+            write_all(self._data_fd, whole, start)
+            append_sums(self._sums_fd, encode_sums(start, whole))
+        except OSError as error:
+            self._warn_full(error)
+            return False
+        with self._marking:
+            self._map[HEADER_BYTES + first : HEADER_BYTES + end] = PRESENT * (end - first)
+        return True
+
+    # ---- after a crash --------------------------------------------------------------------
+
+    def verify_all(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Verify all that was written before a crash of the machine, if there was one.
+
+        `may_go_on` is asked now and then. Raises nothing: what cannot be read is absent.
+        """
+        position = 0
+        while self._is_suspect and may_go_on():
+            found = self._map.find(SUSPECT, HEADER_BYTES + position // SECTOR_BYTES)
+            if found < 0:
+                self._map[SUSPECT_OFFSET] = 0
+                self._is_suspect = False
+                return
+            position = (found - HEADER_BYTES) * SECTOR_BYTES
+            self._verify(position, min(_VERIFY_BYTES, self.stream_length - position))
+
+    def _verify(self, offset: int, length: int) -> None:
+        """Leave nothing suspect in `[offset, offset + length)`: what a record proves is present,
+        the rest is absent. Several may do this at once: each only writes what is true."""
+        start, stop = (HEADER_BYTES + sector for sector in sectors_of(offset, length))
+        if self._map.find(SUSPECT, start, stop) < 0:
+            return
+        with self._marking:
+            if self._sums is None:
+                self._sums = self._read_sums()
+        for one in self._sums.covering(offset, length):
+            low, high = sectors_of(one.offset, one.length)
+            # Another record may have proved these already.
+            if self._map.find(SUSPECT, HEADER_BYTES + low, HEADER_BYTES + high) < 0:
+                continue
+            if self._is_intact(one):
+                self._map[HEADER_BYTES + low : HEADER_BYTES + high] = PRESENT * (high - low)
+        # Not while a sector is marked that was fetched meanwhile. Another process may mark one even
+        # so: it is fetched once more.
+        with self._marking:
+            while (lost := self._map.find(SUSPECT, start, stop)) >= 0:
+                ends = (self._map.find(mark, lost, stop) for mark in (ABSENT, PRESENT))
+                end = min((end for end in ends if end >= 0), default=stop)
+                self._map[lost:end] = ABSENT * (end - lost)
+
+    def _is_intact(self, one: Sum) -> bool:
+        try:
+            return matches(os.pread(self._data_fd, one.length, one.offset), one)
+        except OSError:
+            return False
+
+    def _read_sums(self) -> Sums:
+        size = os.fstat(self._sums_fd).st_size
+        try:
+            log = os.pread(self._sums_fd, min(size, _LOG_BYTES_MAX), 0)
+        except OSError as error:
+            _log.warning("cannot read %s/sums: %s", self.directory, error)
+            log = b""
+        return Sums(log, self.stream_length)
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go. The last user on the node makes everything durable and marks it clean."""
+        if self._data_fd < 0:
+            return
+        try:
+            with locked(self.directory):
+                fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.fsync(self._data_fd)
+                os.fsync(self._sums_fd)
+                self._map.flush()
+                self._map[CLEAN_OFFSET : CLEAN_OFFSET + 4] = struct.pack("<I", 1)
+                self._map.flush()
+        except BlockingIOError:
+            pass  # Somebody else uses it still, and will do this.
+        except OSError as error:
+            _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
+        self._map.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for fd in (self._data_fd, self._sums_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._data_fd = self._sums_fd = -1
