@@ -74,7 +74,8 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
-def _name(text: str) -> str:
+def parse_name(text: str) -> str:
+    """`text`, when it can be part of a file name or key. Raises: InvalidInputError."""
     if not _NAME.fullmatch(text):
         raise InvalidInputError(
             f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
@@ -116,11 +117,11 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "cache_dir": _path,
     "run_dir": _path,
     "timeline_dir": _path,
-    "job": _name,
+    "job": parse_name,
     "attempt": _count,
-    "node": _name,
+    "node": parse_name,
     "rank": _count,
-    "workload": _name,
+    "workload": parse_name,
     "deadline_s": _seconds,
     "cache_limit_bytes": parse_size,
     "memory_bytes": parse_size,

@@ -1,0 +1,91 @@
+"""Warming while a command starts, and warming now: what `bootseer warm` calls.
+
+Owns the rule that warming never costs a start more than a warning and a bounded wait. Main thread.
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from bootseer.background import start
+from bootseer.errors import BootseerError, DeadlineError, NotFoundError
+from bootseer.prefetch.warm.plan import Plan
+from bootseer.prefetch.warm.reader import Figures, read_ahead
+from bootseer.prefetch.warm.record import WarmRecord, read_record
+from bootseer.prefetch.warm.recording import ARM_S
+from bootseer.prefetch.warm.request import WarmRequest
+from bootseer.prefetch.warm.state import node_paths, read_state, take_lock
+from bootseer.redact import public_url
+from bootseer.store import open_store
+
+READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
+_LOG_BYTES_MAX = 2**20
+
+
+def start_warming(request: WarmRequest) -> str:
+    """Start what records or reads ahead in the background, for this process and what it becomes.
+
+    Returns once the command may start, with a warning for people or "". Never raises for a failure
+    of warming. `bootseer.ready()` of the command ends a recording: the environment says where.
+    """
+    request = replace(request, pid=os.getpid(), ready_name=f"bootseer-ready-{secrets.token_hex(8)}")
+    try:
+        warning = _start(request)
+    except (BootseerError, OSError) as error:
+        return f"{request.directory} is not warmed: {error}"
+    names = filter(None, [os.environ.get(READY_VARIABLE, ""), request.ready_name])
+    os.environ[READY_VARIABLE] = ",".join(names)
+    return warning
+
+
+def _start(request: WarmRequest) -> str:
+    paths = node_paths(Path(request.run_dir), request.identity, request.workload)
+    lock = take_lock(paths.lock)
+    if lock is None:
+        # Another rank of this node does it. Not worth a process, nor a word.
+        return ""
+    os.close(lock)
+    with contextlib.suppress(OSError):
+        if paths.log.stat().st_size > _LOG_BYTES_MAX:
+            paths.log.unlink()
+    module = "bootseer.prefetch.warm.worker"
+    with start(module, request.to_json(), what="warming", log=paths.log, append=True) as starting:
+        try:
+            starting.await_ready(min(request.deadline_s, ARM_S) + 5.0)
+        except DeadlineError:
+            # What it was doing may hang, and would do so for as long as it is let.
+            starting.process.kill()
+            raise
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # It has left a child of its own behind, at once.
+                starting.process.wait(1.0)
+    return str(read_state(paths.state).get("warning", ""))
+
+
+def known_record(request: WarmRequest) -> WarmRecord:
+    """The record in the store. Raises: NotFoundError and others of `read_record`."""
+    with open_store(request.store_url, deadline_s=request.deadline_s) as store:
+        record = read_record(store, request.identity, request.workload)
+    if record is None:
+        raise NotFoundError(
+            f"{public_url(request.store_url)} has no record of {request.directory} for the "
+            f"workload {request.workload}; make one with `bootseer warm {request.directory} -- "
+            "COMMAND`"
+        )
+    return record
+
+
+def warm_now(request: WarmRequest, work: Plan, on_bytes: Callable[[int], None]) -> Figures:
+    """Read the plan ahead, in this process."""
+    return read_ahead(
+        request.directory,
+        work,
+        thread_count=request.thread_count,
+        deadline_s=request.read_deadline_s,
+        on_bytes=on_bytes,
+    )

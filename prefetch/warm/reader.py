@@ -1,0 +1,176 @@
+"""Reads what a plan says into the page cache: several files at once, each from start to end.
+
+Alone owns the pace: a thread has one window of at most WINDOW_BYTES under way, so that the faults
+of the start that goes on meanwhile find the storage no busier than that. `read_ahead` starts its
+threads and waits for them; what it is given must be safe to call from them.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bootseer.prefetch.warm.beneath import Beneath
+from bootseer.prefetch.warm.plan import Job, Plan
+from bootseer.prefetch.warm.record import Range
+from bootseer.prefetch.warm.residency import PAGE_BYTES, cached_page_count
+
+_log = logging.getLogger(__name__)
+
+WINDOW_BYTES = 2**20
+"""One request to a stripe of Lustre, eight of 128 KiB to anything with the kernel's defaults."""
+
+DEFAULT_THREAD_COUNT = 4
+_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a read-ahead did."""
+
+    read_bytes: int = 0
+    cached_bytes: int = 0
+    """Of the plan, in the page cache before it was read."""
+    file_count: int = 0
+    """Parts of files that are as they were recorded."""
+    stale_count: int = 0
+    """Files that have changed since, or have gone."""
+    stale_bytes: int = 0
+    failed_count: int = 0
+    """Files that could not be opened or read."""
+    seconds: float = 0.0
+    is_complete: bool = False
+
+
+class _ReadAhead:
+    def __init__(self, root: str, plan: Plan, stop: Callable[[], bool]) -> None:
+        self._root = root
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._jobs: Iterator[Job] = iter(plan.jobs)
+        self._stale: set[bytes] = set()
+        self._running_count = 0
+        self.on_bytes: Callable[[int], None] = lambda count: None
+        self.figures = Figures()
+        self.ended = threading.Event()
+
+    def start(self, thread_count: int) -> None:
+        self._running_count = thread_count
+        for number in range(thread_count):
+            # Daemons: one that hangs in a dead file system must not outlive the deadline.
+            threading.Thread(target=self._run, name=f"warm-{number}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            scratch = memoryview(bytearray(WINDOW_BYTES))
+            with Beneath(self._root) as beneath:
+                while not self._stop():
+                    with self._lock:
+                        job = next(self._jobs, None)
+                    if job is None:
+                        return
+                    self._do(beneath, job, scratch)
+        except Exception:
+            _log.exception("a thread of the read-ahead ended")
+        finally:
+            with self._lock:
+                self._running_count -= 1
+                if not self._running_count:
+                    self.figures.is_complete = next(self._jobs, None) is None and not self._stop()
+                    self.ended.set()
+
+    def _do(self, beneath: Beneath, job: Job, scratch: memoryview) -> None:
+        file = job.file
+        try:
+            status = beneath.stat(file.path)
+            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                raise FileNotFoundError
+            fd = beneath.open(file.path)
+        except (FileNotFoundError, NotADirectoryError):
+            with self._lock:
+                self.figures.stale_bytes += sum(found.length for found in job.ranges)
+                if file.path not in self._stale:
+                    self._stale.add(file.path)
+                    self.figures.stale_count += 1
+            return
+        except OSError as error:
+            self._failed(job, error)
+            return
+        try:
+            for found in job.ranges:
+                self._read(fd, found, scratch)
+        except OSError as error:
+            self._failed(job, error)
+        else:
+            with self._lock:
+                self.figures.file_count += 1
+        finally:
+            os.close(fd)
+
+    def _failed(self, job: Job, error: OSError) -> None:
+        _log.info("cannot read %s ahead: %s", os.fsdecode(job.file.path), error.strerror)
+        with self._lock:
+            self.figures.failed_count += 1
+
+    def _read(self, fd: int, found: Range, scratch: memoryview) -> None:
+        for offset in range(found.offset, found.end, WINDOW_BYTES):
+            if self._stop():
+                return
+            window = Range(offset, min(WINDOW_BYTES, found.end - offset))
+            page_count = (window.end - 1) // PAGE_BYTES - window.offset // PAGE_BYTES + 1
+            is_cached = cached_page_count(fd, window) == page_count
+            if not is_cached:
+                # All of the window is asked for at once, whatever the read-ahead of the file
+                # system; the read then waits for it, and does the same where the advice is void.
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(fd, window.offset, window.length, os.POSIX_FADV_WILLNEED)
+                if not _read_fully(fd, window, scratch):
+                    return
+            with self._lock:
+                if is_cached:
+                    self.figures.cached_bytes += window.length
+                else:
+                    self.figures.read_bytes += window.length
+                self.on_bytes(window.length)
+
+
+def _read_fully(fd: int, window: Range, scratch: memoryview) -> bool:
+    done = 0
+    while done < window.length:
+        count = os.preadv(fd, [scratch[done : window.length]], window.offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def read_ahead(
+    root: str,
+    plan: Plan,
+    *,
+    thread_count: int = DEFAULT_THREAD_COUNT,
+    deadline_s: float,
+    stop: Callable[[], bool] = lambda: False,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Figures:
+    """Read the plan's files below `root`; returns at the end, at `stop`, or after `deadline_s`.
+
+    Never raises for a file. Threads that hang at the deadline are left behind.
+    """
+    started_s = time.monotonic()
+
+    def is_over() -> bool:
+        return time.monotonic() - started_s > deadline_s or stop()
+
+    work = _ReadAhead(root, plan, is_over)
+    work.on_bytes = on_bytes
+    work.start(max(1, min(thread_count, len(plan.jobs))))
+    while not work.ended.wait(_POLL_S) and not is_over():
+        pass
+    # A thread that is not stuck sees the end within a window.
+    work.ended.wait(1.0)
+    work.figures.seconds = time.monotonic() - started_s
+    return work.figures

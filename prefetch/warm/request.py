@@ -1,0 +1,95 @@
+"""What `bootseer warm` was asked for, and its way to the process in the background.
+
+Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory.
+"""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.prefetch.warm.memory import budget_bytes
+from bootseer.prefetch.warm.plan import Plan, plan
+from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
+from bootseer.prefetch.warm.record import WarmRecord, identity_of
+
+WINDOW_S = 120.0
+"""A record ends by then: a start is over, and training reads other things."""
+
+READ_DEADLINE_S = 600.0
+"""So does a read-ahead: what has not come by then, the command has read by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmRequest:
+    """One directory and workload, and how to go about them."""
+
+    directory: str
+    """Its real path."""
+    identity: str
+    workload: str
+    store_url: str
+    run_dir: str
+    deadline_s: float
+    always_record: bool = False
+    """Record also where there is a record; the union is kept."""
+    method: str = "auto"
+    window_s: float = WINDOW_S
+    memory_bytes: int | None = None
+    """What may be read ahead; None: as `memory.budget_bytes` says."""
+    thread_count: int = DEFAULT_THREAD_COUNT
+    read_deadline_s: float = READ_DEADLINE_S
+    pid: int = 0
+    """The command's process. When it ends, so does all of this."""
+    ready_name: str = ""
+    """Where `bootseer.ready()` of the command is heard."""
+
+    def to_json(self) -> str:
+        """For the process in the background."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "WarmRequest":
+        """What `to_json` made."""
+        return cls(**json.loads(text))
+
+
+def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmRequest:
+    """The request for a directory that is there.
+
+    Raises: NotFoundError, InvalidInputError, PermissionDeniedError.
+    """
+    try:
+        real = os.path.realpath(directory, strict=True)
+    except PermissionError as error:
+        raise PermissionDeniedError(f"cannot look at {directory}: {error.strerror}") from error
+    except OSError as error:
+        raise NotFoundError(f"cannot warm {directory}: {error.strerror}") from error
+    if not os.path.isdir(real):
+        raise InvalidInputError(f"cannot warm {directory}: it is not a directory")
+    return WarmRequest(
+        directory=real,
+        identity=identity_of(real, name),
+        workload=settings.workload,
+        store_url=settings.store_url,
+        run_dir=str(settings.run_dir),
+        deadline_s=settings.deadline_s,
+    )
+
+
+def planned(request: WarmRequest, record: WarmRecord) -> Plan:
+    """What of a record is to be read ahead on this node now."""
+    return plan(record, budget_bytes() if request.memory_bytes is None else request.memory_bytes)
+
+
+def shortage(request: WarmRequest, work: Plan) -> str:
+    """A sentence for people where memory does not hold all of the record, else "". Pure."""
+    if not work.left_out_bytes:
+        return ""
+    return (
+        f"the memory takes {work.planned_bytes >> 20} MiB of what {request.directory} has on "
+        f"record, {work.left_out_bytes >> 20} MiB are not read ahead; see --memory"
+    )

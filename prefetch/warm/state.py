@@ -1,0 +1,81 @@
+"""What warming does on this node: one JSON file per directory and workload, and one lock.
+
+Alone owns `run_dir/warm`: `HASH-WORKLOAD.{json,lock,log}`. The lock is held by the one process that
+records or reads ahead: the other ranks of a node find it taken, and have nothing to do. Edge
+module; any thread.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import from_oserror
+from bootseer.prefetch.warm.record import key_of
+from bootseer.private import is_own, make_private_directory, private_opener
+
+_STATE_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class NodePaths:
+    """Where one directory's and workload's files of this node are."""
+
+    state: Path
+    lock: Path
+    log: Path
+
+
+def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
+    """The paths, in a folder that exists. Raises: BootseerError."""
+    folder = run_dir / "warm"
+    try:
+        make_private_directory(folder)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {folder}") from error
+    _, digest, _ = key_of(identity, workload).split("/")
+    name = f"{digest[:16]}-{workload}"
+    return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", folder / f"{name}.log")
+
+
+def take_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock; None while another process does. Raises: OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace the state; readers see the old or the new one. Never raises: it only informs."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "w", encoding="ascii", opener=private_opener) as file:
+            json.dump(state, file)
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The last state; {} where there is none, or none of ours."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as f:
+            if not is_own(os.fstat(f.fileno())):
+                return {}
+            state = json.loads(f.read(_STATE_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return state if isinstance(state, dict) else {}
