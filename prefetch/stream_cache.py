@@ -180,7 +180,10 @@ class StreamCache:
 
     def present_bytes(self) -> int:
         """How much of the stream is here and verified."""
-        return min(self._map[HEADER_BYTES:].count(PRESENT) * SECTOR_BYTES, self.stream_length)
+        here = self._map[HEADER_BYTES:].count(PRESENT) * SECTOR_BYTES
+        if self._sector_count and self._map[-1:] == PRESENT:
+            here -= self._sector_count * SECTOR_BYTES - self.stream_length
+        return here
 
     # ---- reading and writing --------------------------------------------------------------
 
