@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, cast
 
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.merge import LayerTree
@@ -63,7 +63,7 @@ class TarLayer:
         """See `Layer.pack`."""
         expected = Expected(self.digest, self.size_bytes, self.stored_digest)
         with TarStream(self.open_stored(), expected, self.limits, on_progress) as stream:
-            layer = pack_layer(stream.file, sink, diff_id=self.digest)
+            layer = pack_layer(cast(BinaryIO, stream), sink, diff_id=self.digest)
             # The digests are compared at the very end, which is reached only by asking for more.
             stream.finish()
             return layer
