@@ -16,7 +16,7 @@ from typing import BinaryIO
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.prefetch import hot_store, hotset
+from bootseer.prefetch import hot_store, hotset, relatives
 from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
@@ -30,9 +30,10 @@ _PIECE_BYTES = 4 * 2**20
 
 
 def build_bundle(
-    settings: Settings, store: Store, tree: Tree, index_digest: str, workload: str
+    settings: Settings, store: Store, tree: Tree, index_digest: str, reference: str, workload: str
 ) -> HotPointer | None:
-    """Merge the workload's traces and publish hot set, bundle and pointer.
+    """Merge the workload's traces and publish hot set, bundle and pointer, and let other builds of
+    the image, which is called `reference`, find them.
 
     None when there is nothing hot. Raises: BootseerError.
     """
@@ -93,6 +94,7 @@ def build_bundle(
         hot_store.encode_pointer(pointer),
         replace=True,
     )
+    relatives.publish(store, pointer, reference, workload, tree)
     _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
     return pointer
 

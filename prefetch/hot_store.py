@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from urllib.parse import quote
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch import trace as trace_format
@@ -18,6 +19,7 @@ from bootseer.prefetch.bundle import (
     Bundle,
     decode_header,
 )
+from bootseer.prefetch.catalogue import check_reference
 from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
@@ -52,6 +54,19 @@ def _hex(digest: str) -> str:
 def pointer_key(index_digest: str, workload: str) -> str:
     """Where the pointer lies."""
     return f"hot/{_hex(index_digest)}/{workload}.json"
+
+
+def name_key(name: str, workload: str) -> str:
+    """Where it says which images of a name have bundles; `name` is without tag and digest.
+
+    Raises: InvalidInputError for a name that no image can have.
+    """
+    return f"hot/names/{quote(check_reference(name), safe='')}/{workload}.json"
+
+
+def stream_key(stream_digest: str, workload: str) -> str:
+    """Where it says which images whose largest stream this is have bundles."""
+    return f"hot/streams/{quote(stream_digest, safe='')}/{workload}.json"
 
 
 def header_key(digest: str) -> str:

@@ -47,6 +47,8 @@ class RecordInfo:
     """What a publisher must know besides the accesses."""
 
     index_digest: str
+    reference: str
+    """What the image was started as."""
     workload: str
     node: str
     started_ns: int
@@ -159,7 +161,9 @@ def publish_record(
             _log.info("another node builds the bundle of %s", info.workload)
             return None
         with lease:
-            return build_bundle(settings, store, tree, info.index_digest, info.workload)
+            return build_bundle(
+                settings, store, tree, info.index_digest, info.reference, info.workload
+            )
 
 
 def main(directory: Path) -> int:

@@ -18,6 +18,7 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import hot_store
+from bootseer.prefetch.borrowed import borrow
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
 from bootseer.prefetch.hot_store import HotPointer
@@ -147,10 +148,15 @@ class ImageServer:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
         try:
             self._pointer = hot_store.read_pointer(self._store, index, workload)
-            if self._pointer is None:
-                _log.info("no bundle for %s yet", workload)
-                return
-            bundle = hot_store.read_bundle(self._store, self._pointer, self._lengths)
+            if self._pointer is not None:
+                bundle = hot_store.read_bundle(self._store, self._pointer, self._lengths)
+            else:
+                settings, reference = self._plan.settings, self._plan.state.reference
+                found = borrow(settings, self._store, index, reference, workload, self._tree)
+                if found is None:
+                    _log.info("no bundle for %s yet", workload)
+                    return
+                self._pointer, bundle = found
             digest = self._pointer.bundle_digest
             replay = Replay(bundle, digest, self._streams.caches, self._streams.executor)
             # Known to faults only once it knows itself what is here already.
@@ -195,6 +201,7 @@ class ImageServer:
                 return
         info = RecordInfo(
             plan.state.index_digest,
+            plan.state.reference,
             plan.state.workload,
             plan.settings.node,
             plan.state.started_ns,
@@ -242,6 +249,7 @@ class ImageServer:
         finished_ns = replay.finished_after_ns
         return {
             "bundle": self._pointer.bundle_digest if self._pointer else None,
+            "bundle_index": self._pointer.index_digest if self._pointer else None,
             "bundle_size_bytes": replay.bundle.size_bytes,
             "bundle_stream_bytes": aim.bundle_bytes,
             "fetched_stream_bytes": replay.fetched_bytes,

@@ -1,0 +1,190 @@
+"""A bundle of one image, translated for another that was built anew from much the same files.
+
+Pure (no I/O). Alone decides what of a bundle still serves. What both images store in the same
+stream (`Blob.stream_digest`) stays where it is. Elsewhere a bundle's bytes belong to files of the
+old image: the same content in the new one, at its path or else anywhere, is where they go. Only
+whole sectors of contents are moved; tar headers of a changed stream are nobody's.
+"""
+
+import stat
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from bootseer.blob.tree import Blob, Tree
+from bootseer.prefetch.bundle import Bundle, BundleExtent, BundleFrame
+from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
+
+EXTENT_COUNT_MAX = 100_000
+"""So much of a bundle is translated; the rest is left out. A second's work in a process that has
+a start to serve, and far more than a start needs; what comes first was wanted first."""
+
+_SHARE = 8
+"""A frame is used if at least this fraction (1 / 8) of its content has a place. Otherwise faults
+bring the little that does: each moves a frame of its blob, 128 KiB, a fourth of ours."""
+
+_Piece: TypeAlias = tuple[BundleExtent, int]
+"""Bytes of a new stream, and their position in the frame's content."""
+
+
+def translate(bundle: Bundle, old: Tree, new: Tree, new_index_digest: str) -> Bundle:
+    """What of `bundle`, which belongs to `old`, serves `new`: its frames in their order, with
+    extents of `new`'s streams. Frames that bring too little are left out, maybe all.
+
+    No sector comes twice. Raises: CorruptError for a tree whose contents make no sense.
+    """
+    places = _Places(old, new)
+    frames: list[BundleFrame] = []
+    extent_count = 0
+    for frame in bundle.frames:
+        extent_count += len(frame.extents)
+        if extent_count > EXTENT_COUNT_MAX:
+            break
+        pieces: list[_Piece] = []
+        for extent, position in zip(frame.extents, frame.positions, strict=True):
+            pieces += places.pieces(extent, position)
+        if sum(extent.length for extent, _ in pieces) * _SHARE >= frame.stream_length:
+            extents, positions = zip(*pieces, strict=True)
+            frames.append(replace(frame, extents=extents, positions=positions))
+    return Bundle(new_index_digest, bundle.header_bytes, tuple(frames))
+
+
+def shared_streams(old: Sequence[Blob], new: Sequence[Blob]) -> dict[int, int]:
+    """Numbers of old blobs whose streams new blobs have, too -> those blobs' numbers. Pure."""
+    numbers = {(blob.stream_digest, blob.stream_length): n for n, blob in enumerate(new)}
+    found = {}
+    for number, blob in enumerate(old):
+        other = numbers.get((blob.stream_digest, blob.stream_length))
+        if other is not None:
+            found[number] = other
+    return found
+
+
+class _Places:
+    """Where bytes of the old image's streams are in the new one's."""
+
+    def __init__(self, old: Tree, new: Tree) -> None:
+        self._old = old
+        self._new = new
+        self._shared = shared_streams(old.blobs, new.blobs)
+        self._taken = [bytearray(-(-blob.stream_length // SECTOR_BYTES)) for blob in new.blobs]
+        # Tar has none: sectors of the new streams in whose middle other contents begin.
+        self._crowded = {
+            (blob, offset // SECTOR_BYTES)
+            for blob, offset in zip(
+                new.columns.extent_blob, new.columns.extent_blob_offset, strict=True
+            )
+            if offset % SECTOR_BYTES
+        }
+        self._layouts: dict[int, tuple[list[int], array[int]]] = {}
+        self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._by_digest: dict[bytes, int] | None = None
+
+    def pieces(self, extent: BundleExtent, position: int) -> Iterator[_Piece]:
+        """The parts of an extent that the new image has; `position` is that of the extent."""
+        number = self._shared.get(extent.blob)
+        if number is None:
+            yield from self._file_pieces(extent, position)
+        elif self._take(number, extent.offset, extent.length):
+            yield BundleExtent(number, extent.offset, extent.length), position
+
+    def _take(self, blob: int, offset: int, length: int) -> bool:
+        """Mark sectors as brought; False if some are already."""
+        first, end = sectors_of(offset, length)
+        taken = self._taken[blob]
+        if taken.find(1, first, end) >= 0:
+            return False
+        taken[first:end] = b"\1" * (end - first)
+        return True
+
+    def _file_pieces(self, extent: BundleExtent, position: int) -> Iterator[_Piece]:
+        columns = self._old.columns
+        starts, numbers = self._layout(extent.blob)
+        extent_end = extent.offset + extent.length
+        i = max(bisect_right(starts, extent.offset) - 1, 0)
+        while i < len(starts) and starts[i] < extent_end:
+            number = numbers[i]
+            start = starts[i]
+            end = start + columns.extent_length[number]
+            # Behind the end of a file tar fills its last sector with zeros.
+            room_end = min(starts[i + 1] if i + 1 < len(starts) else extent_end, extent_end)
+            i += 1
+            first, last = max(start, extent.offset), min(end, extent_end)
+            if first >= last:
+                continue
+            inode = bisect_right(columns.extent_start, number) - 1
+            one = columns.extent_start[inode + 1] - columns.extent_start[inode] == 1
+            targets = self._target(inode)
+            shift = columns.extent_file_offset[number] - start
+            for file_offset, blob, blob_offset, length in targets:
+                low = max(first + shift, file_offset)
+                high = min(last + shift, file_offset + length)
+                # Whole sectors of the new stream only; the last one may end with it.
+                to = blob_offset - file_offset
+                low += -(low + to) % SECTOR_BYTES
+                gap = -(high + to) % SECTOR_BYTES
+                gap = min(gap, self._new.blobs[blob].stream_length - high - to)
+                if gap:
+                    at_end = one and high == end + shift == file_offset + length
+                    alone = (
+                        len(targets) == 1
+                        and (blob, (high + to) // SECTOR_BYTES) not in self._crowded
+                    )
+                    if at_end and alone and high - shift + gap <= room_end:
+                        high += gap
+                    else:
+                        high -= (high + to) % SECTOR_BYTES
+                if low < high and self._take(blob, low + to, high - low):
+                    place = position + low - shift - extent.offset
+                    yield BundleExtent(blob, low + to, high - low), place
+
+    def _layout(self, blob: int) -> "tuple[list[int], array[int]]":
+        """Contents in an old stream, by offset: where each begins, and its extent's number."""
+        found = self._layouts.get(blob)
+        if found is None:
+            columns = self._old.columns
+            offsets = columns.extent_blob_offset
+            numbers = array("I", (n for n, b in enumerate(columns.extent_blob) if b == blob))
+            numbers = array("I", sorted(numbers, key=offsets.__getitem__))
+            found = self._layouts[blob] = [offsets[n] for n in numbers], numbers
+        return found
+
+    def _target(self, inode: int) -> list[tuple[int, int, int, int]]:
+        """The extents, in the new image, of a file with the content of an old one."""
+        found = self._targets.get(inode)
+        if found is None:
+            number = self._find(inode)
+            found = [] if number is None else self._new.extents(number)
+            self._targets[inode] = found
+        return found
+
+    def _find(self, inode: int) -> int | None:
+        digest = _digest(self._old, inode)
+        if digest is None:
+            return None
+        number = self._new.resolve(self._old.path(inode))
+        if number is not None and _digest(self._new, number) == digest:
+            return number
+        if self._by_digest is None:
+            self._by_digest = dict(_first_by_digest(self._new))
+        return self._by_digest.get(digest)
+
+
+def _digest(tree: Tree, inode: int) -> bytes | None:
+    columns = tree.columns
+    number = columns.digest[inode]
+    if not number or not stat.S_ISREG(columns.mode[inode]):
+        return None
+    return columns.digests[32 * (number - 1) : 32 * number]
+
+
+def _first_by_digest(tree: Tree) -> Iterator[tuple[bytes, int]]:
+    """(digest, inode), the lowest inode of each last."""
+    columns = tree.columns
+    digests, numbers = columns.digests, columns.digest
+    for inode in range(tree.inode_count - 1, -1, -1):
+        number = numbers[inode]
+        if number:
+            yield digests[32 * (number - 1) : 32 * number], inode
