@@ -6,6 +6,7 @@ oci:URL[#TAG]             the same on shared storage, at any URL that a store ma
 FILE                      an archive of `docker save`, or an OCI layout in a tar
 docker-archive:FILE[:TAG] the same, choosing one of several images (also oci-archive:)
 docker://NAME             an image in the Docker engine
+registry://HOST/NAME[:TAG|@DIGEST]  an image in a registry
 """
 
 from pathlib import Path
@@ -22,23 +23,37 @@ from bootseer.prefetch.sources.stored_layout import open_stored_layout
 
 __all__ = ["ImageConfig", "ImageSource", "Layer", "is_source", "open_source"]
 
+REGISTRY = "registry://"
 _ARCHIVES = ("docker-archive:", "oci-archive:")
 
 
 def is_source(text: str) -> bool:
     """Whether `text` says where an image is, rather than naming one in the store."""
-    prefixes = (DOCKER, oci_layout.PREFIX, *_ARCHIVES)
+    prefixes = (DOCKER, REGISTRY, oci_layout.PREFIX, *_ARCHIVES)
     return text.startswith(prefixes) or ("/" in text and Path(text).exists())
 
 
-def open_source(source: str, work_dir: Path) -> ImageSource:
-    """The image that `source` names; close it after use. `work_dir` takes temporary files.
+def open_source(
+    source: str,
+    work_dir: Path,
+    *,
+    registry_hosts_dir: Path = Path("/etc/containerd/certs.d"),
+    deadline_s: float = 60.0,
+) -> ImageSource:
+    """The image that `source` names; close it after use. `work_dir` takes temporary files, the
+    other options are as in `Settings` and for registries.
 
     Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError, UnavailableError,
-    PermissionDeniedError, NoSpaceError.
+    DeadlineError, UnsupportedError, PermissionDeniedError, NoSpaceError.
     """
     if source.startswith(DOCKER):
         return open_docker_image(source.removeprefix(DOCKER), work_dir)
+    if source.startswith(REGISTRY):
+        # Imported late: HTTP costs more than most commands take.
+        from bootseer.prefetch.sources.registry import open_registry
+
+        name = source.removeprefix(REGISTRY)
+        return open_registry(name, hosts_dir=registry_hosts_dir, deadline_s=deadline_s)
     if source.startswith(oci_layout.PREFIX):
         location = source.removeprefix(oci_layout.PREFIX)
         if "://" in location:
@@ -53,7 +68,7 @@ def open_source(source: str, work_dir: Path) -> ImageSource:
         scheme = source.partition("://")[0]
         raise InvalidInputError(
             f"images are not read from {scheme}://; give a directory, an OCI layout, an archive "
-            "of docker save, or docker://NAME"
+            "of docker save, docker://NAME or registry://HOST/NAME"
         )
     if not source:
         raise InvalidInputError("an image's source is empty; name a directory or an archive")
@@ -64,7 +79,7 @@ def open_source(source: str, work_dir: Path) -> ImageSource:
     except FileNotFoundError:
         raise NotFoundError(
             f"there is no file or directory {source}; for an image in the Docker engine write "
-            f"docker://{source}"
+            f"docker://{source}, for one in a registry registry://{source}"
         ) from None
     except OSError as error:
         raise from_oserror(error, f"read {source}") from error

@@ -33,7 +33,7 @@ ENTRY_COUNT_MAX = 10_000
 """Of any other list."""
 LAYER_BYTES_MAX = 2**40
 
-_INDEX_TYPES = (
+INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
 )
@@ -50,6 +50,9 @@ _ARCHITECTURES = {
     "i686": "386",
     "loongarch64": "loong64",
 }
+# The variants of an architecture in the order of preference; others come last. Any machine runs
+# what names no variant of amd64, and arm64 has only ever had v8.
+_VARIANTS = {"amd64": ("", "v1"), "arm64": ("v8", ""), "arm": ("v7", "v6", "v5", "")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ class Descriptor:
     tag: str = ""
     system: str = ""
     architecture: str = ""
+    variant: str = ""
 
     @property
     def is_index(self) -> bool:
         """Whether it points to another index."""
-        return self.media_type in _INDEX_TYPES
+        return self.media_type in INDEX_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,11 @@ def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
     wanted = _ARCHITECTURES.get(machine, machine)
     fitting = [m for m in manifests if m.architecture == wanted and m.system in ("linux", "")]
     if fitting:
-        return fitting[0]
+        preferred = _VARIANTS.get(wanted, ())
+        return min(
+            fitting,
+            key=lambda m: preferred.index(m.variant) if m.variant in preferred else len(preferred),
+        )
     # A lone image without a platform needs no choice. BuildKit's attestations are marked
     # "unknown" and are no images.
     unmarked = [m for m in manifests if not m.architecture]
@@ -196,4 +204,5 @@ def _descriptor(entry: Mapping[str, Any], where: str) -> Descriptor:
         tag=string_in(annotations, "org.opencontainers.image.ref.name", where),
         system=string_in(runs_on, "os", where),
         architecture=string_in(runs_on, "architecture", where),
+        variant=string_in(runs_on, "variant", where),
     )

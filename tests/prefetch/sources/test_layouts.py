@@ -336,7 +336,7 @@ def test_sources_that_do_not_exist(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             opened(source, tmp_path)
     with pytest.raises(InvalidInputError, match="registry"):
-        opened("registry://x/y", tmp_path)
+        opened("ftp://x/y", tmp_path)
     with pytest.raises(InvalidInputError, match="neither"):
         opened("/dev/null", tmp_path)
 

@@ -1,0 +1,399 @@
+"""`RegistryClient`: one repository of a registry, whichever of its servers answers.
+
+Alone owns the order of servers and when a request is tried again: every server that may answer is
+asked, those that failed lately last, in rounds with growing waits between. What a digest names is
+verified before it is returned, and asked for elsewhere where it is wrong. Thread-safe.
+
+The protocol: github.com/opencontainers/distribution-spec, version 1.1.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, TypeVar, cast
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.registry.credentials import Credential, find_credential
+from bootseer.registry.download import (
+    FIRST_BYTES,
+    LARGE_BYTES,
+    BlobStream,
+    LargeBlob,
+    OpenedRange,
+)
+from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
+from bootseer.registry.reference import Reference
+from bootseer.registry.retry import ATTEMPTS_MAX, STALL_S, TransientError, backoff_s
+from bootseer.registry.session import Body, Session
+
+_log = logging.getLogger(__name__)
+
+MANIFEST_BYTES_MAX = 8 * 2**20
+"""Twice what registries accept."""
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+_ACCEPTED = ", ".join(
+    (
+        INDEX_TYPE,
+        MANIFEST_TYPE,
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+_PAGES_MAX = 1000
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A manifest or an index of manifests, as it is stored."""
+
+    digest: str
+    media_type: str
+    data: bytes
+
+
+class RegistryClient:
+    """One repository. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        repository: str,
+        hosts: Sequence[Host],
+        *,
+        find_login: Callable[[str, str], Credential | None] = find_credential,
+        deadline_s: float = 60.0,
+    ) -> None:
+        """`hosts`: in the order in which to ask, the registry itself last. No single wait is
+        longer than `deadline_s`, and no operation without progress."""
+        self.name = f"{hosts[-1].name}/{repository}"
+        """For messages."""
+        self._deadline_s = deadline_s
+        self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
+
+    def manifest(self, target: str) -> Document:
+        """The manifest or index that a tag or a digest names.
+
+        Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError,
+        CorruptError where it is not what the digest says.
+        """
+        by_digest = ":" in target
+
+        def get(session: Session) -> Document:
+            response = session.open("GET", f"manifests/{target}", headers={"Accept": _ACCEPTED})
+            data = response.read_all(MANIFEST_BYTES_MAX, self._deadline_s)
+            said = response.headers.get("Docker-Content-Digest", "")
+            expected = target if by_digest else said
+            digest = digest_of(data, expected.partition(":")[0] or "sha256")
+            if expected and digest != expected:
+                raise CorruptError(f"{session.name}: the manifest {target} has the digest {digest}")
+            media_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
+            return Document(digest, media_type, data)
+
+        return self._ask("pull" if by_digest else "resolve", get)
+
+    def resolve(self, tag: str) -> str:
+        """The digest of the manifest that `tag` names now, without fetching it where the registry
+        tells. Raises: as `manifest`."""
+
+        def head(session: Session) -> str:
+            response = session.open("HEAD", f"manifests/{tag}", headers={"Accept": _ACCEPTED})
+            response.close()
+            return response.headers.get("Docker-Content-Digest", "")
+
+        digest = self._ask("resolve", head)
+        return digest if _is_digest(digest) else self.manifest(tag).digest
+
+    def blob(self, digest: str, size_max_bytes: int) -> bytes:
+        """A small blob, verified. Raises: as `manifest`."""
+
+        def get(session: Session) -> bytes:
+            response = session.open("GET", f"blobs/{digest}")
+            data = response.read_all(size_max_bytes, self._deadline_s)
+            if digest_of(data, digest.partition(":")[0]) != digest:
+                raise CorruptError(f"{session.name}: the blob {digest} has other contents")
+            return data
+
+        return self._ask("pull", get)
+
+    def blob_size(self, digest: str) -> int:
+        """Bytes of a blob. Raises: NotFoundError; as `manifest`."""
+
+        def head(session: Session) -> int:
+            response = session.open("HEAD", f"blobs/{digest}")
+            response.close()
+            length = response.headers.get("Content-Length", "")
+            if not length.isdigit():
+                raise UnavailableError(f"{session.name} does not tell the size of {digest}")
+            return int(length)
+
+        return self._ask("pull", head)
+
+    def read_blob(self, digest: str, size_bytes: int, start: int, end: int) -> bytes:
+        """The bytes [start, end) of a blob of `size_bytes`, not verified. Raises: as `manifest`."""
+        with self._stream(digest, size_bytes, start, min(end, size_bytes)) as stream:
+            return stream.readall() or b""
+
+    def open_blob(self, digest: str, size_bytes: int) -> BinaryIO:
+        """A whole blob of `size_bytes` for one read from start to end, which survives broken
+        connections. Its size is checked, its digest is not.
+
+        `read` raises as `manifest`.
+        """
+        if size_bytes < LARGE_BYTES:
+            return cast(BinaryIO, self._stream(digest, size_bytes, 0, size_bytes))
+        first = self._stream(digest, size_bytes, 0, FIRST_BYTES)
+        if not first.is_ranged:
+            first.extend(size_bytes)
+            return cast(BinaryIO, first)
+        return cast(
+            BinaryIO, LargeBlob(first, partial(self._stream, digest, size_bytes), size_bytes)
+        )
+
+    def _stream(self, digest: str, size_bytes: int, start: int, end: int) -> BlobStream:
+        what = f"{self.name}@{digest[:19]}"
+        window_s = min(STALL_S, self._deadline_s)
+        return BlobStream(partial(self._open_range, digest, size_bytes), start, end, what, window_s)
+
+    def _open_range(self, digest: str, size_bytes: int, start: int, end: int) -> OpenedRange:
+        def get(session: Session) -> OpenedRange:
+            headers = {"Range": f"bytes={start}-{end - 1}"}
+            response = session.open("GET", f"blobs/{digest}", headers=headers)
+            if response.status == 206:
+                found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                wrong = found is None or int(found[1]) != start or int(found[2]) >= end
+                wrong = wrong or (found is not None and found[3] not in ("*", str(size_bytes)))
+            else:
+                wrong = response.headers.get("Content-Length", str(size_bytes)) != str(size_bytes)
+            if wrong:
+                response.close()
+                raise CorruptError(
+                    f"{session.name}: the blob {digest} has not the {size_bytes} bytes declared"
+                )
+            partial_answer = response.status == 206
+            skip_bytes = 0 if partial_answer else start
+            return OpenedRange(response, skip_bytes, partial_answer, session.note_failure)
+
+        return self._ask("pull", get)
+
+    def tags(self) -> list[str]:
+        """All tags, as the registry orders them. Raises: as `manifest`."""
+        return [
+            tag
+            for page in self._pages("resolve", "tags/list", {})
+            for tag in page.get("tags") or []
+            if isinstance(tag, str)
+        ]
+
+    def referrers(self, digest: str, artifact_type: str) -> list[Mapping[str, Any]]:
+        """Descriptors of the artifacts of `artifact_type` whose subject is the manifest `digest`,
+        in no order: through the referrers API, or the tag that stands in for it. Not verified.
+
+        Raises: as `manifest`, but for NotFoundError.
+        """
+        try:
+            pages = list(
+                self._pages("pull", f"referrers/{digest}", {"artifactType": artifact_type})
+            )
+        except NotFoundError:
+            pages = [parse_object(self._fallback(digest), self.name)]
+        return [
+            entry
+            for page in pages
+            for entry in page.get("manifests") or []
+            if isinstance(entry, dict) and entry.get("artifactType") == artifact_type
+        ]
+
+    def _fallback(self, digest: str) -> bytes:
+        """The index under the referrers tag; an empty one where there is none."""
+        try:
+            return self.manifest(fallback_tag(digest)).data
+        except NotFoundError:
+            return b"{}"
+
+    def _pages(
+        self, capability: str, path: str, query: Mapping[str, str]
+    ) -> Iterator[Mapping[str, Any]]:
+        def get(session: Session) -> tuple[Mapping[str, Any], str]:
+            response = session.open("GET", url, query=query)
+            data = response.read_all(MANIFEST_BYTES_MAX, self._deadline_s)
+            link = _NEXT.search(response.headers.get("Link", ""))
+            return parse_object(data, session.name), link[1] if link else ""
+
+        url = path
+        for _ in range(_PAGES_MAX):
+            page, url = self._ask(capability, get)
+            yield page
+            if not url:
+                return
+            query = {}
+        raise CorruptError(f"{self.name}: the list at {path} has no end")
+
+    def push_blob(self, digest: str, data: bytes | Path) -> None:
+        """Upload a blob in one piece, unless the registry has it. Durable when it returns.
+
+        Raises: PermissionDeniedError, UnavailableError, DeadlineError, InvalidInputError.
+        """
+        size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
+        body: Body = partial(_open_file, data) if isinstance(data, Path) else data
+
+        def push(session: Session) -> None:
+            try:
+                session.open("HEAD", f"blobs/{digest}").close()
+                return
+            except NotFoundError:
+                pass
+            started = session.open("POST", "blobs/uploads/", body=b"", content_length=0)
+            started.close()
+            location = started.headers.get("Location", "")
+            if not location:
+                raise UnavailableError(f"{session.name} does not tell where to upload to")
+            session.open(
+                "PUT",
+                location,
+                headers={"Content-Type": "application/octet-stream"},
+                query={"digest": digest},
+                body=body,
+                content_length=size_bytes,
+            ).close()
+
+        self._ask("push", push)
+
+    def push_manifest(self, target: str, media_type: str, data: bytes) -> bool:
+        """Store a manifest under a tag or its digest; whether the registry says that it lists it
+        among its subject's referrers. Raises: as `push_blob`."""
+
+        def push(session: Session) -> bool:
+            headers = {"Content-Type": media_type}
+            response = session.open("PUT", f"manifests/{target}", headers=headers, body=data)
+            response.close()
+            return bool(response.headers.get("OCI-Subject"))
+
+        return self._ask("push", push)
+
+    def delete_manifest(self, digest: str) -> None:
+        """Remove a manifest; a missing one is no error.
+
+        Raises: UnsupportedError where the registry does not allow it; as `push_blob`.
+        """
+
+        def delete(session: Session) -> None:
+            session.open("DELETE", f"manifests/{digest}").close()
+
+        with contextlib.suppress(NotFoundError):
+            self._ask("push", delete)
+
+    def _ask(self, capability: str, function: Callable[[Session], _Result]) -> _Result:
+        """What `function` returns for the first server that succeeds."""
+        started = time.monotonic()
+        able = [s for s in self._sessions if capability in s.host.capabilities]
+        if not able:
+            raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
+        for failures_count in range(1, ATTEMPTS_MAX + 1):
+            transient: BootseerError | None = None
+            final: BootseerError | None = None
+            wait_s = backoff_s(failures_count)
+            for session in sorted(able, key=lambda s: s.is_suspect):
+                try:
+                    return function(session)
+                except (UnavailableError, DeadlineError, CorruptError) as error:
+                    transient = error
+                    session.note_failure()
+                    if isinstance(error, TransientError):
+                        wait_s = max(wait_s, error.retry_after_s)
+                except BootseerError as error:
+                    # What the registry itself says counts more than what its mirrors say.
+                    if final is None or session is able[-1]:
+                        final = error
+                    if session is able[-1]:
+                        transient = None
+                        break
+            if transient is None and final is not None:
+                raise final
+            assert transient is not None
+            _log.info("attempt %d: %s", failures_count, transient)
+            left_s = started + self._deadline_s - time.monotonic()
+            if failures_count == ATTEMPTS_MAX or wait_s > left_s:
+                raise transient
+            time.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Close idle connections. Idempotent."""
+        for session in self._sessions:
+            session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_registry_client(
+    reference: Reference, *, hosts_dir: Path = DEFAULT_HOSTS_DIR, deadline_s: float = 60.0
+) -> RegistryClient:
+    """A client for the repository of `reference`; nothing is asked yet.
+
+    Raises: InvalidInputError, PermissionDeniedError for a hosts file that cannot be used.
+    """
+    hosts = load_hosts(reference.host, hosts_dir)
+    return RegistryClient(reference.repository, hosts, deadline_s=deadline_s)
+
+
+def digest_of(data: bytes, algorithm: str = "sha256") -> str:
+    """The digest of `data`. Raises: CorruptError for an algorithm that OCI does not know."""
+    if algorithm not in ("sha256", "sha512"):
+        raise CorruptError(f"{algorithm[:20]!r} is no digest algorithm")
+    return f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
+
+
+def _open_file(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise from_oserror(error, f"read {path}") from error
+
+
+def fallback_tag(digest: str) -> str:
+    """Where a registry without the referrers API keeps their list."""
+    return digest.replace(":", "-", 1)
+
+
+def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
+    """A JSON object from a registry. Raises: CorruptError."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise CorruptError(f"{where} sent what is not a JSON object")
+    return document
+
+
+def _is_digest(text: str) -> bool:
+    return bool(re.fullmatch("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}", text))

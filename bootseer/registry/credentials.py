@@ -1,0 +1,177 @@
+"""Who we are to a registry: what `docker login`, `podman login` and credential helpers keep.
+
+Alone reads these files and runs the helpers (`docker-credential-NAME get`). A secret is in no
+message, log or argument list: helpers are asked through a pipe, and a `Credential` shows nothing
+of itself. A file or helper that fails costs a warning, never the operation: the registry may well
+answer without credentials. Thread-safe: no state.
+"""
+
+import base64
+import binascii
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bootseer.registry.reference import DOCKER_HUB
+
+_log = logging.getLogger(__name__)
+
+HELPER_DEADLINE_S = 20.0
+"""A cloud's helper asks its metadata server, which takes a second or two."""
+_FILE_BYTES_MAX = 2**20
+_HUB_SERVER = "https://index.docker.io/v1/"
+"""What Docker has always called the Hub in its files and to its helpers."""
+_HELPER = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
+_TOKEN_USER = "<token>"
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """A user name with a password, or an identity token instead of the password."""
+
+    username: str
+    password: str = field(default="", repr=False)
+    identity_token: str = field(default="", repr=False)
+    """An OAuth2 refresh token; "" where there is a password."""
+
+
+def find_credential(
+    host: str, repository: str, environ: Mapping[str, str] = os.environ
+) -> Credential | None:
+    """What to log in to `host` with for `repository`; None: nothing is configured.
+
+    May run a helper for `HELPER_DEADLINE_S`.
+    """
+    for path in _files(environ):
+        config = _read(path)
+        credential = _from_helper(config, host, path) or _from_auths(config, host, repository, path)
+        if credential:
+            return credential
+    return None
+
+
+def _files(environ: Mapping[str, str]) -> Iterator[Path]:
+    """The files in which a login may be, the strongest first."""
+    if environ.get("REGISTRY_AUTH_FILE"):
+        yield Path(environ["REGISTRY_AUTH_FILE"])
+    if environ.get("DOCKER_CONFIG"):
+        yield Path(environ["DOCKER_CONFIG"]) / "config.json"
+    elif environ.get("HOME"):
+        yield Path(environ["HOME"]) / ".docker" / "config.json"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        document = json.loads(data) if len(data) <= _FILE_BYTES_MAX else None
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        _log.warning("cannot read the registry logins in %s: %s", path, error.strerror)
+        return {}
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        # The reason would quote the file, and so perhaps a password.
+        _log.warning("%s is not valid JSON; its registry logins are not used", path)
+        return {}
+    return document
+
+
+def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential | None:
+    helpers = config.get("credHelpers")
+    server = _HUB_SERVER if host == DOCKER_HUB else host
+    names = [helpers.get(key) for key in (host, server)] if isinstance(helpers, dict) else []
+    name = next((n for n in (*names, config.get("credsStore")) if n), None)
+    if name is None:
+        return None
+    if not isinstance(name, str) or not _HELPER.fullmatch(name):
+        _log.warning("%s names a credential helper that cannot be one; it is not run", path)
+        return None
+    program = f"docker-credential-{name}"
+    try:
+        done = subprocess.run(
+            [program, "get"],
+            input=server.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=HELPER_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        _log.warning("%s gave no answer within %.0f s", program, HELPER_DEADLINE_S)
+        return None
+    except OSError as error:
+        _log.warning("cannot run %s, which %s asks for: %s", program, path, error.strerror)
+        return None
+    if done.returncode != 0:
+        # The protocol's way to say that it knows no login; its reason is not for logs.
+        _log.debug("%s has no login for %s", program, server)
+        return None
+    try:
+        answer = json.loads(done.stdout)
+        username, secret = answer["Username"], answer["Secret"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        username = secret = None
+    if not isinstance(username, str) or not isinstance(secret, str):
+        _log.warning("the answer of %s is not what a credential helper says", program)
+        return None
+    if username == _TOKEN_USER:
+        return Credential("", identity_token=secret)
+    return Credential(username, secret) if username or secret else None
+
+
+def _from_auths(
+    config: Mapping[str, Any], host: str, repository: str, path: Path
+) -> Credential | None:
+    auths = config.get("auths")
+    if not isinstance(auths, dict):
+        return None
+    by_name = {_plain_name(key): value for key, value in auths.items() if isinstance(value, dict)}
+    # The most specific wins (containers-auth.json(5)): host/team/image, host/team, host.
+    parts = repository.split("/")
+    for count in range(len(parts), -1, -1):
+        entry = by_name.get("/".join((host, *parts[:count])))
+        credential = _from_entry(entry, path) if entry else None
+        if credential:
+            return credential
+    return None
+
+
+def _plain_name(key: str) -> str:
+    """ "https://index.docker.io/v1/" -> "docker.io"; "https://host:5000" -> "host:5000"."""
+    name = re.sub("^https?://", "", key)
+    name = re.sub("/v[12]/?$", "", name).rstrip("/")
+    first, slash, rest = name.partition("/")
+    return (DOCKER_HUB if first in ("index.docker.io", "registry-1.docker.io") else first) + (
+        slash + rest
+    )
+
+
+def _from_entry(entry: Mapping[str, Any], path: Path) -> Credential | None:
+    def text(key: str) -> str:
+        value = entry.get(key)
+        return value if isinstance(value, str) else ""
+
+    username, password = text("username"), text("password")
+    if text("auth"):
+        try:
+            decoded = base64.b64decode(text("auth"), validate=True).decode()
+            username, colon, password = decoded.partition(":")
+        except (binascii.Error, ValueError):
+            colon = ""
+        if not colon:
+            _log.warning("%s has a login that is not base64 of USER:PASSWORD; it is not used", path)
+            return None
+        # Docker pads what it writes on Windows.
+        password = password.rstrip("\0")
+    if text("identitytoken"):
+        return Credential(username, identity_token=text("identitytoken"))
+    return Credential(username, password) if username or password else None

@@ -1,0 +1,102 @@
+"""Names of images in registries, as Docker writes them. Pure (no I/O).
+
+Alone owns the defaults: a name without a host is on Docker Hub, one without "/" there is an
+official image (`library/`), one without tag and digest means `latest`.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from bootseer.errors import InvalidInputError
+
+DOCKER_HUB = "docker.io"
+_HUB_ALIASES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
+_NAME_CHARACTERS_MAX = 255
+"""Of host and repository together: what every registry and engine accepts."""
+
+# The grammar of github.com/distribution/reference, and no more.
+_LABEL = "(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
+_HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?")
+_COMPONENT = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(f"{_COMPONENT}(?:/{_COMPONENT})*")
+_TAG = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One image: its registry, its repository there, and a tag, a digest or both."""
+
+    host: str
+    """With the port, if one was given; IPv6 in brackets."""
+    repository: str
+    tag: str | None
+    digest: str | None
+    """Wins over the tag, which is then only a remark."""
+
+    @property
+    def target(self) -> str:
+        """What the registry is asked for: the digest or the tag."""
+        return self.digest or self.tag or "latest"
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        digest = f"@{self.digest}" if self.digest else ""
+        return f"{self.host}/{self.repository}{tag}{digest}"
+
+
+def parse_reference(text: str) -> Reference:
+    """The image that `text` names: "python:3.12", "[::1]:5000/team/train@sha256:...".
+
+    Raises: InvalidInputError.
+    """
+    name, at, digest = text.partition("@")
+    # A colon before the last "/" belongs to a port.
+    path, colon, tag = name.rpartition(":")
+    if not colon or "/" in tag:
+        path, colon, tag = name, "", ""
+    host, slash, repository = path.partition("/")
+    # A host is told from a folder of Docker Hub by what a folder's name cannot have.
+    if not slash or not (set(host) & set(".:[") or host == "localhost" or host.lower() != host):
+        host, repository = DOCKER_HUB, path
+    if host in _HUB_ALIASES:
+        host = DOCKER_HUB
+        if "/" not in repository:
+            repository = f"library/{repository}"
+    for value, form, what in (
+        (host, _HOST, "registry"),
+        (repository, _REPOSITORY, "repository"),
+        (tag if colon else "latest", _TAG, "tag"),
+        (digest if at else f"sha256:{'0' * 64}", _DIGEST, "digest"),
+    ):
+        if not form.fullmatch(value):
+            raise InvalidInputError(
+                f"{text[:200]!r} does not name an image: {value[:80]!r} is no {what}; write "
+                "[HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST], in lower case"
+            )
+    if len(host) + 1 + len(repository) > _NAME_CHARACTERS_MAX:
+        raise InvalidInputError(f"the image name {text[:80]!r}... is longer than 255 characters")
+    if host.startswith("["):
+        _check_ipv6(host, text)
+    return Reference(host, repository, tag or (None if at else "latest"), digest or None)
+
+
+def _check_ipv6(host: str, text: str) -> None:
+    try:
+        ipaddress.IPv6Address(host[1 : host.index("]")])
+    except ValueError:
+        raise InvalidInputError(
+            f"{text[:200]!r} does not name an image: {host} is no IPv6 address"
+        ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, with or without a port, is this machine: plain HTTP is safe there."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,195 @@
+"""One repository on one server: requests with login and redirects, answers that are successes.
+
+Alone owns what a status means, and that no Authorization reaches a server that it was not meant
+for. Knows nothing of other servers and of retries. Thread-safe.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import BinaryIO
+from urllib.parse import urlencode, urljoin, urlsplit
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedError,
+)
+from bootseer.registry.credentials import Credential
+from bootseer.registry.hosts import Host
+from bootseer.registry.reference import is_loopback
+from bootseer.registry.retry import TransientError, is_transient, retry_after_s
+from bootseer.registry.tokens import Authorizer
+from bootseer.registry.transport import Response, Transport
+
+_log = logging.getLogger(__name__)
+
+_REDIRECTS_MAX = 5
+_REDIRECTS = frozenset((301, 302, 303, 307, 308))
+_ERROR_BYTES_MAX = 64 * 1024
+_ERROR_DEADLINE_S = 5.0
+_SUSPECT_S = 30.0
+
+Body = bytes | Callable[[], BinaryIO]
+"""What is sent: bytes, or how to open them, since they may have to be sent again."""
+
+
+class Session:
+    """The repository `repository` on `host`."""
+
+    def __init__(
+        self,
+        host: Host,
+        repository: str,
+        find_login: Callable[[str, str], Credential | None],
+        deadline_s: float,
+    ) -> None:
+        self.host = host
+        self.name = f"{host.name}/{repository}"
+        """For messages."""
+        self._base_url = f"{host.base_url}/{repository}/"
+        self._transport = Transport(host, deadline_s)
+        self._authorizer = Authorizer(host, repository, self._transport, find_login, deadline_s)
+        self._failed_at = float("-inf")
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it failed lately, so that others should be asked first."""
+        return time.monotonic() - self._failed_at < _SUSPECT_S
+
+    def note_failure(self) -> None:
+        """Have it asked last for a while."""
+        self._failed_at = time.monotonic()
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+        body: Body | None = None,
+        content_length: int | None = None,
+    ) -> Response:
+        """The successful answer (2xx) to a request for `path`, relative to the repository's URL or
+        a URL that the registry gave. Close it.
+
+        Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError (with
+        `retry_after_s` when it is a TransientError), DeadlineError, CorruptError.
+        """
+        url = self._url(path, query or {})
+        action = "pull" if method in ("GET", "HEAD") else "push"
+        sent = {**dict(self.host.headers), **(headers or {})}
+        if content_length is not None:
+            sent["Content-Length"] = str(content_length)
+        authorization = self._authorizer.header(action)
+        for is_last in (False, True):
+            response = self._follow(method, url, sent, authorization, body)
+            if response.status != 401 or is_last:
+                break
+            asked = response.headers.get("WWW-Authenticate", "")
+            response.close()
+            authorization = self._authorizer.renewed(asked, action, authorization)
+        if 200 <= response.status < 300:
+            return response
+        raise self._error(response, f"{method} {path.partition('?')[0][:100]}")
+
+    def _url(self, path: str, query: Mapping[str, str]) -> str:
+        url = urljoin(self._base_url, path)
+        if self.host.namespace:
+            query = {**query, "ns": self.host.namespace}
+        if query:
+            url += ("&" if urlsplit(url).query else "?") + urlencode(query)
+        return url
+
+    def _is_own(self, url: str) -> bool:
+        return urlsplit(url)[:2] == urlsplit(self._base_url)[:2]
+
+    def _follow(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        authorization: str | None,
+        body: Body | None,
+    ) -> Response:
+        for _ in range(_REDIRECTS_MAX):
+            own = self._is_own(url)
+            sent = dict(headers)
+            if own and authorization:
+                sent["Authorization"] = authorization
+            if not own:
+                # What the hosts file adds is meant for the registry, like a login.
+                for name, _ in self.host.headers:
+                    sent.pop(name, None)
+            with contextlib.ExitStack() as stack:
+                data = stack.enter_context(body()) if callable(body) else body
+                response = self._transport.request(method, url, sent, data)
+            if response.status not in _REDIRECTS:
+                if not own and response.status in (400, 401, 403):
+                    # A signed URL that has expired is asked for anew.
+                    response.close()
+                    raise TransientError(
+                        f"{response.server}, where {self.name} sent us, answered {response.status}"
+                    )
+                return response
+            response.close()
+            url = self._redirected(url, response, method)
+        raise UnavailableError(f"{self.name} redirects without end")
+
+    def _redirected(self, url: str, response: Response, method: str) -> str:
+        target = urljoin(url, response.headers.get("Location", ""))
+        parts = urlsplit(target)
+        if method not in ("GET", "HEAD") or parts.scheme not in ("http", "https"):
+            raise UnavailableError(f"{response.server} redirects to where we cannot go")
+        if url.startswith("https:") and parts.scheme == "http" and not is_loopback(parts.netloc):
+            raise PermissionDeniedError(
+                f"{response.server} redirects to {parts.netloc} unencrypted; refused"
+            )
+        return target
+
+    def _error(self, response: Response, what: str) -> BootseerError:
+        """The error that an answer means; closes it."""
+        status = response.status
+        said = ""
+        with contextlib.suppress(BootseerError):
+            said = _message(response.read_all(_ERROR_BYTES_MAX, _ERROR_DEADLINE_S))
+        response.close()
+        message = f"{self.name}: {what} was answered {status}{said}"
+        if status == 404:
+            return NotFoundError(message)
+        if status in (401, 403):
+            return PermissionDeniedError(
+                f"{message}; it may need another login (docker login {self.host.name})"
+            )
+        if is_transient(status):
+            wait_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
+            return TransientError(message, wait_s)
+        if status == 416:
+            return CorruptError(f"{self.name}: {what}: it is shorter than declared")
+        if status == 405:
+            return UnsupportedError(f"{message}; the registry does not allow it")
+        if 400 <= status < 500:
+            return InvalidInputError(message)
+        return UnavailableError(message)
+
+    def close(self) -> None:
+        """Close idle connections. Idempotent."""
+        self._transport.close()
+
+
+def _message(data: bytes) -> str:
+    """The code in an error's body (distribution specification, "Error Codes"). Free text is left
+    out: it may quote what was sent."""
+    try:
+        code = json.loads(data)["errors"][0]["code"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return f" ({code[:60]})" if isinstance(code, str) and code.isidentifier() else ""

@@ -1,0 +1,116 @@
+"""An image in a registry: `registry://HOST[:PORT]/NAME[:TAG|@sha256:DIGEST]`.
+
+Names are Docker's: without a host it is Docker Hub. Documents are verified against the digests
+that name them, a tag being whatever the registry says; layers are verified by who reads them.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
+from bootseer.prefetch.sources.documents import (
+    DOCUMENT_BYTES_MAX,
+    INDEX_TYPES,
+    Descriptor,
+    Manifest,
+    parse_config,
+    parse_index,
+    parse_manifest,
+    pick_platform,
+)
+from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
+from bootseer.registry import Document, Reference, RegistryClient, open_registry_client
+from bootseer.registry import parse_reference as parse_image_name
+from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
+
+_NESTING_MAX = 4
+_FOREIGN = ("foreign", "nondistributable")
+_CONFIG_TYPES = (
+    "application/vnd.oci.image.config.v1+json",
+    "application/vnd.docker.container.image.v1+json",
+    "",
+)
+
+
+def open_registry(
+    name: str, *, hosts_dir: Path = DEFAULT_HOSTS_DIR, deadline_s: float = 60.0
+) -> ImageSource:
+    """The image called `name` (what follows registry://), for this machine's platform.
+
+    `hosts_dir` has the mirrors, as containerd's certs.d. No single wait is longer than
+    `deadline_s`; streams of layers survive broken connections.
+
+    Raises: InvalidInputError, NotFoundError, PermissionDeniedError, UnavailableError,
+    DeadlineError, CorruptError, UnknownFormatError, UnsupportedError.
+    """
+    if not name:
+        raise InvalidInputError(
+            "registry:// needs the name of an image, such as registry://docker.io/python:3.12"
+        )
+    reference = parse_image_name(name)
+    client = open_registry_client(reference, hosts_dir=hosts_dir, deadline_s=deadline_s)
+    try:
+        digest, manifest = _manifest_of(client, reference)
+        return _source(client, reference, digest, manifest)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _manifest_of(client: RegistryClient, reference: Reference) -> tuple[str, Manifest]:
+    """The digest and the manifest of the image for this machine."""
+    where = str(reference)
+    document = client.manifest(reference.target)
+    for _ in range(_NESTING_MAX):
+        if document.media_type not in INDEX_TYPES:
+            return document.digest, parse_manifest(document.data, where)
+        chosen = pick_platform(parse_index(document.data, where), where)
+        document = _verified(client.manifest(chosen.digest), chosen, where)
+    raise CorruptError(f"{where}: indexes are nested too deeply")
+
+
+def _verified(document: Document, expected: Descriptor, where: str) -> Document:
+    """`document`, whose digest the client verified, if it has the size its index says."""
+    if len(document.data) != expected.size_bytes:
+        raise CorruptError(
+            f"{where}: {expected.digest} has {len(document.data)} bytes, not the "
+            f"{expected.size_bytes} declared"
+        )
+    return document
+
+
+def _source(
+    client: RegistryClient, reference: Reference, digest: str, manifest: Manifest
+) -> ImageSource:
+    where = f"{reference} ({digest})"
+    if manifest.config.media_type not in _CONFIG_TYPES:
+        raise InvalidInputError(
+            f"{where} is no container image but an artifact ({manifest.config.media_type[:100]})"
+        )
+    for layer in manifest.layers:
+        if any(word in layer.media_type for word in _FOREIGN):
+            raise UnsupportedError(
+                f"{where}: the layer {layer.digest} is not in the registry (it may not be "
+                "distributed); such images are not read"
+            )
+    config_bytes = client.blob(manifest.config.digest, DOCUMENT_BYTES_MAX)
+    config = parse_config(config_bytes, f"{where}: configuration {manifest.config.digest}")
+    layer_count_checked(len(manifest.layers), config, where)
+    layers = [
+        TarLayer(
+            diff_id,
+            layer.size_bytes,
+            layer.digest,
+            partial(client.open_blob, layer.digest, layer.size_bytes),
+        )
+        for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
+    ]
+    return ImageSource(
+        # An IPv6 address is written in brackets, which no name in the store has.
+        str(reference).replace("[", "").replace("]", ""),
+        manifest.config.digest,
+        config,
+        layers,
+        client.close,
+        manifest_digest=digest,
+    )
