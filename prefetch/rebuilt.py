@@ -9,8 +9,10 @@ whole sectors of contents are moved; tar headers of a changed stream are nobody'
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 from bootseer.blob.tree import Blob, Tree
@@ -44,7 +46,7 @@ def translate(bundle: Bundle, old: Tree, new: Tree, new_index_digest: str) -> Bu
             break
         pieces: list[_Piece] = []
         for extent, position in zip(frame.extents, frame.positions, strict=True):
-            pieces += places.pieces(extent, position)
+            places.add_pieces(extent, position, pieces)
         if sum(extent.length for extent, _ in pieces) * _SHARE >= frame.stream_length:
             extents, positions = zip(*pieces, strict=True)
             frames.append(replace(frame, extents=extents, positions=positions))
@@ -80,15 +82,14 @@ class _Places:
         }
         self._layouts: dict[int, tuple[list[int], array[int]]] = {}
         self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
-        self._by_digest: dict[bytes, int] | None = None
 
-    def pieces(self, extent: BundleExtent, position: int) -> Iterator[_Piece]:
-        """The parts of an extent that the new image has; `position` is that of the extent."""
+    def add_pieces(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
+        """Add the parts of an extent that the new image has; `position` is that of the extent."""
         number = self._shared.get(extent.blob)
         if number is None:
-            yield from self._file_pieces(extent, position)
+            self._add_contents(extent, position, pieces)
         elif self._take(number, extent.offset, extent.length):
-            yield BundleExtent(number, extent.offset, extent.length), position
+            pieces.append((BundleExtent(number, extent.offset, extent.length), position))
 
     def _take(self, blob: int, offset: int, length: int) -> bool:
         """Mark sectors as brought; False if some are already."""
@@ -99,11 +100,11 @@ class _Places:
         taken[first:end] = b"\1" * (end - first)
         return True
 
-    def _file_pieces(self, extent: BundleExtent, position: int) -> Iterator[_Piece]:
+    def _add_contents(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
         columns = self._old.columns
         starts, numbers = self._layout(extent.blob)
-        extent_end = extent.offset + extent.length
-        i = max(bisect_right(starts, extent.offset) - 1, 0)
+        offset, extent_end = extent.offset, extent.offset + extent.length
+        i = max(bisect_right(starts, offset) - 1, 0)
         while i < len(starts) and starts[i] < extent_end:
             number = numbers[i]
             start = starts[i]
@@ -111,7 +112,7 @@ class _Places:
             # Behind the end of a file tar fills its last sector with zeros.
             room_end = min(starts[i + 1] if i + 1 < len(starts) else extent_end, extent_end)
             i += 1
-            first, last = max(start, extent.offset), min(end, extent_end)
+            first, last = max(start, offset), min(end, extent_end)
             if first >= last:
                 continue
             inode = bisect_right(columns.extent_start, number) - 1
@@ -137,8 +138,8 @@ class _Places:
                     else:
                         high -= (high + to) % SECTOR_BYTES
                 if low < high and self._take(blob, low + to, high - low):
-                    place = position + low - shift - extent.offset
-                    yield BundleExtent(blob, low + to, high - low), place
+                    place = position + low - shift - offset
+                    pieces.append((BundleExtent(blob, low + to, high - low), place))
 
     def _layout(self, blob: int) -> "tuple[list[int], array[int]]":
         """Contents in an old stream, by offset: where each begins, and its extent's number."""
@@ -161,30 +162,38 @@ class _Places:
         return found
 
     def _find(self, inode: int) -> int | None:
-        digest = _digest(self._old, inode)
-        if digest is None:
+        """The new inode with an old one's content: by content alone where only one has it, which
+        is quick and finds what was moved; of several the one at the same path, if any."""
+        old = self._old.columns
+        number = old.digest[inode]
+        if not number or not stat.S_ISREG(old.mode[inode]):
             return None
-        number = self._new.resolve(self._old.path(inode))
-        if number is not None and _digest(self._new, number) == digest:
-            return number
-        if self._by_digest is None:
-            self._by_digest = dict(_first_by_digest(self._new))
-        return self._by_digest.get(digest)
+        digest = old.digests[32 * (number - 1) : 32 * number]
+        found = self._by_digest.get(digest)
+        if found is None or digest not in self._several:
+            return found
+        same = self._new.resolve(self._old.path(inode))
+        return same if same is not None and _digest(self._new, same) == digest else found
+
+    @cached_property
+    def _by_digest(self) -> dict[bytes, int]:
+        """Digest of a content -> the first inode that has it."""
+        digests, numbers = _digests(self._new), self._new.columns.digest
+        inodes = range(self._new.inode_count - 1, -1, -1)
+        return {digests[numbers[i]]: i for i in inodes if numbers[i]}
+
+    @cached_property
+    def _several(self) -> set[bytes]:
+        """Digests of contents that several inodes have."""
+        digests, counts = _digests(self._new), Counter(self._new.columns.digest)
+        return {digests[number] for number, count in counts.items() if number and count > 1}
 
 
-def _digest(tree: Tree, inode: int) -> bytes | None:
-    columns = tree.columns
-    number = columns.digest[inode]
-    if not number or not stat.S_ISREG(columns.mode[inode]):
-        return None
-    return columns.digests[32 * (number - 1) : 32 * number]
+def _digests(tree: Tree) -> list[bytes]:
+    heap = tree.columns.digests
+    return [b"", *(heap[i : i + 32] for i in range(0, len(heap), 32))]
 
 
-def _first_by_digest(tree: Tree) -> Iterator[tuple[bytes, int]]:
-    """(digest, inode), the lowest inode of each last."""
-    columns = tree.columns
-    digests, numbers = columns.digests, columns.digest
-    for inode in range(tree.inode_count - 1, -1, -1):
-        number = numbers[inode]
-        if number:
-            yield digests[32 * (number - 1) : 32 * number], inode
+def _digest(tree: Tree, inode: int) -> bytes:
+    number = tree.columns.digest[inode]
+    return tree.columns.digests[32 * (number - 1) : 32 * number] if number else b""
