@@ -79,7 +79,7 @@ class Replay:
     def start(self) -> None:
         """Begin to fetch; returns at once."""
         started_ns = time.monotonic_ns()
-        self._pending[:] = bytes(not self.is_cached(chunk) for chunk in self._chunks)
+        self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
         fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
         try:
             self._batch = self._executor.submit(fetches, self._deliver)
@@ -97,6 +97,8 @@ class Replay:
             self._give_up(error)
         else:
             self.finished_after_ns = time.monotonic_ns() - started_ns
+            # Also those that somebody else brought before their turn came.
+            self._pending[:] = bytes(len(self._pending))
 
     def _give_up(self, error: BaseException) -> None:
         with self._lock:
@@ -117,9 +119,13 @@ class Replay:
         return all(self._caches[e.blob].has(e.offset, e.length) for e in frame.extents)
 
     def is_cached(self, chunk: Chunk) -> bool:
-        """Whether the cache has all that this frame would bring."""
+        """Whether the cache has all that this frame would bring, as far as it knows without
+        reading."""
         number = self._numbers.get(chunk)
-        return number is not None and self._all_here(self.bundle.frames[number])
+        if number is None:
+            return False
+        extents = self.bundle.frames[number].extents
+        return all(self._caches[e.blob].has_verified(e.offset, e.length) for e in extents)
 
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
         """Wait for the pending frames that hold any of this range, moving them to the front.

@@ -1,25 +1,27 @@
 """The streams of a tree's blobs, read through the node cache; what is missing is fetched.
 
 Alone decides where a missing byte comes from: the bundle, while a replay has it on its way, else
-the blob's own frames. Bytes enter the cache only verified. Where the cache's disk is full, frames
-are kept in a small memory instead. Any thread may call `read`; no wait is without a deadline.
+the blob's own frames, else a second source of the whole stream. Bytes enter the cache only
+verified. Where the cache's disk is full, frames are kept in a small memory instead. Any thread may
+call `read`; no wait is without a deadline.
 """
 
 import logging
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
-from bootseer.errors import CorruptError
+from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
+from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder
+from bootseer.prefetch.frame_memory import FrameMemory
+from bootseer.prefetch.readahead import ReadAhead
 from bootseer.prefetch.replay import Replay
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
@@ -30,58 +32,14 @@ _log = logging.getLogger(__name__)
 ReadObject: TypeAlias = Callable[[str, int, int], bytes]
 """`read(key, offset, length)` of the store."""
 
+Repair: TypeAlias = Callable[[Blob], None]
+"""Bring all of a blob's stream into the node cache from elsewhere. Raises: BootseerError."""
+
 _MEMORY_BYTES = 64 * 2**20
 """Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
-_READAHEAD_FRAMES_MAX = 16
-"""2 MiB of a file that is read from start to end: hides 10 ms of latency at 200 MB/s."""
-_READERS_MAX = 1024
 
-
-@dataclass(slots=True)
-class _Reader:
-    """How far one file has been fetched by reads that followed each other."""
-
-    next_frame: int
-    window: int
-
-
-@dataclass(frozen=True, slots=True)
-class FaultFigures:
-    """Counts since the server started."""
-
-    fault_count: int
-    """Reads that found something missing."""
-    bundle_wait_count: int
-    """Of these: answered by waiting for the bundle."""
-    fault_wait_ns: int
-    """All faults' waits together."""
-    fault_frame_count: int
-    """Frames of blobs that faults fetched."""
-    readahead_frame_count: int
-
-
-class _FrameMemory:
-    """The last decoded frames, for a cache that keeps none. Thread-safe."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._size_bytes = 0
-        self._lock = threading.Lock()
-
-    def put(self, blob: int, frame: Frame, content: bytes) -> None:
-        with self._lock:
-            key = (blob, frame.stream_offset)
-            if key not in self._frames:
-                self._frames[key] = content
-                self._size_bytes += len(content)
-            while self._size_bytes > self._limit_bytes and len(self._frames) > 1:
-                _, dropped = self._frames.popitem(last=False)
-                self._size_bytes -= len(dropped)
-
-    def get(self, blob: int, frame: Frame) -> bytes | None:
-        with self._lock:
-            return self._frames.get((blob, frame.stream_offset))
+_REPAIR_PAUSE_S = 60.0
+"""After a failed one; until then, readers get their errors at once."""
 
 
 class BlobStreams:
@@ -95,15 +53,24 @@ class BlobStreams:
         *,
         deadline_s: float = 30.0,
         workers: int = 8,
+        fill_bytes_per_s: float | None = None,
         on_progress: Callable[[int], None] | None = None,
+        repair: Repair | None = None,
     ) -> None:
-        """`on_progress` gets the stored bytes of each part that came. Raises: BootseerError when
-        the cache cannot be opened."""
+        """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
+        stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
+        had. Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
         """Set once a bundle is known; see `replay.Replay.start`."""
+        self.faults = FaultRecorder()
         self._deadline_s = deadline_s
-        self._numbers = {blob_key(blob.digest): number for number, blob in enumerate(blobs)}
+        self._numbers = {
+            blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
+        }
+        self._repair = repair
+        self._repair_lock = threading.Lock()
+        self._repair_again_s: dict[int, float] = {}
         self.caches = []
         try:
             for blob in blobs:
@@ -112,16 +79,14 @@ class BlobStreams:
             for opened in self.caches:
                 opened.close()
             raise
-        self._memory = _FrameMemory(_MEMORY_BYTES)
-        self._readers: OrderedDict[int, _Reader] = OrderedDict()
-        self._lock = threading.Lock()
-        self._fault_count = self._bundle_wait_count = self._fault_wait_ns = 0
-        self._fault_frame_count = self._readahead_frame_count = 0
+        self._memory = FrameMemory(_MEMORY_BYTES)
+        self._ahead = ReadAhead()
         self.executor = Executor(
             read_object,
             workers=workers,
             deadline_s=deadline_s,
-            is_cached=self._is_cached,
+            fill_bytes_per_s=fill_bytes_per_s,
+            is_cached=self._is_verified,
             on_progress=on_progress,
         )
 
@@ -138,14 +103,16 @@ class BlobStreams:
         """
         cache = self.caches[blob]
         if cache.has(offset, length):
+            self.faults.hit(length)
             return cache.read(offset, length)
         started_ns = time.monotonic_ns()
+        failed = True
         try:
-            return self._fault(blob, offset, length, reader, end)
+            data = self._fault(blob, offset, length, reader, end)
+            failed = False
+            return data
         finally:
-            with self._lock:
-                self._fault_count += 1
-                self._fault_wait_ns += time.monotonic_ns() - started_ns
+            self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
 
     def _fault(
         self, blob: int, offset: int, length: int, reader: int, end: int
@@ -153,57 +120,71 @@ class BlobStreams:
         cache = self.caches[blob]
         replay = self.replay
         if replay is not None and replay.demand(blob, offset, length, self._deadline_s):
-            with self._lock:
-                self._bundle_wait_count += 1
+            self.faults.bundle_wait()
             if cache.has(offset, length):
                 return cache.read(offset, length)
+        try:
+            self._fetch(blob, offset, length, reader, end)
+        except BootseerError as error:
+            self._bring_whole(blob, error)
+        if cache.has(offset, length):
+            return cache.read(offset, length)
+        return self._assemble(blob, offset, length)
+
+    def _fetch(self, blob: int, offset: int, length: int, reader: int, end: int) -> None:
+        if not self.blobs[blob].frames:
+            raise CorruptError(
+                f"the stream {self.blobs[blob].stream_digest} is stored nowhere yet, and this "
+                "node has lost a part of it; pull the image again"
+            )
         numbers = self._missing_frames(blob, offset, length)
         if numbers:
             self._read_ahead(blob, numbers, reader, end)
             self._fetch_now(blob, numbers)
-        if cache.has(offset, length):
-            return cache.read(offset, length)
-        return self._assemble(blob, offset, length)
+
+    def _bring_whole(self, blob: int, error: BootseerError) -> None:
+        """Have a second source bring the stream. Raises: `error` where there is none."""
+        if self._repair is None:
+            raise error
+        stream = self.blobs[blob].stream_digest
+        with self._repair_lock:
+            if self.caches[blob].has(0, self.blobs[blob].stream_length):
+                return  # Another reader had it brought.
+            if time.monotonic() < self._repair_again_s.get(blob, 0):
+                raise error
+            _log.warning("fetching the whole stream %s from elsewhere: %s", stream, error)
+            try:
+                self._repair(self.blobs[blob])
+            except BootseerError as second:
+                self._repair_again_s[blob] = time.monotonic() + _REPAIR_PAUSE_S
+                _log.warning("%s cannot be had from elsewhere either: %s", stream, second)
+                raise error from second
 
     def _missing_frames(self, blob: int, offset: int, length: int) -> list[int]:
         found: dict[int, None] = {}
         for start, count in self.caches[blob].missing(offset, length):
             for number in frames_for(self.blobs[blob], start, count):
                 found[number] = None
-        return [n for n in found if self._memory.get(blob, self.blobs[blob].frames[n]) is None]
+        return [number for number in found if self._memory.get(blob, number) is None]
 
     def _fetch_now(self, blob: int, numbers: Sequence[int]) -> None:
         chunks = [self.chunk(blob, number) for number in numbers]
-        with self._lock:
-            self._fault_frame_count += len(chunks)
-        if len(chunks) == 1:
-            self.executor.demand(chunks[0], self._deliver)
-            return
-        fetches = plan(chunks, self._is_cached, priority=Priority.DEMAND, max_gap_bytes=0)
-        self.executor.submit(fetches, self._deliver).wait(self._deadline_s)
+        self.faults.frames(fault_count=len(chunks))
+        # Planned without looking into the cache again: what has come meanwhile is not fetched.
+        fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
+        self.executor.demand_all(fetches, self._deliver_fault)
 
     def _read_ahead(self, blob: int, numbers: Sequence[int], reader: int, end: int) -> None:
         """Ask for frames behind those that a fault needs, when faults follow each other."""
         if reader < 0:
             return
-        first, after = numbers[0], numbers[-1] + 1
-        with self._lock:
-            state = self._readers.pop(reader, None)
-            if state is None or not state.next_frame - state.window <= first <= state.next_frame:
-                state = _Reader(after, 0)
-            else:
-                state.window = min(max(2 * state.window, 1), _READAHEAD_FRAMES_MAX)
-            self._readers[reader] = state
-            while len(self._readers) > _READERS_MAX:
-                self._readers.popitem(last=False)
-            start = max(after, state.next_frame)
-            last = frames_for(self.blobs[blob], end - 1, 1)
-            stop = min(after + state.window, last.stop) if state.window else start
-            state.next_frame = max(state.next_frame, start, stop)
-            self._readahead_frame_count += max(stop - start, 0)
-        if start < stop:
-            chunks = [self.chunk(blob, number) for number in range(start, stop)]
-            self.executor.submit(plan(chunks, self._is_cached, max_gap_bytes=0), self._deliver)
+        last = frames_for(self.blobs[blob], end - 1, 1).stop
+        ahead = self._ahead.behind(reader, numbers[0], numbers[-1] + 1, last)
+        if ahead:
+            self.faults.frames(readahead_count=len(ahead))
+            chunks = [self.chunk(blob, number) for number in ahead]
+            fetches = plan(chunks, self._is_verified, max_gap_bytes=0)
+            self.executor.submit(fetches, self._deliver_ahead)
 
     def _assemble(self, blob: int, offset: int, length: int) -> bytes:
         """The bytes from cache and memory, where the cache could not keep all of them."""
@@ -212,15 +193,20 @@ class BlobStreams:
         for number in frames_for(self.blobs[blob], offset, length):
             frame = self.blobs[blob].frames[number]
             stop = min(offset + length, frame.stream_offset + frame.stream_length)
-            content = self._memory.get(blob, frame)
+            content = self._memory.get(blob, number)
             if content is not None:
                 start = position - frame.stream_offset
                 pieces.append(content[start : stop - frame.stream_offset])
             elif self.caches[blob].has(position, stop - position):
                 pieces.append(self.caches[blob].read(position, stop - position))
             else:
-                raise CorruptError(f"bytes {position} to {stop} of {self.blobs[blob].digest} lost")
+                break
             position = stop
+        if position < offset + length:
+            raise CorruptError(
+                f"bytes {position} to {offset + length} of the stream "
+                f"{self.blobs[blob].stream_digest} came and were lost; read them again"
+            )
         return b"".join(pieces)
 
     # ---- frames of blobs ----------------------------------------------------------------------
@@ -232,53 +218,84 @@ class BlobStreams:
         return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
 
     def fill_fetches(self, priority: Priority = Priority.FILL) -> list[Fetch]:
-        """Fetches of everything that is not here yet."""
+        """Fetches of everything that is stored and not here yet."""
         chunks = (
             self.chunk(blob, number)
-            for blob, stored in enumerate(self.blobs)
-            for number in range(len(stored.frames))
+            for blob, cache in enumerate(self.caches)
+            for start, count in cache.missing(0, cache.stream_length)
+            for number in frames_for(self.blobs[blob], start, count)
         )
-        return plan(chunks, self._is_cached, priority=priority)
+        return plan(chunks, lambda chunk: False, priority=priority)
 
-    def fill(self) -> None:
-        """Bring everything here, in the background priority. Returns when it is.
+    def fill(self, fetches: Sequence[Fetch] | None = None) -> None:
+        """Bring `fetches`, by default everything, here in the background priority. Returns when
+        they are. Raises: as `read`."""
+        wanted = self.fill_fetches() if fetches is None else fetches
+        self.executor.submit(wanted, self._deliver_fill).wait()
 
-        Raises: as `read`.
-        """
-        self.executor.submit(self.fill_fetches(), self._deliver).wait()
-
-    def _frame_of(self, chunk: Chunk) -> tuple[int, Frame]:
+    def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
         blob = self._numbers[chunk.key]
         frames = self.blobs[blob].frames
-        return blob, frames[bisect_right(frames, chunk.offset, key=attrgetter("offset")) - 1]
+        number = bisect_right(frames, chunk.offset, key=attrgetter("offset")) - 1
+        return blob, number, frames[number]
 
-    def _is_cached(self, chunk: Chunk) -> bool:
+    def _is_verified(self, chunk: Chunk) -> bool:
+        """Whether a chunk is here, without reading: it is asked under the executor's lock."""
         if chunk.key not in self._numbers:
             replay = self.replay
             return replay is not None and replay.is_cached(chunk)
-        blob, frame = self._frame_of(chunk)
-        return self.caches[blob].has(frame.stream_offset, frame.stream_length)
+        blob, _, frame = self._place_of(chunk)
+        return self.caches[blob].has_verified(frame.stream_offset, frame.stream_length)
 
-    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
-        blob, frame = self._frame_of(chunk)
+    def _deliver_fault(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(fault=self._deliver(chunk, data))
+
+    def _deliver_ahead(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(readahead=self._deliver(chunk, data))
+
+    def _deliver_fill(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(fill=self._deliver(chunk, data))
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> int:
+        """Keep a frame; how many bytes came, 0 for one that somebody else brought meanwhile."""
+        blob, number, frame = self._place_of(chunk)
+        cache = self.caches[blob]
+        if cache.has_verified(frame.stream_offset, frame.stream_length):
+            return 0
+        if self._memory.get(blob, number) is not None:
+            return 0
         content = decode_frame(frame, data)
-        kept = self.caches[blob].write(frame.stream_offset, content)
+        kept = cache.write(frame.stream_offset, content)
         # A sector that two frames share is never marked; tar streams cut by us have none.
         if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
-            self._memory.put(blob, frame, content)
+            self._memory.put(blob, number, content)
+        return len(content)
 
     # ---- the rest -----------------------------------------------------------------------------
 
+    @property
+    def cached_bytes(self) -> int:
+        """How much of the image is here."""
+        return sum(cache.present_bytes() for cache in self.caches)
+
+    @property
+    def image_bytes(self) -> int:
+        """Of all streams."""
+        return sum(blob.stream_length for blob in self.blobs)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk refused a write."""
+        return any(cache.is_full for cache in self.caches)
+
+    def verify(self, may_go_on: Callable[[], bool]) -> None:
+        """Verify what a crash of the machine may have torn, if there was one."""
+        for cache in self.caches:
+            cache.verify_all(may_go_on)
+
     def figures(self) -> FaultFigures:
         """What faults cost so far."""
-        with self._lock:
-            return FaultFigures(
-                self._fault_count,
-                self._bundle_wait_count,
-                self._fault_wait_ns,
-                self._fault_frame_count,
-                self._readahead_frame_count,
-            )
+        return self.faults.snapshot()
 
     def statistics(self) -> Statistics:
         """What was moved so far."""

@@ -6,14 +6,14 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack import pack_directory
-from bootseer.blob.tree import Tree
+from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
 from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
@@ -309,3 +309,85 @@ def test_aim_counts_hits_waste_and_misses(image: Image) -> None:
     assert (aim.bundle_bytes, aim.asked_bytes, aim.used_bytes) == (8192 + 1024, 8192, 4096)
     assert aim.recall == 0.5
     assert aim_of(None, lengths, [], lambda n: ()).precision is None
+
+
+def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
+    local = replace(image.tree.blobs[0], frames=())
+    streams = BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"))
+    streams.caches[0].write(0, bytes(512))
+    assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="stored nowhere"):
+            streams.read(0, 512, 512, reader=1, end=2048)
+    assert streams.fill_fetches() == []
+    assert streams.figures().failed_count == 2
+    assert not image.reads
+    streams.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "local only", "damaged"])
+def test_a_second_source_brings_what_the_store_cannot(
+    image: Image, tmp_path: Path, damage: str
+) -> None:
+    source = image.streams(tmp_path / "source")
+    source.fill()
+    stored = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, stored.stream_length))
+    source.close()
+    blob = replace(stored, frames=()) if damage == "local only" else stored
+    path = tmp_path / "store" / blob_key(stored.digest)
+    path.chmod(0o600)
+    if damage == "gone":
+        path.unlink()
+    elif damage == "damaged":
+        path.write_bytes(bytes(path.stat().st_size))
+    cache = NodeCache(tmp_path / "cache")
+    asked: list[str] = []
+
+    def repair(lost: Blob) -> None:
+        asked.append(lost.stream_digest)
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(lost.stream_digest).close()
+
+    streams = BlobStreams([blob], image.read_object, cache, deadline_s=2, repair=repair)
+    for offset in (0, 100_000, blob.stream_length - 700):
+        assert bytes(streams.read(0, offset, 700)) == whole[offset : offset + 700]
+    assert asked == [blob.stream_digest]
+    streams.close()
+
+
+def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def repair(lost: Blob) -> None:
+        asked.append(lost.stream_digest)
+        raise UnavailableError("gone, too")
+
+    local = replace(image.tree.blobs[0], frames=())
+    streams = BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"), repair=repair)
+    for _ in range(3):
+        with pytest.raises(CorruptError, match="stored nowhere"):
+            streams.read(0, 512, 512)
+    assert len(asked) == 1
+    streams.close()
+
+
+def test_figures_say_where_bytes_came_from(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    blob, start, _ = image.place("big", 0, 1)
+    for offset in range(0, 1_000_000, 65536):
+        streams.read(blob, start + offset, 65536, reader=1, end=start + SIZES["big"])
+    streams.read(blob, start, 4096)
+    middle = streams.figures()
+    streams.fill()
+    figures = streams.figures()
+    assert middle.hit_bytes >= 4096
+    assert middle.fault_bytes > 0
+    assert middle.readahead_bytes > 0
+    assert middle.fill_bytes == 0
+    came = figures.fault_bytes + figures.readahead_bytes + figures.fill_bytes
+    assert came == image.tree.blobs[0].stream_length
+    assert sum(figures.wait_counts) == figures.fault_count > 0
+    assert 0 < figures.wait_p50_ns <= figures.wait_p99_ns <= figures.wait_max_ns
+    streams.close()
