@@ -50,6 +50,10 @@ class Settings:
     """The node's cache is kept below this."""
     memory_bytes: int
     """What one checkpoint mount may hold in memory."""
+    fill_bytes_per_s: int
+    """At what rate the rest of a started image is fetched in the background; 0: it is not."""
+    metrics_dir: Path | None
+    """Where images' figures are written for Prometheus; None: nowhere."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
 
@@ -112,6 +116,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def _path_or_off(text: str) -> Path | None:
+    return None if text == "off" else _path(text)
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store_url": absolute_url,
     "cache_dir": _path,
@@ -125,13 +133,15 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "deadline_s": _seconds,
     "cache_limit_bytes": parse_size,
     "memory_bytes": parse_size,
+    "fill_bytes_per_s": parse_size,
+    "metrics_dir": _path_or_off,
     "registry_hosts_dir": _path,
 }
 
 
 def variable_of(setting: str) -> str:
     """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
-    short = re.sub(r"_(url|s|bytes)$", "", setting)
+    short = re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
     return "BOOTSEER_" + short.upper()
 
 
@@ -159,6 +169,9 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         "deadline_s": "60",
         "cache_limit_bytes": "100GB",
         "memory_bytes": "512MiB",
+        # A thousand nodes then ask 5 GB/s of the store at most.
+        "fill_bytes_per_s": "5MB",
+        "metrics_dir": "off",
         "registry_hosts_dir": "/etc/containerd/certs.d",
     }
 

@@ -11,20 +11,22 @@ from typing import Any
 
 from bootseer.config import Settings
 
-_PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir"))
+_PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir", "metrics_dir"))
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Only strings and numbers."""
+    """Only strings, numbers and null."""
     return {
-        name: str(value) if name in _PATHS else value for name, value in asdict(settings).items()
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(settings).items()
     }
 
 
 def settings_from_json(document: Mapping[str, Any]) -> Settings:
     """The inverse. The document is our own: what is wrong with it raises KeyError."""
     values: dict[str, Any] = {
-        field.name: Path(document[field.name]) if field.name in _PATHS else document[field.name]
+        field.name: Path(value) if field.name in _PATHS and value is not None else value
         for field in fields(Settings)
+        for value in (document[field.name],)
     }
     return Settings(**values)

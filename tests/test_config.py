@@ -62,3 +62,11 @@ def test_variables_have_short_names() -> None:
     assert variable_of("store_url") == "BOOTSEER_STORE"
     assert variable_of("deadline_s") == "BOOTSEER_DEADLINE"
     assert variable_of("cache_limit_bytes") == "BOOTSEER_CACHE_LIMIT"
+    assert variable_of("fill_bytes_per_s") == "BOOTSEER_FILL"
+
+
+def test_metrics_are_off_unless_they_have_a_folder() -> None:
+    environ = {"HOME": "/home/u", "BOOTSEER_CONFIG": "/dev/null"}
+    assert load_config({}, environ).settings.metrics_dir is None
+    environ["BOOTSEER_METRICS_DIR"] = "/var/lib/metrics"
+    assert load_config({}, environ).settings.metrics_dir == Path("/var/lib/metrics")

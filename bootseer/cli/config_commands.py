@@ -23,6 +23,7 @@ def show(source: SettingsSource, as_json: bool) -> None:
     values = asdict(loaded.settings)
     # Its user name and password are for the store, not for whoever reads this in a ticket.
     values["store_url"] = redact(loaded.settings.store_url)
+    values["metrics_dir"] = loaded.settings.metrics_dir or "off"
     if as_json:
         emit_json(
             {
