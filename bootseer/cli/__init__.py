@@ -26,6 +26,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("mount_commands", "Mount a striped checkpoint file system."),
     "unmount": ("mount_commands", "Unmount what `bootseer mount` mounted."),
     "warm": ("warm_commands", "Directories that are not ours: record once, read ahead later."),
+    "snapshotter": ("snapshotter_commands", "Serve images to containerd, without pulling them."),
     "report": ("report_commands", "Where the time of a start went."),
     "config": ("config_commands", "Show the settings and where each came from."),
     "doctor": ("doctor_commands", "Check this machine and say what to do."),

@@ -1,0 +1,65 @@
+"""`bootseer snapshotter`: the proxy snapshotter for containerd."""
+
+from pathlib import Path
+
+import click
+
+from bootseer.cli.output import Seconds, current_settings
+from bootseer.errors import UnsupportedError
+
+
+@click.command(
+    epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter "
+    "--address /run/bootseer/snapshotter.sock --root /var/lib/bootseer/snapshotter"
+)
+@click.option(
+    "--address",
+    type=click.Path(path_type=Path),
+    default=Path("/run/bootseer/snapshotter.sock"),
+    show_default=True,
+    help="The socket that containerd's configuration names.",
+)
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path("/var/lib/bootseer/snapshotter"),
+    show_default=True,
+    help="Where containers' writes and ordinary layers are kept; not on an overlay.",
+)
+@click.option(
+    "--linger",
+    "linger_s",
+    type=Seconds(0, 86_400),
+    default=60.0,
+    show_default=True,
+    help="How long an image stays mounted after its last container.",
+)
+@click.option(
+    "--window",
+    "window_s",
+    type=Seconds(0.1, 86_400),
+    default=120.0,
+    show_default=True,
+    help="How long what a start touches is recorded.",
+)
+def snapshotter(address: Path, root: Path, linger_s: float, window_s: float) -> None:
+    """Serve images of the store to containerd, without pulling them.
+
+    Runs until it is told to end; containers and their mounts stay. docs/containerd.md has
+    containerd's configuration.
+    """
+    try:
+        from bootseer.prefetch.snapshotter.process import serve
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the snapshotter needs the Python module {error.name}: pip install "
+            "'bootseer[containerd]'"
+        ) from error
+    from bootseer.prefetch.snapshotter.core import Snapshotter
+
+    settings = current_settings()
+    core = Snapshotter(settings, root.absolute(), linger_s=linger_s, window_s=window_s)
+    try:
+        serve(core, address, lambda: click.echo(f"serving on {address}", err=True))
+    finally:
+        core.close()

@@ -1,0 +1,166 @@
+"""Which chains the store can serve, and the trees of those.
+
+Alone talks to the store. Asking whether a chain can be served never fails and never waits long: a
+store that does not answer is left alone for a while, and images are pulled as without us.
+Thread-safe.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bootseer.blob.index import decode, encode
+from bootseer.blob.index import digest as digest_of
+from bootseer.blob.keys import blob_key, index_key
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
+from bootseer.prefetch.catalogue import keep_index, read_layer
+from bootseer.prefetch.chains import read_chain
+from bootseer.prefetch.merge import LayerTree, merge
+from bootseer.prefetch.records import INDEX_BYTES_MAX, LayerRecord
+from bootseer.prefetch.snapshotter.metadata import Metadata
+from bootseer.prefetch.snapshotter.snapshot import ChainTree, RootAttributes
+from bootseer.store import Store, open_store
+
+_log = logging.getLogger(__name__)
+
+_STORE_S = 5.0
+"""How long a pull may be held up by a store that does not answer."""
+_PAUSE_S = 30.0
+"""So long such a store is not asked again."""
+_LAYER_S = 60.0
+"""What is known of a layer's objects in the store holds so long: as long as a pull takes."""
+_LAYERS_MAX = 4096
+
+
+class ChainTrees:
+    """The chains of one store."""
+
+    def __init__(self, settings: Settings, metadata: Metadata) -> None:
+        self._settings = settings
+        self._metadata = metadata
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._store: Store | None = None
+        self._paused_until_s = 0.0
+        # diff_id -> when its objects were last seen whole, and its record.
+        self._layers: dict[str, tuple[float, LayerRecord]] = {}
+
+    def close(self) -> None:
+        """Let go of the store."""
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def can_serve(self, chain_id: str) -> bool:
+        """Whether the store has all that the chain's tree needs. Never raises."""
+        with self._lock:
+            if time.monotonic() < self._paused_until_s:
+                return False
+        try:
+            store = self._open()
+            diff_ids = read_chain(store, chain_id)
+            if diff_ids is None:
+                return False
+            return all(self._layer(store, diff_id) is not None for diff_id in diff_ids)
+        except (CorruptError, UnknownFormatError) as error:
+            _log.warning("the chain %s is pulled by containerd: %s", chain_id, error)
+        except (BootseerError, OSError) as error:
+            with self._lock:
+                self._paused_until_s = time.monotonic() + _PAUSE_S
+            _log.warning(
+                "for %.0f s images are pulled by containerd, since the store fails: %s",
+                _PAUSE_S,
+                error,
+            )
+        return False
+
+    def tree(self, chain_id: str) -> ChainTree:
+        """The chain's tree, whose index is then in the node's cache. Made at most once.
+
+        Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, DeadlineError,
+        NoSpaceError.
+        """
+        # One at a time: merging a large image takes a second of one core.
+        with self._making:
+            known = self._metadata.tree_of(chain_id)
+            if known is not None and self._kept(known.index_digest).exists():
+                return known
+            store = self._open()
+            diff_ids = read_chain(store, chain_id)
+            if diff_ids is None:
+                raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
+            tree = merge(self._layer_trees(store, diff_ids))
+            data = encode(tree)
+            digest = digest_of(data)
+            keep_index(self._settings.cache_dir, digest, data)
+            root = tree.inode(0)
+            made = ChainTree(digest, RootAttributes(root.mode & 0o7777, root.uid, root.gid))
+            self._metadata.note_tree(chain_id, made)
+            return made
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _open(self) -> Store:
+        with self._lock:
+            if self._store is None:
+                deadline_s = min(self._settings.deadline_s, _STORE_S)
+                self._store = open_store(self._settings.store_url, deadline_s=deadline_s)
+            return self._store
+
+    def _layer(self, store: Store, diff_id: str) -> LayerRecord | None:
+        """The record of a layer, if the store has its blob and index."""
+        with self._lock:
+            found = self._layers.get(diff_id)
+        if found is not None and time.monotonic() - found[0] < _LAYER_S:
+            return found[1]
+        record = read_layer(store, diff_id)
+        if record is None:
+            return None
+        try:
+            size_bytes = store.size(blob_key(record.blob_digest))
+            store.size(index_key(record.index_digest))
+        except NotFoundError as error:
+            _log.warning("the layer %s cannot be served, index it again: %s", diff_id, error)
+            return None
+        if size_bytes != record.blob_size_bytes:
+            raise CorruptError(
+                f"the blob {record.blob_digest} has {size_bytes} bytes instead of "
+                f"{record.blob_size_bytes}; index the layer {diff_id} again"
+            )
+        with self._lock:
+            if len(self._layers) >= _LAYERS_MAX:
+                self._layers.clear()
+            self._layers[diff_id] = (time.monotonic(), record)
+        return record
+
+    def _layer_trees(self, store: Store, diff_ids: Sequence[str]) -> list[LayerTree]:
+        trees = []
+        for diff_id in diff_ids:
+            record = self._layer(store, diff_id)
+            if record is None:
+                raise NotFoundError(f"the store {store.url} has no layer {diff_id} now")
+            tree = self._index(store, record.index_digest)
+            trees.append(LayerTree(tree, frozenset(record.implied), record.links))
+        return trees
+
+    def _index(self, store: Store, digest: str) -> Tree:
+        """A layer's tree; its index stays in the node's cache for other images."""
+        try:
+            data = self._kept(digest).read_bytes()
+            if digest_of(data) == digest:
+                return decode(data)
+        except OSError:
+            pass
+        data = store.read(index_key(digest), 0, INDEX_BYTES_MAX + 1)
+        if digest_of(data) != digest:
+            raise CorruptError(f"{store.url}/{index_key(digest)} has not the digest in its name")
+        keep_index(self._settings.cache_dir, digest, data)
+        return decode(data)
+
+    def _kept(self, digest: str) -> Path:
+        return self._settings.cache_dir / "indexes" / digest.partition(":")[2]

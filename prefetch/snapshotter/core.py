@@ -1,0 +1,273 @@
+"""What containerd asks of a snapshotter. The gRPC service only translates to and from this.
+
+Alone decides when a snapshot becomes remote, and what is tidied up when. An image that the store
+knows is never unpacked: `prepare` answers, for each of its layers, that the snapshot exists.
+Whatever keeps us from that leads to an ordinary snapshot, which containerd fills.
+
+Thread-safe. Its only state in memory is what may be lost: all else is in `metadata`, in directories
+and in the servers of mounts, which outlive this process.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    BusyError,
+    InvalidInputError,
+    UnavailableError,
+)
+from bootseer.prefetch.snapshotter.chain_trees import ChainTrees
+from bootseer.prefetch.snapshotter.directories import Directories
+from bootseer.prefetch.snapshotter.filters import any_of
+from bootseer.prefetch.snapshotter.metadata import Metadata
+from bootseer.prefetch.snapshotter.served import ServedTrees
+from bootseer.prefetch.snapshotter.snapshot import (
+    Kind,
+    Lower,
+    Mount,
+    RootAttributes,
+    Snapshot,
+    TreeKey,
+    Usage,
+    chains_in_use,
+    lower_of,
+    mounts_of,
+    wanted_chain,
+    workload_of,
+)
+
+_log = logging.getLogger(__name__)
+
+_TIDY_S = 10.0
+_CALM_S = 0.3
+"""No further layer for so long: the image's last one is known, and its tree can be made."""
+
+
+class Snapshotter:
+    """The snapshots below `root`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        root: Path,
+        *,
+        linger_s: float,
+        window_s: float,
+    ) -> None:
+        """An image's mount outlives its last container by `linger_s`, so that a restart finds it;
+        a start is recorded for `window_s`.
+
+        Raises: BusyError where another one works there; BootseerError.
+        """
+        self._settings = settings
+        self._linger_s = linger_s
+        self._directories = Directories(root)
+        self._metadata = Metadata(self._directories.database)
+        self._chains = ChainTrees(settings, self._metadata)
+        self._served = ServedTrees(settings, self._directories.trees, window_s=window_s)
+        self._wake = threading.Event()
+        self._closing = False
+        self._lock = threading.Lock()
+        # chain id -> when its tree is to be made.
+        self._due: dict[str, float] = {}
+        self._tidier = threading.Thread(target=self._tidy_until_closed, name="tidy", daemon=True)
+
+    def start(self) -> None:
+        """Begin to tidy up; first, mount what existing snapshots need."""
+        self._tidier.start()
+
+    def close(self) -> None:
+        """End, leaving every mount to containers and to the next snapshotter."""
+        self._closing = True
+        self._wake.set()
+        if self._tidier.is_alive():
+            self._tidier.join(5.0)
+        self._chains.close()
+        self._metadata.close()
+        self._directories.close()
+
+    # ---- operations ---------------------------------------------------------------------------
+
+    def prepare(self, key: str, parent: str, labels: Mapping[str, str]) -> tuple[Mount, ...]:
+        """Make an active snapshot; how it is mounted.
+
+        Raises: AlreadyExistsError where `key` exists, or where the chain that `labels` names is
+        there now and needs no unpacking; NotFoundError, InvalidInputError for the parent;
+        UnavailableError where the parent's tree cannot be mounted; NoSpaceError.
+        """
+        chain_id = wanted_chain(labels)
+        if chain_id is not None and self._has_remote(chain_id, parent, labels):
+            raise AlreadyExistsError(f"the target snapshot {chain_id} is there")
+        return self._create(Kind.ACTIVE, key, parent, labels)
+
+    def view(self, key: str, parent: str, labels: Mapping[str, str]) -> tuple[Mount, ...]:
+        """Make a view snapshot; how it is mounted. Raises: as `prepare`."""
+        return self._create(Kind.VIEW, key, parent, labels)
+
+    def mounts(self, key: str) -> tuple[Mount, ...]:
+        """How an active or view snapshot is mounted. Mounts its image again where the server of
+        that died. Raises: NotFoundError, BusyError where it is neither, UnavailableError."""
+        snapshot, *ancestors = self._metadata.with_ancestors(key)
+        if snapshot.kind is Kind.COMMITTED:
+            raise BusyError(f"the snapshot {key[:200]} is committed: it cannot be mounted")
+        with self._lower_directories(lower_of(ancestors), snapshot.labels) as (directories, _):
+            return self._mounts(snapshot, directories)
+
+    def commit(self, name: str, key: str, parent: str, labels: Mapping[str, str]) -> None:
+        """Turn an active snapshot into a committed one.
+
+        Raises: NotFoundError, AlreadyExistsError, BusyError where it is not active;
+        InvalidInputError where `parent` is another one than it has.
+        """
+        snapshot = self._metadata.get(key)
+        if parent not in ("", snapshot.parent):
+            raise InvalidInputError(f"the parent of the snapshot {key[:200]} cannot be changed")
+        self._metadata.commit(name, key, labels, self._directories.usage(snapshot.number))
+
+    def remove(self, key: str) -> None:
+        """Forget a snapshot; its directory and mount go later.
+
+        Raises: NotFoundError, BusyError where others lie on it.
+        """
+        self._metadata.remove(key)
+        self._wake.set()
+
+    def stat(self, key: str) -> Snapshot:
+        """Raises: NotFoundError."""
+        return self._metadata.get(key)
+
+    def update(self, key: str, labels: Mapping[str, str], paths: Sequence[str]) -> Snapshot:
+        """Change labels. Raises: NotFoundError, InvalidInputError."""
+        return self._metadata.update(key, labels, paths)
+
+    def list(self, filters: Sequence[str]) -> list[Snapshot]:
+        """The snapshots that a filter accepts. Raises: InvalidInputError."""
+        accept = any_of(filters)
+        # Remote ones first: containerd takes the first that is labelled with the chain it wants,
+        # and any client may have labelled its own so.
+        found = sorted(self._metadata.all(), key=lambda snapshot: not snapshot.chain_id)
+        return [snapshot for snapshot in found if accept(snapshot)]
+
+    def usage(self, key: str) -> Usage:
+        """What a snapshot itself takes. Raises: NotFoundError."""
+        snapshot = self._metadata.get(key)
+        if snapshot.kind is Kind.ACTIVE:
+            return self._directories.usage(snapshot.number)
+        return snapshot.usage
+
+    def cleanup(self) -> None:
+        """Remove, in the background, what removed snapshots left."""
+        self._wake.set()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _has_remote(self, chain_id: str, parent: str, labels: Mapping[str, str]) -> bool:
+        if self._metadata.find_remote(chain_id, parent) is not None:
+            return True
+        if not self._chains.can_serve(chain_id):
+            return False
+        self._metadata.create_remote(chain_id, parent, labels)
+        with self._lock:
+            self._due.pop(parent, None)
+            self._due[chain_id] = time.monotonic() + _CALM_S
+        self._wake.set()
+        return True
+
+    def _create(
+        self, kind: Kind, key: str, parent: str, labels: Mapping[str, str]
+    ) -> tuple[Mount, ...]:
+        ancestors = self._metadata.with_ancestors(parent) if parent else []
+        with self._lower_directories(lower_of(ancestors), labels) as (directories, root):
+            snapshot = self._metadata.create(
+                kind, key, parent, labels, lambda made: self._directories.make(made, root)
+            )
+            return self._mounts(snapshot, directories)
+
+    @contextlib.contextmanager
+    def _lower_directories(
+        self, lower: Lower, labels: Mapping[str, str]
+    ) -> Iterator[tuple[Sequence[Path], RootAttributes]]:
+        """The directories to mount over, kept while the block runs, and what their root is like."""
+        directories = [self._directories.fs(number) for number in lower.numbers]
+        root = RootAttributes()
+        if lower.numbers:
+            root = self._directories.root_of(lower.numbers[0])
+        if not lower.chain_id:
+            yield directories, root
+            return
+        try:
+            tree = self._chains.tree(lower.chain_id)
+        except BootseerError as error:
+            raise UnavailableError(
+                f"the image with the chain {lower.chain_id} cannot be served now: {error}"
+            ) from error
+        workload = workload_of(labels, self._settings.workload)
+        with self._served.using(TreeKey(tree.index_digest, workload), lower.chain_id) as path:
+            yield [*directories, path], root if lower.numbers else tree.root
+
+    def _mounts(self, snapshot: Snapshot, lower: Sequence[Path]) -> tuple[Mount, ...]:
+        fs = self._directories.fs(snapshot.number)
+        return mounts_of(snapshot, lower, fs, self._directories.work(snapshot.number))
+
+    # ---- tidying up ---------------------------------------------------------------------------
+
+    def _tidy_until_closed(self) -> None:
+        for work in (self._restore, self._tidy):
+            self._guard(work)
+        while not self._closing:
+            self._wake.wait(self._pause_s())
+            self._wake.clear()
+            if not self._closing:
+                self._guard(self._make_due_trees)
+                self._guard(self._tidy)
+
+    @staticmethod
+    def _guard(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (BootseerError, OSError) as error:
+            _log.warning("tidying up is put off: %s", error)
+
+    def _pause_s(self) -> float:
+        with self._lock:
+            due_s = min(self._due.values(), default=float("inf"))
+        return min(max(due_s - time.monotonic(), 0.0), _TIDY_S)
+
+    def _make_due_trees(self) -> None:
+        """So that the first container need not wait for it, and the store may go down."""
+        now_s = time.monotonic()
+        with self._lock:
+            due = [chain_id for chain_id, due_s in self._due.items() if due_s <= now_s]
+            for chain_id in due:
+                del self._due[chain_id]
+        for chain_id in due:
+            self._chains.tree(chain_id)
+
+    def _restore(self) -> None:
+        """Mount what snapshots show and no server serves any more."""
+        for chain_id, workload in self._chains_in_use():
+            try:
+                key = TreeKey(self._chains.tree(chain_id).index_digest, workload)
+                with self._served.using(key, chain_id):
+                    pass
+            except BootseerError as error:
+                _log.warning("containers of %s cannot be started now: %s", chain_id, error)
+
+    def _tidy(self) -> None:
+        self._metadata.numbers(self._directories.set_aside)
+        self._directories.empty()
+        self._served.retire(self._trees_in_use, self._linger_s)
+
+    def _chains_in_use(self) -> frozenset[tuple[str, str]]:
+        return chains_in_use(self._metadata.all(), self._settings.workload)
+
+    def _trees_in_use(self) -> frozenset[TreeKey]:
+        trees = ((self._metadata.tree_of(chain), load) for chain, load in self._chains_in_use())
+        return frozenset(TreeKey(tree.index_digest, load) for tree, load in trees if tree)

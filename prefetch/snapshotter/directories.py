@@ -1,0 +1,145 @@
+"""The folder of a snapshotter: the directories of ordinary snapshots, and where trees are mounted.
+
+    lock          held by the snapshotter that works here
+    metadata.db   see `metadata`
+    snapshots/N/  fs and, of an active snapshot, work
+    trees/ID/     a served tree is mounted here
+    removed/      directories on their way out
+
+Alone makes and removes what is in there. Edge module; any thread.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+from bootseer.errors import BusyError, UnavailableError, from_oserror
+from bootseer.prefetch.snapshotter.snapshot import Kind, RootAttributes, Snapshot, Usage
+from bootseer.private import make_private_directory
+
+_log = logging.getLogger(__name__)
+
+_REMOVAL_S = 600.0
+
+
+class Directories:
+    """What lies under one root."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises: InvalidInputError, BusyError where another snapshotter works there, and other
+        BootseerErrors."""
+        # Mount options separate with these.
+        if any(mark in str(root) for mark in ":,\\"):
+            raise UnavailableError(f"the root {root} must not have ':', ',' or '\\' in its name")
+        self.root = root
+        self.trees = root / "trees"
+        self._snapshots = root / "snapshots"
+        self._removed = root / "removed"
+        try:
+            for path in (root, self.trees, self._snapshots, self._removed):
+                make_private_directory(path)
+            # A container's processes, of whatever user, walk through here to their root.
+            for path in (root, self.trees, self._snapshots):
+                path.chmod(0o711)
+            self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BusyError(f"another snapshotter works in {root}") from error
+        except OSError as error:
+            raise from_oserror(error, f"prepare the folder {root}") from error
+
+    @property
+    def database(self) -> Path:
+        """Where the metadata are."""
+        return self.root / "metadata.db"
+
+    def close(self) -> None:
+        """Let another snapshotter work here."""
+        os.close(self._lock)
+
+    def fs(self, number: int) -> Path:
+        """What an ordinary snapshot itself holds."""
+        return self._snapshots / str(number) / "fs"
+
+    def work(self, number: int) -> Path:
+        """Overlayfs's own."""
+        return self._snapshots / str(number) / "work"
+
+    def root_of(self, number: int) -> RootAttributes:
+        """Of what an ordinary snapshot holds. Raises: BootseerError."""
+        try:
+            status = self.fs(number).stat(follow_symlinks=False)
+        except OSError as error:
+            raise from_oserror(error, f"read the directory {self.fs(number)}") from error
+        return RootAttributes(status.st_mode & 0o7777, status.st_uid, status.st_gid)
+
+    def make(self, snapshot: Snapshot, root: RootAttributes) -> None:
+        """Make the snapshot's directory. It hides the root of what is below, so it gets the
+        attributes of that. Raises: BootseerError."""
+        fs = self.fs(snapshot.number)
+        try:
+            if fs.parent.exists():
+                # Of one whose creation failed half-way; its number was given back.
+                self._set_aside(fs.parent)
+            fs.parent.mkdir(mode=0o700)
+            fs.mkdir(mode=0o700)
+            os.chown(fs, root.uid, root.gid)
+            fs.chmod(root.mode)
+            if snapshot.kind is Kind.ACTIVE:
+                self.work(snapshot.number).mkdir(mode=0o711)
+        except OSError as error:
+            raise from_oserror(error, f"make the directory of a snapshot in {fs.parent}") from error
+
+    def set_aside(self, in_use: frozenset[int]) -> None:
+        """Move the directories of all other snapshots out of the way, for `empty`."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._snapshots.iterdir():
+                if not path.name.isdecimal() or int(path.name) not in in_use:
+                    self._set_aside(path)
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            path.rename(self._removed / f"{path.name}-{secrets.token_hex(8)}")
+        except OSError as error:
+            _log.warning("cannot move the directory %s of no snapshot away: %s", path, error)
+
+    def empty(self) -> None:
+        """Remove what was set aside. May take long; never raises."""
+        for path in self._removed.iterdir():
+            # A container can make directories deeper than Python's own removal goes.
+            command = ["rm", "-rf", "--one-file-system", "--", str(path)]
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVAL_S
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                _log.warning("cannot remove %s: %s", path, error)
+                continue
+            if done.returncode:
+                reason = done.stderr.decode(errors="replace").strip()[:200]
+                _log.warning("cannot remove %s: %s", path, reason)
+
+    def usage(self, number: int) -> Usage:
+        """What the snapshot takes now. Names that vanish meanwhile do not count."""
+        size_bytes = 0
+        inodes: set[int] = set()
+        stack = [self.fs(number)]
+        while stack:
+            # A container may be changing it meanwhile.
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(stack.pop()) as entries,
+            ):
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_ino not in inodes:
+                        inodes.add(status.st_ino)
+                        size_bytes += status.st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(Path(entry.path))
+        # The root of the snapshot counts as well.
+        return Usage(size_bytes, len(inodes) + 1)

@@ -1,0 +1,319 @@
+"""The database of snapshots: one SQLite file, in which each operation is one transaction.
+
+Alone owns the tables. After a crash at any moment it holds what the last finished operation left.
+Thread-safe: one connection, one operation at a time; all of them are short.
+"""
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    BusyError,
+    CorruptError,
+    InvalidInputError,
+    NoSpaceError,
+    NotFoundError,
+    UnknownFormatError,
+)
+from bootseer.prefetch.snapshotter.snapshot import (
+    ChainTree,
+    Kind,
+    RootAttributes,
+    Snapshot,
+    Usage,
+    changed_labels,
+    check_key,
+)
+
+VERSION = 1
+_BUSY_S = 10.0
+
+_TABLES = """
+CREATE TABLE snapshots (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    key TEXT NOT NULL UNIQUE,
+    parent INTEGER REFERENCES snapshots (number),
+    kind TEXT NOT NULL,
+    labels TEXT NOT NULL,
+    created_ns INTEGER NOT NULL,
+    updated_ns INTEGER NOT NULL,
+    chain_id TEXT NOT NULL DEFAULT '',
+    size_bytes INTEGER NOT NULL DEFAULT 0,
+    inode_count INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX children ON snapshots (parent);
+CREATE INDEX chains ON snapshots (chain_id);
+CREATE TABLE trees (
+    chain_id TEXT PRIMARY KEY,
+    index_digest TEXT NOT NULL,
+    mode INTEGER NOT NULL,
+    uid INTEGER NOT NULL,
+    gid INTEGER NOT NULL
+);
+"""
+
+_SELECT = """
+SELECT s.number, s.key, coalesce(p.key, ''), s.kind, s.labels, s.created_ns, s.updated_ns,
+       s.chain_id, s.size_bytes, s.inode_count
+FROM snapshots s LEFT JOIN snapshots p ON s.parent = p.number
+"""
+
+
+class Metadata:
+    """The snapshots of one root."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the database, or makes it. Raises: CorruptError, UnknownFormatError,
+        BootseerError."""
+        self._lock = threading.RLock()
+        self._path = path
+        try:
+            # Made by us, so that it is private; its journal takes over the mode.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            self._database = sqlite3.connect(
+                path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise BootseerError(f"cannot open the database {path}: {error}") from error
+        with self._translated():
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute("PRAGMA foreign_keys = ON")
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                with self._transaction() as database:
+                    for statement in _TABLES.split(";"):
+                        database.execute(statement)
+                    database.execute(f"PRAGMA user_version = {VERSION}")
+        if version > VERSION:
+            raise UnknownFormatError(
+                f"the database {path} has version {version}; this release reads version {VERSION}: "
+                "use a newer one"
+            )
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        with self._lock:
+            self._database.close()
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Snapshot:
+        """Raises: NotFoundError."""
+        with self._translated():
+            row = self._database.execute(_SELECT + "WHERE s.key = ?", (key,)).fetchone()
+        if row is None:
+            raise NotFoundError(f"there is no snapshot {key[:200]}")
+        return _snapshot(row)
+
+    def with_ancestors(self, key: str) -> list[Snapshot]:
+        """The snapshot and its ancestors, the nearest first, as of one moment.
+
+        Raises: NotFoundError.
+        """
+        with self._lock:
+            found = [self.get(key)]
+            while found[-1].parent:
+                found.append(self.get(found[-1].parent))
+            return found
+
+    def all(self) -> list[Snapshot]:
+        """Every snapshot, the oldest first."""
+        with self._translated():
+            rows = self._database.execute(_SELECT + "ORDER BY s.number").fetchall()
+        return [_snapshot(row) for row in rows]
+
+    def find_remote(self, chain_id: str, parent: str) -> Snapshot | None:
+        """The remote snapshot of this chain that has this parent."""
+        with self._translated():
+            row = self._database.execute(
+                _SELECT + "WHERE s.chain_id = ? AND coalesce(p.key, '') = ?", (chain_id, parent)
+            ).fetchone()
+        return None if row is None else _snapshot(row)
+
+    def numbers(self, then: Callable[[frozenset[int]], None]) -> None:
+        """Call `then` with the numbers of all snapshots, while none is made or removed."""
+        with self._translated():
+            rows = self._database.execute("SELECT number FROM snapshots").fetchall()
+            then(frozenset(number for (number,) in rows))
+
+    # ---- changing -----------------------------------------------------------------------------
+
+    def create(
+        self,
+        kind: Kind,
+        key: str,
+        parent: str,
+        labels: Mapping[str, str],
+        prepare: Callable[[Snapshot], None],
+    ) -> Snapshot:
+        """Make an active or view snapshot. `prepare` makes its directory; when it fails, there is
+        no snapshot.
+
+        Raises: AlreadyExistsError; NotFoundError where there is no such parent; InvalidInputError
+        where that is not committed; what `prepare` raises.
+        """
+        check_key(key, "key")
+        with self._transaction():
+            self._check_parent(parent)
+            self._insert(kind, key, parent, labels, "")
+            snapshot = self.get(key)
+            prepare(snapshot)
+            return snapshot
+
+    def create_remote(self, chain_id: str, parent: str, labels: Mapping[str, str]) -> Snapshot:
+        """A committed snapshot that shows the tree of a chain; the one that is there already.
+
+        Raises: NotFoundError, InvalidInputError as for `create`.
+        """
+        with self._transaction():
+            self._check_parent(parent)
+            found = self.find_remote(chain_id, parent)
+            if found is not None:
+                return found
+            # Several parents: namespaces of containerd, of which one had unpacked the lower layers
+            # itself. containerd finds its snapshot by label and parent, whatever the name.
+            taken = self._database.execute("SELECT 1 FROM snapshots WHERE key = ?", (chain_id,))
+            name = chain_id if taken.fetchone() is None else f"{chain_id} on {parent}"
+            self._insert(Kind.COMMITTED, name, parent, labels, chain_id)
+            return self.get(name)
+
+    def commit(self, name: str, key: str, labels: Mapping[str, str], usage: Usage) -> None:
+        """Turn the active snapshot `key` into the committed one `name`.
+
+        Raises: NotFoundError, AlreadyExistsError; BusyError where it is not active.
+        """
+        check_key(name, "name")
+        with self._transaction() as database:
+            snapshot = self.get(key)
+            if snapshot.kind is not Kind.ACTIVE:
+                raise BusyError(f"the snapshot {key[:200]} cannot be committed: it is not active")
+            now_ns = time.time_ns()
+            try:
+                database.execute(
+                    "UPDATE snapshots SET key = ?, kind = ?, labels = ?, created_ns = ?,"
+                    " updated_ns = ?, size_bytes = ?, inode_count = ? WHERE number = ?",
+                    (
+                        name,
+                        Kind.COMMITTED.value,
+                        json.dumps(dict(labels)),
+                        now_ns,
+                        now_ns,
+                        usage.size_bytes,
+                        usage.inode_count,
+                        snapshot.number,
+                    ),
+                )
+            except sqlite3.IntegrityError:
+                raise AlreadyExistsError(f"there is a snapshot {name[:200]} already") from None
+
+    def remove(self, key: str) -> Snapshot:
+        """Forget a snapshot; what it was.
+
+        Raises: NotFoundError; BusyError where it is another's parent.
+        """
+        with self._transaction() as database:
+            snapshot = self.get(key)
+            try:
+                database.execute("DELETE FROM snapshots WHERE number = ?", (snapshot.number,))
+            except sqlite3.IntegrityError:
+                raise BusyError(
+                    f"the snapshot {key[:200]} cannot be removed: others lie on it"
+                ) from None
+            return snapshot
+
+    def update(self, key: str, labels: Mapping[str, str], paths: Sequence[str]) -> Snapshot:
+        """Change labels, as `changed_labels` has it. Raises: NotFoundError, InvalidInputError."""
+        with self._transaction() as database:
+            snapshot = self.get(key)
+            changed = changed_labels(snapshot.labels, labels, paths)
+            database.execute(
+                "UPDATE snapshots SET labels = ?, updated_ns = ? WHERE number = ?",
+                (json.dumps(changed), time.time_ns(), snapshot.number),
+            )
+            return self.get(key)
+
+    # ---- trees --------------------------------------------------------------------------------
+
+    def tree_of(self, chain_id: str) -> ChainTree | None:
+        """The chain's tree, where it has been made before."""
+        with self._translated():
+            row = self._database.execute(
+                "SELECT index_digest, mode, uid, gid FROM trees WHERE chain_id = ?", (chain_id,)
+            ).fetchone()
+        return None if row is None else ChainTree(row[0], RootAttributes(*row[1:]))
+
+    def note_tree(self, chain_id: str, tree: ChainTree) -> None:
+        """Keep what `tree_of` gives."""
+        root = tree.root
+        with self._transaction() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO trees VALUES (?, ?, ?, ?, ?)",
+                (chain_id, tree.index_digest, root.mode, root.uid, root.gid),
+            )
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _check_parent(self, parent: str) -> None:
+        if parent and self.get(parent).kind is not Kind.COMMITTED:
+            raise InvalidInputError(f"the snapshot {parent[:200]} is not committed: no parent")
+
+    def _insert(
+        self, kind: Kind, key: str, parent: str, labels: Mapping[str, str], chain_id: str
+    ) -> None:
+        now_ns = time.time_ns()
+        try:
+            self._database.execute(
+                "INSERT INTO snapshots"
+                " (key, parent, kind, labels, created_ns, updated_ns, chain_id)"
+                " VALUES (?, (SELECT number FROM snapshots WHERE key = ?), ?, ?, ?, ?, ?)",
+                (key, parent, kind.value, json.dumps(dict(labels)), now_ns, now_ns, chain_id),
+            )
+        except sqlite3.IntegrityError:
+            raise AlreadyExistsError(f"there is a snapshot {key[:200]} already") from None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._translated():
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except sqlite3.OperationalError as error:
+                if "full" in str(error):
+                    raise NoSpaceError(f"cannot write {self._path}: the disk is full") from error
+                raise BootseerError(f"the database {self._path} failed: {error}") from error
+            except sqlite3.DatabaseError as error:
+                raise CorruptError(f"the database {self._path} is damaged: {error}") from error
+
+
+def _snapshot(row: tuple[int, str, str, str, str, int, int, str, int, int]) -> Snapshot:
+    number, key, parent, kind, labels, created_ns, updated_ns, chain_id, size_bytes, inodes = row
+    return Snapshot(
+        number,
+        key,
+        parent,
+        Kind(kind),
+        json.loads(labels),
+        created_ns,
+        updated_ns,
+        chain_id,
+        Usage(size_bytes, inodes),
+    )

@@ -1,0 +1,86 @@
+"""The snapshotter's process: one gRPC server on a Unix socket, until it is told to end.
+
+Mounts stay when it ends: their servers are processes of their own. Main thread only.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from bootseer.errors import InvalidInputError, UnavailableError, UnsupportedError, from_oserror
+from bootseer.prefetch.snapshotter.core import Snapshotter
+from bootseer.prefetch.snapshotter.service import handler_of
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 16
+"""Calls at once. Most of them take a millisecond; those that mount an image wait for its server."""
+_GRACE_S = 10.0
+_ADDRESS_BYTES_MAX = 107
+_STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
+
+
+def serve(snapshotter: Snapshotter, address: Path, on_ready: Callable[[], None]) -> None:
+    """Offer `snapshotter` on the socket `address`, until SIGTERM or SIGINT; `on_ready` is called
+    when it answers. A socket that is there is replaced.
+
+    Raises: InvalidInputError, UnavailableError, UnsupportedError, BootseerError.
+    """
+    path = address.absolute()
+    if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
+        raise InvalidInputError(f"the address {path} is too long for a socket; use a shorter one")
+    if os.geteuid() != 0:
+        raise UnsupportedError("a snapshotter mounts for containerd and needs root")
+    # In every thread that is to be: only `sigwait` gets them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"),
+        handlers=(handler_of(snapshotter),),
+    )
+    _bind(server, path)
+    snapshotter.start()
+    server.start()
+    _notify("READY=1")
+    on_ready()
+    signal.sigwait(_STOP_SIGNALS)
+    _notify("STOPPING=1")
+    server.stop(_GRACE_S).wait(_GRACE_S + 1)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _bind(server: grpc.Server, path: Path) -> None:
+    before = os.umask(0o177)
+    try:
+        path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        if path.is_socket():
+            path.unlink()
+        server.add_insecure_port(f"unix:{path}")
+        path.chmod(0o600)
+    except RuntimeError as error:
+        raise UnavailableError(f"cannot listen on {path}: {error}") from error
+    except OSError as error:
+        raise from_oserror(error, f"listen on {path}") from error
+    finally:
+        os.umask(before)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, if it asked to be told (sd_notify(3))."""
+    name = os.environ.get("NOTIFY_SOCKET", "")
+    if not name:
+        return
+    address = f"\0{name[1:]}" if name.startswith("@") else name
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.connect(address)
+            sender.sendall(state.encode())
+    except OSError as error:
+        _log.warning("cannot tell %s that we are %s: %s", name, state, error)

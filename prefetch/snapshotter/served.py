@@ -1,0 +1,137 @@
+"""The FUSE mounts that containers' roots lie on: one for each tree and workload, shared by all.
+
+Alone starts and ends them. Their servers are processes of their own, found by their state folders
+(`prefetch.mount_state`); so a new snapshotter finds what the last one started. A mount that is
+taken off lives on, and its server with it, as long as a container's root still uses it. Nothing
+here touches what is mounted: that could hang. Thread-safe.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, UnavailableError
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.mount import serve_tree
+from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
+from bootseer.prefetch.snapshotter.snapshot import TreeKey
+
+_log = logging.getLogger(__name__)
+
+PURPOSE = "snapshot"
+
+
+class ServedTrees:
+    """The mounts below one folder."""
+
+    def __init__(self, settings: Settings, folder: Path, *, window_s: float) -> None:
+        self._settings = settings
+        self._folder = mounts.absolute(folder)
+        self._window_s = window_s
+        self._lock = threading.Lock()
+        self._key_locks: dict[TreeKey, threading.Lock] = defaultdict(threading.Lock)
+        self._holds: dict[TreeKey, int] = defaultdict(int)
+        self._mounting: set[Path] = set()
+        self._unused_since_s: dict[TreeKey, float] = {}
+
+    @contextlib.contextmanager
+    def using(self, key: TreeKey, name: str) -> Iterator[Path]:
+        """Where the tree is mounted; it is not taken off before the block ends.
+
+        `name` is what people will see. Raises: UnavailableError.
+        """
+        with self._lock:
+            self._holds[key] += 1
+            lock = self._key_locks[key]
+        try:
+            with lock:
+                path = self._mounted().get(key) or self._mount(key, name)
+            yield path
+        finally:
+            with self._lock:
+                self._holds[key] -= 1
+                if not self._holds[key]:
+                    del self._holds[key]
+
+    def retire(self, in_use: Callable[[], frozenset[TreeKey]], linger_s: float) -> None:
+        """Take off what nothing has used for `linger_s`, and remove what dead servers left.
+
+        Never raises; `in_use` may be called several times.
+        """
+        sweep(self._settings)
+        now_s = time.monotonic()
+        mounted = self._mounted()
+        unused = mounted.keys() - in_use()
+        self._unused_since_s = {key: self._unused_since_s.get(key, now_s) for key in unused}
+        for key in unused:
+            if now_s - self._unused_since_s[key] >= linger_s:
+                self._take_off(key, mounted[key], in_use)
+        self._remove_empty()
+
+    def _take_off(self, key: TreeKey, path: Path, in_use: Callable[[], frozenset[TreeKey]]) -> None:
+        with self._lock:
+            lock = self._key_locks[key]
+        with lock:
+            with self._lock:
+                if self._holds.get(key):
+                    return
+            # Again: a snapshot may have come since, whose maker has let go already.
+            if key in in_use():
+                return
+            try:
+                mounts.detach(path, lazy=True)
+                _log.info("took %s off %s", key.index_digest, path)
+            except BootseerError as error:
+                _log.warning("cannot unmount %s, which no snapshot uses: %s", path, error)
+
+    def _mounted(self) -> dict[TreeKey, Path]:
+        """What is mounted and served now."""
+        there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
+        found: dict[TreeKey, Path] = {}
+        for _, state in live_mounts(self._settings):
+            path = Path(state.directory)
+            if self._is_ours(state) and path in there:
+                found[TreeKey(state.index_digest, state.workload)] = path
+        return found
+
+    def _is_ours(self, state: MountState) -> bool:
+        return state.purpose == PURPOSE and Path(state.directory).parent == self._folder
+
+    def _mount(self, key: TreeKey, name: str) -> Path:
+        path = self._folder / secrets.token_hex(8)
+        with self._lock:
+            self._mounting.add(path)
+        try:
+            path.mkdir(mode=0o755)
+            serve_tree(
+                self._settings,
+                name,
+                key.index_digest,
+                path,
+                workload=key.workload,
+                window_s=self._window_s,
+                purpose=PURPOSE,
+            )
+        except (BootseerError, OSError) as error:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise UnavailableError(f"the tree of {name} cannot be mounted now: {error}") from error
+        finally:
+            with self._lock:
+                self._mounting.discard(path)
+        return path
+
+    def _remove_empty(self) -> None:
+        """Remove the mount points on which nothing is mounted any more."""
+        with self._lock:
+            unmounted = set(self._folder.iterdir()) - self._mounting
+        # In this order: what was being mounted when we looked is not among them.
+        for path in unmounted - {mount.path for mount in mounts.fuse_mounts()}:
+            with contextlib.suppress(OSError):
+                path.rmdir()

@@ -1,0 +1,148 @@
+"""The gRPC service: each method takes a message apart, calls `core` once, and puts one together.
+
+Alone knows which status tells containerd what. Called from the threads of the gRPC server.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    NoSpaceError,
+    NotFoundError,
+    UnavailableError,
+)
+from bootseer.prefetch.snapshotter.core import Snapshotter
+from bootseer.prefetch.snapshotter.snapshot import Kind, Mount, Snapshot
+from bootseer.prefetch.snapshotter.wire import (
+    KIND_ACTIVE,
+    KIND_COMMITTED,
+    KIND_VIEW,
+    MESSAGES,
+    METHODS,
+    SERVICE,
+)
+
+_log = logging.getLogger(__name__)
+
+_STATUS = (
+    (NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (InvalidInputError, grpc.StatusCode.INVALID_ARGUMENT),
+    (BusyError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NoSpaceError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineError, grpc.StatusCode.UNAVAILABLE),
+)
+_KINDS = {Kind.VIEW: KIND_VIEW, Kind.ACTIVE: KIND_ACTIVE, Kind.COMMITTED: KIND_COMMITTED}
+_INFOS_PER_MESSAGE = 100
+
+Method = Callable[[Any, grpc.ServicerContext], Any]
+
+
+def handler_of(snapshotter: Snapshotter) -> grpc.GenericRpcHandler:
+    """What a gRPC server needs to offer `snapshotter`."""
+    methods = _Methods(snapshotter)
+    handlers = {}
+    for name, (request, response) in METHODS.items():
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if name == "List"
+            else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[name] = make(
+            _translated(getattr(methods, name.lower()), name),
+            request_deserializer=MESSAGES[request].FromString,
+            response_serializer=MESSAGES[response].SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+
+def _translated(method: Callable[[Any], Any], name: str) -> Method:
+    def call(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return method(request)
+        except Exception as error:
+            fitting = (status for kind, status in _STATUS if isinstance(error, kind))
+            status = next(fitting, grpc.StatusCode.INTERNAL)
+            if status is grpc.StatusCode.UNAVAILABLE:
+                _log.warning("%s: %s", name, error)
+            elif not isinstance(error, BootseerError):
+                _log.exception("%s failed", name)
+            context.abort(status, str(error))
+
+    return call
+
+
+class _Methods:
+    def __init__(self, snapshotter: Snapshotter) -> None:
+        self._snapshotter = snapshotter
+
+    def prepare(self, request: Any) -> Any:
+        mounts = self._snapshotter.prepare(request.key, request.parent, dict(request.labels))
+        return MESSAGES["PrepareSnapshotResponse"](mounts=[_mount(mount) for mount in mounts])
+
+    def view(self, request: Any) -> Any:
+        mounts = self._snapshotter.view(request.key, request.parent, dict(request.labels))
+        return MESSAGES["ViewSnapshotResponse"](mounts=[_mount(mount) for mount in mounts])
+
+    def mounts(self, request: Any) -> Any:
+        mounts = self._snapshotter.mounts(request.key)
+        return MESSAGES["MountsResponse"](mounts=[_mount(mount) for mount in mounts])
+
+    def commit(self, request: Any) -> Any:
+        self._snapshotter.commit(request.name, request.key, request.parent, dict(request.labels))
+        return MESSAGES["Empty"]()
+
+    def remove(self, request: Any) -> Any:
+        self._snapshotter.remove(request.key)
+        return MESSAGES["Empty"]()
+
+    def stat(self, request: Any) -> Any:
+        return MESSAGES["StatSnapshotResponse"](info=_info(self._snapshotter.stat(request.key)))
+
+    def update(self, request: Any) -> Any:
+        info = request.info
+        paths = list(request.update_mask.paths)
+        updated = self._snapshotter.update(info.name, dict(info.labels), paths)
+        return MESSAGES["UpdateSnapshotResponse"](info=_info(updated))
+
+    def list(self, request: Any) -> Iterator[Any]:
+        infos = [_info(found) for found in self._snapshotter.list(list(request.filters))]
+        starts = range(0, len(infos), _INFOS_PER_MESSAGE)
+        answer = MESSAGES["ListSnapshotsResponse"]
+        return (answer(info=infos[start : start + _INFOS_PER_MESSAGE]) for start in starts)
+
+    def usage(self, request: Any) -> Any:
+        usage = self._snapshotter.usage(request.key)
+        return MESSAGES["UsageResponse"](size=usage.size_bytes, inodes=usage.inode_count)
+
+    def cleanup(self, request: Any) -> Any:
+        self._snapshotter.cleanup()
+        return MESSAGES["Empty"]()
+
+
+def _mount(mount: Mount) -> Any:
+    return MESSAGES["Mount"](type=mount.kind, source=mount.source, options=mount.options)
+
+
+def _info(snapshot: Snapshot) -> Any:
+    info = MESSAGES["Info"](
+        name=snapshot.key,
+        parent=snapshot.parent,
+        kind=_KINDS[snapshot.kind],
+        labels=dict(snapshot.labels),
+    )
+    for field, time_ns in (
+        (info.created_at, snapshot.created_ns),
+        (info.updated_at, snapshot.updated_ns),
+    ):
+        field.seconds, field.nanos = divmod(time_ns, 10**9)
+    return info
