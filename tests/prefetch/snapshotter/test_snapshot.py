@@ -1,0 +1,94 @@
+"""What a snapshot shows, and which trees that takes: pure."""
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import InvalidInputError
+from bootseer.prefetch.snapshotter.snapshot import (
+    REF_LABEL,
+    WORKLOAD_LABEL,
+    Kind,
+    Lower,
+    Mount,
+    Snapshot,
+    chains_in_use,
+    lower_of,
+    mounts_of,
+    wanted_chain,
+    workload_of,
+)
+from tests.support.images import digest
+
+CHAIN, TOP = digest(b"chain"), digest(b"top")
+FS, WORK = Path("/root/9/fs"), Path("/root/9/work")
+
+
+def snapshot(
+    number: int,
+    parent: int = 0,
+    kind: Kind = Kind.COMMITTED,
+    chain_id: str = "",
+    workload: str = "",
+) -> Snapshot:
+    labels = {WORKLOAD_LABEL: workload} if workload else {}
+    above = str(parent) if parent else ""
+    return Snapshot(number, str(number), above, kind, labels, 0, 0, chain_id)
+
+
+def test_a_chain_stands_for_everything_below_it() -> None:
+    ancestors = [snapshot(4, 3), snapshot(3, 2), snapshot(2, 1, chain_id=TOP), snapshot(1)]
+    assert lower_of(ancestors) == Lower((4, 3), TOP)
+    assert lower_of(ancestors[2:]) == Lower((), TOP)
+    assert lower_of(ancestors[3:]) == Lower((1,), "")
+    assert lower_of([]) == Lower((), "")
+
+
+def test_mounts_are_those_of_containerds_overlay_snapshotter() -> None:
+    active, view = snapshot(9, kind=Kind.ACTIVE), snapshot(9, kind=Kind.VIEW)
+    lower = [Path("/b"), Path("/a")]
+    over = "lowerdir=/b:/a"
+    assert mounts_of(active, [], FS, WORK) == (Mount("bind", str(FS), ("rw", "rbind")),)
+    assert mounts_of(view, [], FS, WORK) == (Mount("bind", str(FS), ("ro", "rbind")),)
+    assert mounts_of(view, lower[:1], FS, WORK) == (Mount("bind", "/b", ("ro", "rbind")),)
+    assert mounts_of(view, lower, FS, WORK) == (Mount("overlay", "overlay", (over, "index=off")),)
+    (mount,) = mounts_of(active, lower, FS, WORK)
+    assert mount.options == (f"workdir={WORK}", f"upperdir={FS}", over, "index=off")
+
+
+def test_trees_in_use_are_those_below_what_is_mounted() -> None:
+    base, top = snapshot(1, chain_id=CHAIN), snapshot(2, 1, chain_id=TOP)
+    ordinary, plain = snapshot(3, 1), snapshot(4)
+    every = [base, top, ordinary, plain]
+    assert chains_in_use(every, "train") == frozenset()
+    running = [
+        snapshot(10, 2, Kind.ACTIVE),
+        snapshot(11, 2, Kind.ACTIVE, workload="evaluate"),
+        snapshot(12, 3, Kind.VIEW),
+        snapshot(13, 4, Kind.ACTIVE),
+        snapshot(14, 0, Kind.ACTIVE),
+    ]
+    assert chains_in_use(every + running, "train") == {
+        (TOP, "train"),
+        (TOP, "evaluate"),
+        (CHAIN, "train"),
+    }
+
+
+@pytest.mark.parametrize(
+    "label", ["../../etc", "", "/etc/passwd", "sha256:../x", "a b", "x" * 5000]
+)
+def test_a_label_that_names_no_chain_is_refused(label: str) -> None:
+    with pytest.raises(InvalidInputError):
+        wanted_chain({REF_LABEL: label})
+
+
+def test_a_chain_of_another_kind_of_digest_is_left_to_containerd() -> None:
+    assert wanted_chain({REF_LABEL: "sha384:" + "ab" * 48}) is None
+    assert wanted_chain({}) is None
+    assert wanted_chain({REF_LABEL: CHAIN}) == CHAIN
+
+
+def test_a_workload_that_could_be_none_is_the_default() -> None:
+    assert workload_of({WORKLOAD_LABEL: "evaluate"}, "train") == "evaluate"
+    assert workload_of({WORKLOAD_LABEL: "../x"}, "train") == "train"
