@@ -10,6 +10,8 @@ Pure (no I/O). Alone owns what whiteouts, opaque directories and hard links betw
 - A directory over a symbolic link replaces it, also one that is implied, as overlayfs does (tools
   that extract in place would follow the link).
 - A hard link to a name that only lower layers have is another name of that inode.
+- What containerd does not unpack is left out: the root's own attributes, trusted xattrs, times
+  before 1970.
 """
 
 import stat
@@ -24,6 +26,7 @@ WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 _BOOKKEEPING = b".wh..wh."
 """Aufs's own files (`.wh..wh.plnk`); no tool that applies layers shows them."""
+_TRUSTED = b"trusted."
 
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)
 
@@ -88,6 +91,7 @@ def _apply(root: _Node, number: int, layer: LayerTree) -> None:
     implied = {tree.resolve(path) for path in layer.implied}
     links = _resolve_links(root, layer)
     if 0 not in implied:
+        # Only for its time: see `_unpacked`.
         root.layer, root.inode = number, 0
     stack = [(0, root)]
     while stack:
@@ -162,16 +166,29 @@ def _collect(root: _Node, layers: Sequence[LayerTree]) -> _Result:
             number = result.numbers[key] = len(result.inodes)
             known = node.layer >= 0
             inode = layers[node.layer].tree.inode(node.inode) if known else DEFAULT_ROOT
-            if stat.S_ISLNK(inode.mode):
-                # Linux keeps no permissions of a symbolic link, whatever a tar says.
-                inode = replace(inode, mode=stat.S_IFLNK | 0o777)
-            result.inodes.append(inode)
+            result.inodes.append(_unpacked(inode, path))
         result.names.append((path, number))
         if node.children:
             prefix = path + b"/" if path else b""
             for name in sorted(node.children, reverse=True):
                 stack.append((prefix + name, node.children[name]))
     return result
+
+
+def _unpacked(inode: Inode, path: bytes) -> Inode:
+    """The inode as containerd would unpack it."""
+    if inode.mtime_ns < 0:
+        inode = replace(inode, mtime_ns=0)
+    if not path:
+        return replace(DEFAULT_ROOT, mtime_ns=inode.mtime_ns)
+    if any(name.startswith(_TRUSTED) for name, _ in inode.xattrs):
+        # Overlayfs, under which images are mounted, would take its own for orders.
+        kept = tuple(xattr for xattr in inode.xattrs if not xattr[0].startswith(_TRUSTED))
+        inode = replace(inode, xattrs=kept)
+    if stat.S_ISLNK(inode.mode):
+        # Linux keeps no permissions of a symbolic link, whatever a tar says.
+        inode = replace(inode, mode=stat.S_IFLNK | 0o777)
+    return inode
 
 
 def _used_blobs(

@@ -1,7 +1,8 @@
 """A strict streaming parser of tar archives: ustar, GNU and PAX, sparse files of all four kinds.
 
-It hands out the very bytes it has read beside what they mean, so that a caller can copy an
-archive unchanged. Reads forward only, with bounded memory. One thread.
+What it makes of odd archives is what container engines make of them (Go's archive/tar): they ignore
+global extended headers. It hands out the very bytes it has read beside what they mean, so that a
+caller can copy an archive unchanged. Reads forward only, with bounded memory. One thread.
 """
 
 import os
@@ -33,6 +34,7 @@ _KINDS = {
     b"D": stat.S_IFDIR,
 }
 _WITHOUT_CONTENT = b"123456"
+_XATTR = b"SCHILY.xattr."
 
 
 @dataclass(slots=True)
@@ -69,7 +71,6 @@ class TarReader:
         self._stream = stream
         self._buffer = memoryview(b"")
         self._position = 0
-        self._global: dict[bytes, bytes] = {}
         self.rest = b""
         """After the last member: the block or blocks that ended the archive."""
 
@@ -131,15 +132,12 @@ class TarReader:
                     long_name = body.split(b"\0", 1)[0]
                 elif kind == b"K":
                     long_link = body.split(b"\0", 1)[0]
-                elif kind == b"g":
-                    self._global.update(_records(body, []))
-                else:
+                elif kind != b"g":
                     local.update(_records(body, sparse))
                 continue
             if kind == b"M":
                 raise UnsupportedError("the tar archive is one of several volumes: join them first")
-            records = {**self._global, **local} if self._global else local
-            member = self._member(block, raw, records, sparse, long_name, long_link)
+            member = self._member(block, raw, local, sparse, long_name, long_link)
             raw, local, sparse, long_name, long_link = [], {}, [], b"", b""
             yield member
 
@@ -170,8 +168,8 @@ class TarReader:
                 mtime_ns = _bounded_time(_time(records[b"mtime"]))
             xattrs = _xattrs(records)
         file_type = _KINDS.get(kind, stat.S_IFREG)
-        # Old archives mark a directory by its name only.
-        if kind in (b"0", b"\0") and path.endswith(b"/"):
+        # Archives older than POSIX mark a directory by its name only.
+        if kind == b"\0" and path.endswith(b"/"):
             file_type = stat.S_IFDIR
         if kind in _WITHOUT_CONTENT:
             stored = 0
@@ -366,17 +364,20 @@ def _records(body: bytes, sparse: list[tuple[int, int]]) -> dict[bytes, bytes]:
             offset = _integer(value)
         elif keyword == b"GNU.sparse.numbytes":
             sparse.append((offset, _integer(value)))
-        found[keyword] = value
+        if value or keyword.startswith(_XATTR):
+            found[keyword] = value
+        else:
+            # As if the header's own field had never been replaced.
+            found.pop(keyword, None)
         position = end
     return found
 
 
 def _xattrs(records: dict[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    prefix = b"SCHILY.xattr."
     return tuple(
         sorted(
-            (key[len(prefix) :].replace(b"%3D", b"=").replace(b"%25", b"%"), value)
+            (key[len(_XATTR) :].replace(b"%3D", b"=").replace(b"%25", b"%"), value)
             for key, value in records.items()
-            if key.startswith(prefix)
+            if key.startswith(_XATTR)
         )
     )

@@ -1,10 +1,13 @@
 """Packs a layer's tar, and notes what it leaves to the layers below.
 
 `blob.tar_pack` treats a tar as an archive that stands alone. A layer does not: a directory that it
-merely implies keeps the attributes it has below, and a hard link may point to a file below.
+merely implies keeps the attributes it has below, and a hard link may point to a file below. And
+as with container engines, unlike with tar, a hard link within it brings attributes of its own.
 """
 
+import stat
 from collections.abc import Callable
+from dataclasses import replace
 from typing import BinaryIO
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
@@ -33,6 +36,21 @@ class _Layer(Unpacked):
                 self._below[path] = target
                 return
         super().add(member, extents, digest)
+        if member.is_hard_link:
+            self._set_attributes(self._names[target], member)
+
+    def _set_attributes(self, number: int, member: Member) -> None:
+        """Containerd and Docker set what a link's entry says on the file that it links to."""
+        inode = self._inodes[number]
+        kind = stat.S_IFMT(inode.mode)
+        self._inodes[number] = replace(
+            inode,
+            mode=kind | stat.S_IMODE(member.mode),
+            uid=member.uid,
+            gid=member.gid,
+            mtime_ns=member.mtime_ns,
+            xattrs=tuple(sorted((dict(inode.xattrs) | dict(member.xattrs)).items())),
+        )
 
     def _target(self, link: bytes) -> bytes:
         """Where a hard link points. Unlike `_locate` this makes no directories, which would

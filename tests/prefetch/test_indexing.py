@@ -1,7 +1,6 @@
 """Images are indexed: what `umoci unpack` gives, each layer once, and nothing that is not whole."""
 
 import errno
-import hashlib
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import pytest
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.read import BlobReader
 from bootseer.blob.tree import Inode, Tree
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.catalogue import (
     find_image,
@@ -72,7 +72,7 @@ def shown(path: Path) -> tuple[object, ...]:
         status.st_size if is_file else 0,
         status.st_rdev if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode) else 0,
         os.readlink(path) if path.is_symlink() else "",
-        hashlib.sha256(path.read_bytes()).hexdigest() if is_file else "",
+        content_digest(path.read_bytes()).hex() if is_file else "",
         tuple(
             (name, os.getxattr(path, name, follow_symlinks=False))
             for name in sorted(os.listxattr(path, follow_symlinks=False))

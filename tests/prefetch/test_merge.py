@@ -91,7 +91,8 @@ def check(layers: Sequence[ModelLayer]) -> None:
     tree = merge([layer.packed() for layer in layers])
     expected = model_merge(layers)
     found = {path.decode(): tree.inode(number).uid for path, number in tree.walk()}
-    assert found == {path: entry.uid for path, entry in expected.items()}
+    # The root's own attributes are not unpacked.
+    assert found == {path: entry.uid if path else 0 for path, entry in expected.items()}
     for path, number in tree.walk():
         entry = expected[path.decode()]
         assert stat.S_ISDIR(tree.mode(number)) == entry.is_dir
@@ -161,11 +162,19 @@ def test_no_layers_are_an_empty_root() -> None:
     assert paths(merge([])) == [""]
 
 
-def test_a_layer_that_names_no_root_keeps_the_lower_root() -> None:
-    lower = LayerTree(build_tree([], [Inode(DIRECTORY, uid=5)], []))
+def test_of_the_root_only_the_time_counts() -> None:
+    lower = LayerTree(build_tree([], [Inode(stat.S_IFDIR | 0o700, uid=5, mtime_ns=7)], []))
     upper = packed(implied=("",))
-    assert merge([lower, upper]).inode(0).uid == 5
-    assert merge([lower, packed()]).inode(0).uid == 0
+    # Its owner and mode are those that containerd gives to every image's root.
+    assert merge([lower, upper]).inode(0) == Inode(stat.S_IFDIR | 0o755, mtime_ns=7)
+
+
+def test_what_containerd_does_not_unpack_is_left_out() -> None:
+    xattrs = ((b"trusted.overlay.opaque", b"y"), (b"user.kept", b"1"))
+    layer = packed(("a", Inode(FILE, mtime_ns=-1, xattrs=xattrs)))
+    inode = merge([layer]).inode(1)
+    assert inode.mtime_ns == 0
+    assert inode.xattrs == ((b"user.kept", b"1"),)
 
 
 def test_a_directory_over_a_symbolic_link_replaces_it() -> None:

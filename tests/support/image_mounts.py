@@ -1,9 +1,10 @@
 """What the tests of mounted images share. Nothing here touches a mount in the test's own process:
 a reader that is stuck in a FUSE file system cannot be killed, but its parent can go on."""
 
-import ast
+import base64
 import contextlib
 import json
+import marshal
 import os
 import shutil
 import subprocess
@@ -134,11 +135,12 @@ def start_outside(code: str, *arguments: object) -> Outside:
 def tree_outside(root: Path) -> dict[bytes, tuple[object, ...]]:
     """`rootfs.tree_of(root)`, read by another process."""
     text = outside(
-        "import sys; from pathlib import Path; from tests.support.rootfs import tree_of;"
-        "print(ascii(tree_of(Path(sys.argv[1]))))",
+        "import base64, marshal, sys; from pathlib import Path;"
+        "from tests.support.rootfs import tree_of;"
+        "print(base64.b64encode(marshal.dumps(tree_of(Path(sys.argv[1])))).decode())",
         root,
     )
-    tree: dict[bytes, tuple[object, ...]] = ast.literal_eval(text)
+    tree: dict[bytes, tuple[object, ...]] = marshal.loads(base64.b64decode(text))
     return tree
 
 

@@ -123,13 +123,14 @@ class Layout:
         layers: Sequence[bytes],
         *,
         tag: str | None = "latest",
-        compression: str = "none",
+        compression: str | Sequence[str] = "none",
         run: Mapping[str, object] | None = None,
         architecture: str = ARCHITECTURE,
         diff_ids: Sequence[str] | None = None,
         listed: bool = True,
     ) -> dict[str, Any]:
-        """Add an image of these uncompressed tars; returns its manifest's descriptor."""
+        """Add an image of these uncompressed tars, all compressed alike or each in its own way;
+        returns its manifest's descriptor."""
         config = {
             "architecture": architecture,
             "os": "linux",
@@ -139,13 +140,15 @@ class Layout:
                 "diff_ids": list(diff_ids or [digest(layer) for layer in layers]),
             },
         }
-        suffix = {"none": "", "zstd": "+zstd", "frames": "+zstd"}.get(compression, "+gzip")
+        ways = [compression] * len(layers) if isinstance(compression, str) else compression
+        suffixes = {"none": "", "zstd": "+zstd", "frames": "+zstd"}
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
             "config": self.add_document(config, CONFIG_TYPE),
             "layers": [
-                self.add_blob(compress(layer, compression), LAYER_TYPE + suffix) for layer in layers
+                self.add_blob(compress(layer, way), LAYER_TYPE + suffixes.get(way, "+gzip"))
+                for layer, way in zip(layers, ways, strict=True)
             ],
         }
         descriptor = self.add_document(manifest, MANIFEST_TYPE)
@@ -174,7 +177,7 @@ NASTY: Sequence[Sequence[Member]] = (
         Member("./", "d", mode=0o755, mtime=1_500_000_000),
         Member("./bin/", "d", mode=0o755),
         Member("bin/tool", data=b"tool 1\n", mode=0o4755, xattrs={"user.origin": "layer 0"}),
-        Member("bin/tool-link", "h", link="bin/tool"),
+        Member("bin/tool-link", "h", link="bin/tool", mode=0o4755),
         Member("bin/sh", "l", link="tool"),
         Member("etc/", "d", mode=0o700, uid=1, gid=2),
         Member("etc/deep/er/file", data=b"implied parents\n"),

@@ -72,7 +72,11 @@ def tree_of(root: Path) -> dict[bytes, tuple[object, ...]]:
     while pending:
         path = pending.pop()
         full = top + b"/" + path if path else top
-        status = os.lstat(full)
+        try:
+            status = os.lstat(full)
+        except FileNotFoundError:
+            # Overlayfs lists the whiteouts of a directory that it merges with no other.
+            continue
         mode = status.st_mode
         target = os.readlink(full) if stat.S_ISLNK(mode) else b""
         content = ""
