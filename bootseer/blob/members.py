@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Sequence
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.frame_writer import FrameWriter
+from bootseer.blob.plain_writer import StreamWriter
 from bootseer.blob.tar_header import END, member_header, padding
 from bootseer.blob.tree import Extent, Inode, Tree
 from bootseer.content_digest import ContentHasher, content_digest
@@ -25,7 +25,7 @@ Read = Callable[[int, int], bytes]
 class Members:
     """Members in the order of `Tree.walk`, each directory before what it holds."""
 
-    def __init__(self, writer: FrameWriter) -> None:
+    def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
         self._names: list[tuple[bytes, int]] = []
         self._inodes: list[Inode] = []

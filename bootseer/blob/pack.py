@@ -14,12 +14,13 @@ from typing import BinaryIO
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import Members, plain_size
+from bootseer.blob.plain_writer import PlainWriter, StreamWriter
 from bootseer.blob.scan import Entry, data_segments, scan, xattrs_of
 from bootseer.blob.tar_pack import pack_tar
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import BootseerError, BusyError, from_oserror
 
-__all__ = ["pack_directory", "pack_tar"]
+__all__ = ["pack_directory", "pack_tar", "tar_directory"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,26 +51,47 @@ def pack_directory(
     Raises: NotFoundError, PermissionDeniedError (naming the file that cannot be read), BusyError
     (a file changed while being read), OSError of the sink. What is in `sink` then is garbage.
     """
-    first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
     with FrameWriter(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
-        members = Members(writer)
-        for entry in scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system):
-            status = entry.status
-            identity = (status.st_dev, status.st_ino)
-            known = first_names.get(identity)
-            if known is not None:
-                members.add_hard_link(entry.path, *known)
-                continue
-            try:
-                number = _add(members, writer, entry)
-            except _ReadError as error:
-                shown = os.fsdecode(os.path.join(os.fsencode(root), entry.path))
-                raise error.explain(shown) from error.__cause__
-            if number is not None and status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
-                first_names[identity] = (number, entry.path)
-        return members.finish()
+        entries = scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
+        return _write(root, entries, writer)
+
+
+def tar_directory(
+    root: str | os.PathLike[str],
+    sink: Callable[[bytes], None],
+    *,
+    one_file_system: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """Give `sink` the tar stream of which `pack_directory` makes its blob; the tree is the same but
+    for that blob. `pack_tar` of the stream then gives that blob, too.
+
+    Raises: as `pack_directory`.
+    """
+    entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
+    return _write(root, entries, PlainWriter(sink, on_progress))
+
+
+def _write(root: str | os.PathLike[str], entries: Iterable[Entry], writer: StreamWriter) -> Tree:
+    first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
+    members = Members(writer)
+    for entry in entries:
+        status = entry.status
+        identity = (status.st_dev, status.st_ino)
+        known = first_names.get(identity)
+        if known is not None:
+            members.add_hard_link(entry.path, *known)
+            continue
+        try:
+            number = _add(members, writer, entry)
+        except _ReadError as error:
+            shown = os.fsdecode(os.path.join(os.fsencode(root), entry.path))
+            raise error.explain(shown) from error.__cause__
+        if number is not None and status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            first_names[identity] = (number, entry.path)
+    return members.finish()
 
 
 class _ReadError(Exception):
@@ -82,7 +104,7 @@ class _ReadError(Exception):
         return BusyError(f"{shown} changed while being packed: try again when nothing writes to it")
 
 
-def _add(members: Members, writer: FrameWriter, entry: Entry) -> int | None:
+def _add(members: Members, writer: StreamWriter, entry: Entry) -> int | None:
     status = entry.status
     mode = status.st_mode
     if stat.S_ISREG(mode):
@@ -127,7 +149,7 @@ def _inode(
     )
 
 
-def _add_file(members: Members, writer: FrameWriter, path: bytes, fd: int) -> int:
+def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> int:
     try:
         for _ in range(_READ_ATTEMPTS):
             status = os.fstat(fd)

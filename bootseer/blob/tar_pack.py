@@ -14,7 +14,7 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
 from bootseer.blob.tar_header import BLOCK
-from bootseer.blob.tar_reader import Member, TarReader
+from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError, InvalidInputError
@@ -26,7 +26,7 @@ _SYMLINKS_MAX = 40
 
 
 def pack_tar(
-    stream: BinaryIO,
+    stream: Readable,
     sink: BinaryIO,
     *,
     level: int = 3,
@@ -63,41 +63,54 @@ def copy_member(
     Returns where the content is in the blob's stream, and its digest.
     """
     stored = member.stored_bytes
-    writer.reserve(len(member.raw) + (stored if stored < writer.frame_bytes else 0))
-    start = writer.position + len(member.raw)
-    if stored < writer.frame_bytes:
-        content = reader.take(stored + -stored % BLOCK)
+    padded = stored + -stored % BLOCK
+    is_small = member.segments is None and stored < writer.frame_bytes
+    writer.reserve(len(member.raw) + (padded if is_small else 0))
+    extents = extents_of(member, writer.position + len(member.raw))
+    segments = member.segments if member.segments is not None else [(0, stored)]
+    if is_small:
+        content = reader.take(padded)
         writer.write(member.raw + content)
         pieces: Iterable[bytes] = (content[:stored],)
     else:
         writer.write(member.raw)
         writer.cut()
-        pieces = _copied_pieces(reader, writer, stored)
-    segments = member.segments if member.segments is not None else [(0, stored)]
-    digest = _digest(pieces, segments, member.size_bytes)
+        pieces = _copied_pieces(reader, writer, stored, segments)
+    return extents, _digest(pieces, segments, member.size_bytes)
+
+
+def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
+    """Where the member's content is in a stream that has it from offset `start` on."""
     extents = []
+    segments = [(0, member.stored_bytes)] if member.segments is None else member.segments
     for offset, length in segments:
         if length:
             extents.append(Extent(offset, 0, start, length))
             start += length
-    return tuple(extents), digest
+    return tuple(extents)
 
 
 def copy_end(reader: TarReader, writer: FrameWriter) -> None:
     """Move what follows the last member."""
-    rest = reader.rest
+    rest = reader.rest + reader.take_up_to(writer.frame_bytes - len(reader.rest))
     while rest:
         writer.write(rest)
         rest = reader.take_up_to(writer.frame_bytes)
 
 
-def _copied_pieces(reader: TarReader, writer: FrameWriter, stored: int) -> Iterator[bytes]:
+def _copied_pieces(
+    reader: TarReader, writer: FrameWriter, stored: int, segments: Iterable[tuple[int, int]]
+) -> Iterator[bytes]:
     left = stored
-    while left:
-        piece = reader.take(min(writer.frame_bytes, left))
-        left -= len(piece)
-        yield piece
-        writer.write(piece if left else piece + reader.take(-stored % BLOCK))
+    for _, length in segments:
+        # No piece spans two segments: cut as `members` does, so that a directory's tar gives the
+        # directory's blob.
+        while length:
+            piece = reader.take(min(writer.frame_bytes, length))
+            left -= len(piece)
+            length -= len(piece)
+            yield piece
+            writer.write(piece if left else piece + reader.take(-stored % BLOCK))
 
 
 def _digest(

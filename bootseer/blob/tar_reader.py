@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Protocol
 
 from bootseer.blob.tar_header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
@@ -17,7 +17,7 @@ from bootseer.errors import CorruptError, UnsupportedError
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
 """Of one extended header, long name or sparse map: a hostile length must not fill the memory."""
 
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 1024 * 1024
 _ZERO_BLOCK = bytes(BLOCK)
 _TIME_NS_MAX = 2**63 - 1
 _KINDS = {
@@ -35,6 +35,14 @@ _KINDS = {
 }
 _WITHOUT_CONTENT = b"123456"
 _XATTR = b"SCHILY.xattr."
+
+
+class Readable(Protocol):
+    """All that a tar is read from needs."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes, at most `size` and maybe fewer; b"" at the end."""
+        ...
 
 
 @dataclass(slots=True)
@@ -67,7 +75,7 @@ class Member:
 class TarReader:
     """Iterates over members. Between two, the caller must `take` the content and its padding."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._buffer = memoryview(b"")
         self._position = 0
@@ -102,6 +110,29 @@ class TarReader:
             data = b"".join(pieces)
         self._position += len(data)
         return data
+
+    def skip(self, count: int) -> None:
+        """Go past the next `count` bytes. Raises: CorruptError where the archive is cut off."""
+        left = count - len(self._buffer)
+        if left < 0:
+            self._buffer = self._buffer[count:]
+        else:
+            self._buffer = memoryview(b"")
+            while left:
+                piece = self._stream.read(max(left, _READ_BYTES))
+                if not piece:
+                    raise CorruptError(
+                        f"the tar archive is cut off at byte {self._position + count - left}"
+                    )
+                if len(piece) > left:
+                    self._buffer = memoryview(piece)[left:]
+                left -= min(len(piece), left)
+        self._position += count
+
+    @property
+    def position(self) -> int:
+        """Offset in the stream of the next byte."""
+        return self._position
 
     def __iter__(self) -> Iterator[Member]:
         raw: list[bytes] = []

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack import pack_directory, tar_directory
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import ImageConfig
-from bootseer.prefetch.sources.model import ImageSource, name_of
+from bootseer.prefetch.sources.model import ImageSource, Sink, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class DirectoryLayer:
         """See `Layer.pack`."""
         # What is mounted below (/proc, volumes) is not part of an image.
         tree = pack_directory(self.root, sink, one_file_system=True, on_progress=on_progress)
+        return LayerTree(tree, is_changeset=False)
+
+    def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pull`."""
+        tree = tar_directory(self.root, sink, one_file_system=True, on_progress=on_progress)
         return LayerTree(tree, is_changeset=False)
 
 

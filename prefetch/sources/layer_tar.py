@@ -1,4 +1,4 @@
-"""Packs a layer's tar, and notes what it leaves to the layers below.
+"""Packs or indexes a layer's tar, and notes what it leaves to the layers below.
 
 `blob.tar_pack` treats a tar as an archive that stands alone. A layer does not: a directory that it
 merely implies keeps the attributes it has below, and a hard link may point to a file below. And
@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member
-from bootseer.blob.tar_reader import Member, TarReader
+from bootseer.blob.plain_writer import local_blob
+from bootseer.blob.tar_header import BLOCK
+from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member, extents_of
+from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Extent
 from bootseer.prefetch.merge import LayerTree
 
@@ -85,8 +87,25 @@ class _Layer(Unpacked):
         return tuple(link for link in self._below.items() if link[0] not in self._names)
 
 
+def index_layer(stream: Readable, stream_digest: Callable[[], str]) -> LayerTree:
+    """The tree of a layer's uncompressed tar, whose stream the caller keeps; reads to its end, and
+    then asks for its digest. No file has a digest in the tree: contents are only passed over.
+
+    Raises: as `pack_layer`.
+    """
+    reader = TarReader(stream)
+    layer = _Layer()
+    for member in reader:
+        layer.add(member, extents_of(member, reader.position), None)
+        reader.skip(member.stored_bytes + -member.stored_bytes % BLOCK)
+    while reader.take_up_to(FRAME_BYTES):
+        pass
+    tree = layer.tree(local_blob(stream_digest(), reader.position))
+    return LayerTree(tree, layer.implied, layer.links)
+
+
 def pack_layer(
-    stream: BinaryIO,
+    stream: Readable,
     sink: BinaryIO,
     on_progress: Callable[[int], None] | None = None,
     *,

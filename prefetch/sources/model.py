@@ -12,13 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self, cast
+from typing import BinaryIO, Protocol, Self
 
+from bootseer.blob.tar_reader import Readable
+from bootseer.content_digest import ContentHasher
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import ImageConfig
-from bootseer.prefetch.sources.layer_tar import pack_layer
+from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
 from bootseer.prefetch.sources.stream import Expected, Limits, TarStream
+
+Sink = Callable[[bytes], None]
+"""Takes the next bytes of a stream."""
 
 
 class Layer(Protocol):
@@ -44,6 +49,37 @@ class Layer(Protocol):
         """
         ...
 
+    def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
+        """Give `sink` the layer's tar stream piece by piece; the result's only blob is that stream,
+        on this node alone. Only when this returns has the stream been verified.
+
+        Files may lack a digest in the tree, which else is the one that `pack` gives.
+        `on_progress` and what is raised: as for `pack`; and what `sink` raises.
+        """
+        ...
+
+
+class _Kept:
+    """What is read from `stream` is given to `sink`, too."""
+
+    def __init__(self, stream: Readable, sink: Sink, *, is_hashed: bool) -> None:
+        self._stream = stream
+        self._sink = sink
+        self._hash = ContentHasher() if is_hashed else None
+
+    def read(self, size: int, /) -> bytes:
+        data = self._stream.read(size)
+        if self._hash is not None:
+            self._hash.update(data)
+        if data:
+            self._sink(data)
+        return data
+
+    @property
+    def digest(self) -> str | None:
+        """Of what was read, where it has no digest that the cache knows it by."""
+        return None if self._hash is None else f"blake3:{self._hash.hexdigest()}"
+
 
 @dataclass(frozen=True, slots=True)
 class TarLayer:
@@ -61,12 +97,24 @@ class TarLayer:
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`."""
-        expected = Expected(self.digest, self.size_bytes, self.stored_digest)
-        with TarStream(self.open_stored(), expected, self.limits, on_progress) as stream:
-            layer = pack_layer(cast(BinaryIO, stream), sink, diff_id=self.digest)
+        with self._stream(on_progress) as stream:
+            known = self.digest if self.digest.startswith("sha256:") else None
+            layer = pack_layer(stream, sink, diff_id=known)
             # The digests are compared at the very end, which is reached only by asking for more.
             stream.finish()
             return layer
+
+    def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pull`."""
+        with self._stream(on_progress) as stream:
+            kept = _Kept(stream, sink, is_hashed=not self.digest.startswith("sha256:"))
+            layer = index_layer(kept, lambda: kept.digest or self.digest)
+            stream.finish()
+            return layer
+
+    def _stream(self, on_progress: Callable[[int], None]) -> TarStream:
+        expected = Expected(self.digest, self.size_bytes, self.stored_digest)
+        return TarStream(self.open_stored(), expected, self.limits, on_progress)
 
 
 @dataclass(frozen=True, slots=True)
