@@ -12,16 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from bootseer.prefetch.warm.beneath import Beneath
 from bootseer.prefetch.warm.plan import Job, Plan
 from bootseer.prefetch.warm.record import Range
-from bootseer.prefetch.warm.residency import PAGE_BYTES, cached_page_count
+from bootseer.prefetch.warm.residency import is_cached, may_ask
 
 _log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 2**20
 """One request to a stripe of Lustre, eight of 128 KiB to anything with the kernel's defaults."""
+
+_ADVICE_BYTES_MIN = 128 * 1024
+"""The kernel cuts each advice to the device's read-ahead, but not below its default
+(force_page_cache_readahead): asking for more in one call asks for no more than this."""
 
 DEFAULT_THREAD_COUNT = 4
 _POLL_S = 0.05
@@ -49,6 +54,7 @@ class _ReadAhead:
     def __init__(self, root: str, plan: Plan, stop: Callable[[], bool]) -> None:
         self._root = root
         self._stop = stop
+        self._advice_bytes = _advice_bytes(root)
         self._lock = threading.Lock()
         self._jobs: Iterator[Job] = iter(plan.jobs)
         self._stale: set[bytes] = set()
@@ -120,21 +126,33 @@ class _ReadAhead:
             if self._stop():
                 return
             window = Range(offset, min(WINDOW_BYTES, found.end - offset))
-            page_count = (window.end - 1) // PAGE_BYTES - window.offset // PAGE_BYTES + 1
-            is_cached = cached_page_count(fd, window) == page_count
-            if not is_cached:
-                # All of the window is asked for at once, whatever the read-ahead of the file
-                # system; the read then waits for it, and does the same where the advice is void.
+            is_there = may_ask(fd) and is_cached(fd, window)
+            if not is_there:
+                # All of the window is asked for at once, however little the file system reads
+                # ahead; the read then waits for it, and does the same where the advice is void.
                 with contextlib.suppress(OSError):
-                    os.posix_fadvise(fd, window.offset, window.length, os.POSIX_FADV_WILLNEED)
+                    for at in range(window.offset, window.end, self._advice_bytes):
+                        length = min(self._advice_bytes, window.end - at)
+                        os.posix_fadvise(fd, at, length, os.POSIX_FADV_WILLNEED)
                 if not _read_fully(fd, window, scratch):
                     return
             with self._lock:
-                if is_cached:
+                if is_there:
                     self.figures.cached_bytes += window.length
                 else:
                     self.figures.read_bytes += window.length
                 self.on_bytes(window.length)
+
+
+def _advice_bytes(root: str) -> int:
+    """How much one advice may ask for on the file system of `root`."""
+    try:
+        device = os.stat(root).st_dev
+        folder = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+        size_bytes = int((folder / "read_ahead_kb").read_text()) * 1024
+    except (OSError, ValueError):
+        return _ADVICE_BYTES_MIN  # overlayfs and others have no device of their own
+    return min(max(size_bytes, _ADVICE_BYTES_MIN), WINDOW_BYTES)
 
 
 def _read_fully(fd: int, window: Range, scratch: memoryview) -> bool:

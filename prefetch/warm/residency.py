@@ -1,13 +1,12 @@
 """Which pages of a file are in the page cache.
 
-Alone owns the two system calls for that, cachestat(2) for "any at all?" (Linux 6.5) and mincore(2)
-for "which?". Neither reads anything. Stateless; any thread.
+Alone owns the system call for that, mincore(2), which reads nothing. Not the newer cachestat(2): on
+overlayfs, where pages are those of the file below, it finds none. Stateless; any thread.
 """
 
 import ctypes
 import errno
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,12 @@ from typing import Any
 from bootseer.prefetch.warm.record import Range
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# The same number on every architecture: it is newer than the common table.
-_SYS_CACHESTAT = 451
 _PROT_READ, _MAP_SHARED = 1, 1
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _CAP_FOWNER = 3
 # What one mincore(2) is asked about: its vector takes a byte per page.
 _SPAN_BYTES = 2**30
 _LOWEST_BIT = bytes(value & 1 for value in range(256))
-
-
-class _CachestatRange(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Cachestat(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
 
 
 @cache
@@ -44,34 +30,24 @@ def _libc() -> Any:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, c_int, c_int, c_int, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    libc.syscall.restype = ctypes.c_long
     return libc
 
 
-def cached_page_count(fd: int, found: Range) -> int | None:
-    """How many pages of a range are cached; None where the kernel does not say."""
-    asked = _CachestatRange(found.offset, found.length)
-    answer = _Cachestat()
-    result = _libc().syscall(
-        ctypes.c_long(_SYS_CACHESTAT),
-        ctypes.c_int(fd),
-        ctypes.byref(asked),
-        ctypes.byref(answer),
-        ctypes.c_uint(0),
-    )
-    return int(answer.cached) if result == 0 else None
-
-
-def may_ask(status: os.stat_result, is_writable: Callable[[], bool]) -> bool:
+def may_ask(fd: int) -> bool:
     """Whether mincore(2) tells the truth about a file: to its owner and to who may write it.
 
     To all others it says that every page is cached (Linux 5.2, against spying by page cache).
     """
-    return status.st_uid == os.geteuid() or _has_fowner() or is_writable()
+    return (
+        has_fowner()
+        or os.fstat(fd).st_uid == os.geteuid()
+        or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
+    )
 
 
 @cache
-def _has_fowner() -> bool:
+def has_fowner() -> bool:
+    """Whether this process has CAP_FOWNER, which counts as owning every file."""
     try:
         lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -83,13 +59,9 @@ def _has_fowner() -> bool:
 def cached_ranges(fd: int) -> tuple[Range, ...] | None:
     """The cached parts of an open file, in whole pages but for its end; None where the kernel does
     not tell us. Raises: OSError."""
-    status = os.fstat(fd)
-    size_bytes = status.st_size
-    if not may_ask(status, lambda: os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)):
+    if not may_ask(fd):
         return None
-    # Most files of a large tree are not cached at all, and one call is a fifth of mapping one.
-    if not size_bytes or cached_page_count(fd, Range(0, size_bytes)) == 0:
-        return ()
+    size_bytes = os.fstat(fd).st_size
     ranges: list[Range] = []
     for offset in range(0, size_bytes, _SPAN_BYTES):
         length = min(_SPAN_BYTES, size_bytes - offset)
@@ -102,10 +74,19 @@ def cached_ranges(fd: int) -> tuple[Range, ...] | None:
     return tuple(ranges)
 
 
+def is_cached(fd: int, wanted: Range) -> bool:
+    """Whether all of a range is cached, of a file that `may_ask` holds for. Raises: OSError."""
+    offset = wanted.offset - wanted.offset % PAGE_BYTES
+    return 0 not in _resident(fd, offset, wanted.end - offset)
+
+
 def _resident(fd: int, offset: int, length: int) -> bytes:
     libc = _libc()
     address = libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, offset)
     if address == _MAP_FAILED:
+        if ctypes.get_errno() == errno.ENODEV:
+            # What cannot be mapped (FUSE with direct I/O) keeps no pages.
+            return bytes(-(-length // PAGE_BYTES))
         raise _error()
     try:
         vector = ctypes.create_string_buffer(-(-length // PAGE_BYTES))

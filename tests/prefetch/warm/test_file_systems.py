@@ -1,0 +1,199 @@
+"""Warming what is not an ordinary local tree: a slow file system, an overlay, others' files."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UnsupportedError
+from bootseer.fuse.kernel.server import Server
+from bootseer.prefetch.warm import opens
+from bootseer.prefetch.warm.opens import InotifyWatch, directories
+from bootseer.prefetch.warm.record import Range, decode, encode
+from bootseer.prefetch.warm.recording import Recording
+from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
+from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
+from tests.support.fuse_mount import check_python, mounted, require_root, short_options
+from tests.support.slow_fs import SlowFileSystem
+
+_NOBODY = 65534
+# What the package's data file makes: each of 128 pages lies by itself.
+_FAULT_COUNT = 128
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    make_package(directory)
+    return directory
+
+
+def _serve(operations: SlowFileSystem, mountpoint: Path, readahead_bytes: int) -> Iterator[Server]:
+    options = short_options(max_readahead_bytes=readahead_bytes, allow_other=os.geteuid() == 0)
+    with mounted(operations, mountpoint, options) as server:
+        yield server
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("readahead_bytes", [0, 128 * 1024])
+def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
+    source: Path, tmp_path: Path, node: Node, other_node: Node, readahead_bytes: int
+) -> None:
+    mountpoint = tmp_path / "mount"
+    cold = SlowFileSystem(source)
+    for _ in _serve(cold, mountpoint, readahead_bytes):
+        assert node.warm_import(mountpoint).out == "194"
+        assert node.last()["action"] == "recorded"
+        shown = node.shown(mountpoint)
+    without = cold.counters()
+    assert without.small_read_count >= _FAULT_COUNT
+
+    warmed = SlowFileSystem(source)
+    for _ in _serve(warmed, mountpoint, readahead_bytes):
+        figures = json.loads(other_node.run("warm", mountpoint, "--json").out)
+        ahead = warmed.counters()
+        assert figures["is_complete"]
+        assert figures["read_bytes"] == figures["planned_bytes"]
+        warmed.reset()
+        code = f"import sys; sys.path.insert(0, {str(mountpoint)!r}); {IMPORT}"
+        assert check_python(code) == "194"
+        later = warmed.counters()
+    # Everything that the start reads is there: not one more read.
+    assert (later.read_count, later.read_bytes) == (0, 0)
+    # What was moved is what is on record and the gaps between, but for the ends of pages.
+    assert shown["range_bytes"] <= ahead.read_bytes <= figures["planned_bytes"] + 64 * 4096
+    assert ahead.small_read_count <= 1
+    assert ahead.read_count < without.read_count / 5
+
+
+@pytest.mark.fuse
+def test_a_command_gets_its_bytes_while_they_are_read_ahead(
+    source: Path, tmp_path: Path, node: Node
+) -> None:
+    mountpoint = tmp_path / "mount"
+    for number in range(2):
+        slow = SlowFileSystem(source, latency_s=0.001)
+        for _ in _serve(slow, mountpoint, 128 * 1024):
+            done = node.warm_import(mountpoint)
+            assert (done.code, done.out, done.err) == (0, "194", "")
+            assert node.last()["action"] == ("recorded", "read")[number]
+            if number:
+                # No page came twice, whoever asked for it.
+                data_bytes = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
+                assert slow.counters().read_bytes <= data_bytes
+
+
+@pytest.mark.root
+def test_an_overlay_is_warmed_through_its_lower_files(
+    source: Path, tmp_path: Path, node: Node, other_node: Node
+) -> None:
+    require_root()
+    for name in ("upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "upper" / "package").mkdir()
+    (tmp_path / "upper" / "package" / "m3.py").write_text("VALUE = 103\n")
+    merged = tmp_path / "merged"
+    mount = (
+        f"mount -t overlay overlay -o lowerdir={source},upperdir={tmp_path}/upper,"
+        f'workdir={tmp_path}/work {merged} && exec "$@"'
+    )
+    # A namespace of its own for each, as two nodes have: nothing stays mounted.
+    prefix = ("unshare", "--mount", "sh", "-c", mount, "sh")
+    evict(source)
+    evict(tmp_path / "upper")
+    script = f"import sys; sys.path.insert(0, {str(merged)!r}); {IMPORT}"
+    first = node.run("warm", merged, "--", sys.executable, "-S", "-c", script, prefix=prefix)
+    assert (first.code, first.out, first.err) == (0, "294", "")
+    assert node.last()["file_count"] == 14
+    evict(source)
+    evict(tmp_path / "upper")
+    done = other_node.run("warm", merged, "--json", prefix=prefix)
+    figures = json.loads(done.out)
+    assert figures["file_count"] == 14
+    assert figures["read_bytes"] == figures["planned_bytes"] > 2**19
+    # The pages are the lower file's: whoever mounts it finds them.
+    fd = os.open(source / "package/data", os.O_RDONLY)
+    try:
+        assert cached_ranges(fd)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    # pytest's folders are private.
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    evict(source)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            has_fowner.cache_clear()
+            recording = Recording(str(source))
+            (source / "package/data").open("rb").read(1)
+            os.write(theirs, encode(recording.finish("name:x", "w")))
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as file:
+        record = decode(file.read(), "name:x", "w")
+    assert os.waitpid(child, 0)[1] == 0
+    assert record.method == "inotify"
+    assert [(file.path, file.ranges) for file in record.files] == [
+        (b"package/data", (Range(0, 2**22),))
+    ]
+
+
+@pytest.mark.root
+def test_inotify_sees_a_command_with_mounts_of_its_own(
+    source: Path, tmp_path: Path, node: Node
+) -> None:
+    require_root()
+    (tmp_path / "bound").mkdir()
+    script = f"mount --bind {source} {tmp_path}/bound && exec cat {tmp_path}/bound/package/m1.py"
+    done = node.run(
+        "warm", "--method", "inotify", source, "--", "unshare", "--mount", "sh", "-c", script
+    )
+    assert done.code == 0, done.err
+    assert node.last()["file_count"] == 1
+
+
+def test_a_tree_with_too_many_directories_is_recorded_by_its_pages(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opens, "DIRECTORY_COUNT_MAX", 1)
+    with pytest.raises(UnsupportedError, match="more directories"):
+        Recording(str(source), "inotify")
+    recording = Recording(str(source), "auto")
+    recording.close()
+    assert recording.method in ("fanotify", "residency")
+
+
+def test_directories_are_those_of_this_file_system_and_no_links(
+    source: Path, tmp_path: Path
+) -> None:
+    (source / "loop").symlink_to("..")
+    (source / "package" / "deep").mkdir()
+    assert sorted(directories(str(source))) == [b"", b"package", b"package/deep"]
+
+
+def test_a_directory_that_goes_meanwhile_is_no_matter(source: Path) -> None:
+    watch = InotifyWatch(str(source), 10.0)
+    try:
+        subprocess.run(
+            ["cat", str(source / "package/m1.py")], check=True, stdout=subprocess.DEVNULL
+        )
+        subprocess.run(["rm", "-r", str(source / "package")], check=True)
+        assert list(dict.fromkeys(watch.opened())) == [b"package/m1.py"]
+    finally:
+        watch.close()

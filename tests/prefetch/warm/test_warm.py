@@ -1,0 +1,300 @@
+"""`bootseer warm` around real commands, on a real disk with a cold page cache."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.cli import main
+from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
+from bootseer.prefetch.warm.residency import cached_ranges
+from bootseer.prefetch.warm.state import node_paths, take_lock
+from tests.cli.test_json import agree
+from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
+
+_TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
+
+
+def _cached(path: Path) -> tuple[Range, ...] | None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return cached_ranges(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_on_disk(directory: Path) -> bool:
+    """Whether pages can be dropped from the cache at all: not on tmpfs."""
+    probe = directory / "probe"
+    probe.write_bytes(b"x" * 4096)
+    evict(directory)
+    return _cached(probe) == ()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    directory = tmp_path / "env"
+    directory.mkdir()
+    if not _is_on_disk(directory):
+        pytest.skip(f"{directory} lies in memory: no page of it is ever cold")
+    (directory / "probe").unlink()
+    make_package(directory)
+    evict(directory)
+    return directory
+
+
+@pytest.mark.parametrize("method", ["auto", "fanotify", "inotify", "residency"])
+def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
+    tree: Path, node: Node, other_node: Node, method: str
+) -> None:
+    if method == "fanotify" and os.geteuid() != 0:
+        pytest.skip("fanotify needs CAP_SYS_ADMIN")
+    first = node.warm_import(tree, "--method", method)
+    assert (first.code, first.out, first.err) == (0, "194", "")
+    assert node.last()["action"] == "recorded"
+    shown = node.shown(tree)
+    agree("warm", shown, free=("last",))
+    files = {file["path"]: file for file in shown["files"]}
+    assert set(files) == _TOUCHED
+    assert method == "auto" or shown["method"] == method
+    # Every second page of its first quarter was touched, and nothing behind.
+    assert 2**19 <= files["package/data"]["range_bytes"] < 2**21
+    if method != "residency":
+        assert shown["files"][0]["path"] == "package/__init__.py"
+
+    evict(tree)
+    now = other_node.run("warm", tree, "--json")
+    assert now.code == 0, now.err
+    figures = json.loads(now.out)
+    agree("warm", figures)
+    assert figures["is_complete"]
+    assert figures["read_bytes"] == figures["planned_bytes"] >= shown["range_bytes"]
+    assert figures["cached_bytes"] == figures["stale_count"] == figures["failed_count"] == 0
+    for name in sorted(_TOUCHED):
+        assert _cached(tree / name), name
+    assert _cached(tree / "package/never.py") == ()
+
+
+def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    evict(tree)
+    # Long enough for all of it: the read-ahead ends with the command.
+    waiting = IMPORT + "; import time; time.sleep(1)"
+    second = node.warm_import(tree, code=waiting)
+    assert (second.code, second.out, second.err) == (0, "194", "")
+    last = node.last()
+    assert last["action"] == "read"
+    assert last["is_complete"]
+    assert last["read_bytes"] + last["cached_bytes"] == last["planned_bytes"]
+    assert node.shown(tree)["recording_count"] == 1
+
+
+def test_a_second_recording_adds_to_the_first(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    node.warm_import(tree, "--record", code="import package.never")
+    state = node.last()
+    assert state["action"] == "recorded"
+    shown = node.shown(tree)
+    assert shown["recording_count"] == 2
+    assert {file["path"] for file in shown["files"]} == _TOUCHED | {"package/never.py"}
+    assert node.run("warm", "--forget", tree).code == 0
+    assert node.run("warm", "--show", tree).code == 10
+
+
+def test_workloads_and_names_have_records_of_their_own(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree, "--name", "shared").code == 0
+    assert node.last()["action"] == "recorded"
+    assert node.run("warm", tree).code == 10
+    elsewhere = tree.rename(tree.with_name("moved"))
+    done = node.run("warm", "--name", "shared", elsewhere, "--json")
+    assert json.loads(done.out)["stale_count"] == 0
+    assert node.run("--workload", "evaluation", "warm", "--name", "shared", elsewhere).code == 10
+
+
+def test_exit_codes_and_signals_are_the_commands_own(tree: Path, node: Node) -> None:
+    assert node.run("warm", tree, "--", "sh", "-c", "exit 7").code == 7
+    assert node.run("warm", tree, "--", "sh", "-c", "kill -TERM $$").code == -signal.SIGTERM
+    missing = node.run("warm", tree, "--", "no-such-command")
+    assert missing.code == 127
+    assert "cannot run no-such-command" in missing.err
+
+
+def test_the_command_finds_no_child_of_ours(tree: Path, node: Node) -> None:
+    done = node.run("warm", tree, "--", "sh", "-c", "cat /proc/$$/task/$$/children; exec true")
+    # What it sees is cat itself.
+    assert len(done.out.split()) == 1, done.out
+
+
+def test_a_file_that_changed_is_not_read(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    os.utime(tree / "package/m3.py", ns=(0, 0))
+    (tree / "package/m4.py").unlink()
+    evict(tree)
+    figures = json.loads(node.run("warm", tree, "--json").out)
+    assert (figures["stale_count"], figures["failed_count"]) == (2, 0)
+    assert _cached(tree / "package/m3.py") == ()
+    assert _cached(tree / "package/m5.py") != ()
+
+
+def test_a_record_of_which_most_has_changed_is_made_anew(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    for path in (tree / "package").iterdir():
+        os.utime(path, ns=(0, 0))
+    sleeping = IMPORT + "; import time; time.sleep(0.5)"
+    assert node.warm_import(tree, code=sleeping).out == "194"
+    assert node.last()["stale_count"] == len(_TOUCHED)
+    assert node.run("warm", "--show", tree).code == 10
+    assert node.warm_import(tree).out == "194"
+    assert node.last()["action"] == "recorded"
+
+
+def test_nothing_outside_is_opened_through_links_that_replaced_what_was_recorded(
+    tree: Path, node: Node, tmp_path: Path
+) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    # The same names, sizes and times, but elsewhere.
+    outside = (tree / "package").rename(tmp_path / "outside")
+    (tree / "package").symlink_to(outside)
+    evict(outside)
+    figures = json.loads(node.run("warm", tree, "--json").out)
+    assert figures["read_bytes"] == figures["file_count"] == 0
+    assert figures["stale_count"] == len(_TOUCHED)
+    (tree / "package").unlink()
+    (tree / "package").mkdir()
+    for name in sorted(_TOUCHED):
+        (tree / name).symlink_to(outside / Path(name).name)
+    (tree / "package/data").unlink()
+    os.mkfifo(tree / "package/data")
+    figures = json.loads(node.run("warm", tree, "--json").out)
+    assert figures["read_bytes"] == figures["file_count"] == 0
+    for path in outside.iterdir():
+        assert _cached(path) == ()
+
+
+def test_a_planted_fifo_with_the_recorded_size_is_not_opened(tree: Path, node: Node) -> None:
+    assert node.run("warm", tree, "--", "cat", tree / "package/m1.py").code == 0
+    assert node.last()["action"] == "recorded"
+    key = node.store / key_of(identity_of(str(tree), None), "default")
+    record = decode(key.read_bytes(), identity_of(str(tree), None), "default")
+    pipe = tree / "pipe"
+    os.mkfifo(pipe)
+    status = pipe.stat()
+    (file,) = record.files
+    planted = replace(
+        file, path=b"pipe", size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, ranges=()
+    )
+    key.write_bytes(encode(replace(record, files=(planted,))))
+    figures = json.loads(node.run("warm", tree, "--json").out)
+    assert (figures["file_count"], figures["stale_count"]) == (0, 1)
+
+
+def test_a_damaged_record_costs_one_warning_and_is_made_anew(tree: Path, node: Node) -> None:
+    key = node.store / key_of(identity_of(str(tree), None), "default")
+    key.parent.mkdir(parents=True)
+    key.write_bytes(b"garbage")
+    first = node.warm_import(tree)
+    assert (first.code, first.out) == (0, "194")
+    assert len(first.err.splitlines()) == 1
+    assert "is ignored" in first.err
+    assert node.last()["action"] == "recorded"
+    assert node.shown(tree)["recording_count"] == 1
+
+
+def test_without_a_store_or_directory_the_command_starts_with_one_warning(
+    tree: Path, node: Node
+) -> None:
+    node.store.write_text("no folder")
+    done = node.warm_import(tree)
+    assert (done.code, done.out) == (0, "194")
+    assert len(done.err.splitlines()) == 1
+    assert "is not warmed" in done.err
+    done = node.run("warm", tree / "absent", "--", "sh", "-c", "exit 5")
+    assert (done.code, len(done.err.splitlines())) == (5, 1)
+    assert node.run("warm", tree / "absent").code == 10
+    (node.folder / "run").rename(node.folder / "away")
+    (node.folder / "run").write_text("no folder")
+    done = node.run("warm", tree, "--", "sh", "-c", "exit 6")
+    assert (done.code, len(done.err.splitlines())) == (6, 1)
+
+
+def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
+    paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
+    lock = take_lock(paths.lock)
+    assert lock is not None
+    try:
+        done = node.warm_import(tree)
+        assert (done.code, done.out, done.err) == (0, "194", "")
+        assert not paths.state.exists()
+        assert not paths.log.exists()
+    finally:
+        os.close(lock)
+
+
+def test_ready_ends_the_recording(tree: Path, node: Node) -> None:
+    code = (
+        f"sys.path.append({str(Path(__file__).resolve().parents[3])!r}); import bootseer; "
+        "bootseer.ready(); import time; time.sleep(1.5); import package.never"
+    )
+    assert node.warm_import(tree, code=IMPORT + "; " + code).out == "194"
+    assert node.last()["action"] == "recorded"
+    names = {file["path"] for file in node.shown(tree)["files"]}
+    assert names == _TOUCHED
+
+
+def test_the_recording_ends_with_its_window_while_the_command_runs(tree: Path, node: Node) -> None:
+    command = [sys.executable, "-m", "bootseer", "warm", "--window", "1", str(tree), "--"]
+    variables = {"BOOTSEER_STORE": str(node.store), "BOOTSEER_RUN_DIR": str(node.folder / "run")}
+    process = subprocess.Popen(
+        [*command, "sh", "-c", f"cat {tree}/package/m1.py; exec sleep 60"],
+        env={**os.environ, **variables},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        assert node.last()["file_count"] == 1
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_memory_bounds_what_is_read(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    evict(tree)
+    done = node.run("warm", "--memory", "100kB", tree, "--json")
+    figures = json.loads(done.out)
+    assert 0 < figures["planned_bytes"] <= 100_000
+    assert figures["read_bytes"] == figures["planned_bytes"]
+    assert "--memory" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--show", "--", "true"),
+        ("--json", "--", "true"),
+        ("--record",),
+        ("--forget", "--json"),
+        ("--name", "a/b", "--", "true"),
+        ("--memory", "much", "--", "true"),
+    ],
+)
+def test_contradictions_are_usage_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    with pytest.raises(SystemExit) as ended:
+        main(["warm", *arguments[:at], str(tmp_path), *arguments[at:]])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err
