@@ -1,13 +1,14 @@
 """Makes a workload's hot set and bundle from its traces, and publishes them.
 
 Alone owns what is merged and the order in which things appear in the store: a bundle's parts, its
-header, then the pointer to it, so that nothing ever names what is absent. Whoever calls holds the
-workload's lease. Edge; one call at a time per workload.
+header, then the pointer to it, so that nothing ever names what is absent. Edge; any
+thread, and any node: a lease in the store lets one at a time build a workload's bundle.
 """
 
 import contextlib
 import hashlib
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,18 +16,100 @@ from typing import BinaryIO
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    UnknownFormatError,
+    from_oserror,
+)
 from bootseer.prefetch import hot_store, hotset, relatives
 from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import make_private
+from bootseer.prefetch.replay import Aim, aim_of
 from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
 
+RECALL_ENOUGH = 0.95
+"""A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
+PRECISION_ENOUGH = 0.5
+"""A bundle of which less than this share is used takes longer to come than what it is for."""
+
+_LEASE_S = 600.0
 _PIECE_BYTES = 4 * 2**20
+
+
+def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:
+    """Whether a start that a bundle of `trace_count` traces met like this should be recorded, and a
+    bundle be made anew. Pure.
+
+    Yes where it missed much. Also where it wasted much, as long as further traces can show what is
+    not needed, and unless the start ended before it was ready: it may have failed half-way.
+    """
+    if (aim.recall or 0.0) < RECALL_ENOUGH:
+        return True
+    settled = trace_count >= hot_store.MERGED_TRACE_COUNT or ended == "unmount"
+    return not settled and (aim.precision or 0.0) < PRECISION_ENOUGH
+
+
+def add_trace(
+    settings: Settings,
+    store: Store,
+    tree: Tree,
+    trace: Trace,
+    reference: str,
+    *,
+    renew: bool = False,
+) -> HotPointer | None:
+    """Publish a trace; then, if it says much that the workload's bundle does not know, publish a
+    new bundle for the image, which is called `reference`.
+
+    `renew`: the bundle that there was when the trace began is of no use, whatever it holds.
+    None without a new bundle: nothing new, nothing hot, or another node is at it. What that one
+    does not hear of any more, the next start that misses it tells. Raises: BootseerError.
+    """
+    index_digest, workload = trace.index_digest, trace.workload
+    key = hot_store.publish_trace(store, trace)
+    _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
+    owner = f"{settings.node}:{os.getpid()}"
+    lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=_LEASE_S, owner=owner)
+    if lease is None:
+        _log.info("another node builds the bundle of %s", workload)
+        return None
+    with lease:
+        dropped = hot_store.drop_old_traces(store, index_digest, workload)
+        if dropped:
+            _log.info("deleted %d old traces", dropped)
+        if not _teaches(store, tree, trace, renew):
+            _log.info("the bundle of %s knows all this", workload)
+            return None
+        return build_bundle(settings, store, tree, index_digest, reference, workload)
+
+
+def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
+    """Many nodes may have recorded the same start at once: one bundle is enough for all."""
+    lengths = [blob.stream_length for blob in tree.blobs]
+    try:
+        pointer = hot_store.read_pointer(store, trace.index_digest, trace.workload)
+        if pointer is None or (renew and pointer.created_ns < trace.started_ns):
+            return True
+        bundle = hot_store.read_bundle(store, pointer, lengths)
+    except (CorruptError, NotFoundError, UnknownFormatError) as error:
+        _log.warning("the bundle is made anew: %s", error)
+        return True
+    numbers = [tree.resolve(file.path) for file in trace.files]
+    accesses = (
+        (number, access.offset, access.length, access.time_ns)
+        for access in trace.accesses
+        if (number := numbers[access.file]) is not None
+    )
+    aim = aim_of(bundle, lengths, accesses, lambda number: tree.inode(number).extents)
+    return is_worthwhile(aim, pointer.trace_count, trace.ended)
 
 
 def build_bundle(
@@ -50,7 +133,8 @@ def build_bundle(
         return None
     hot_data = hotset.encode(hot)
     hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
-    store.publish(hot_store.hotset_key(hot_digest), hot_data)
+    # All is replaced: what is there under these names may be damaged.
+    store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
     streams = BlobStreams(
         tree.blobs,
         store.read,
@@ -71,9 +155,10 @@ def build_bundle(
             size_bytes = len(header) + sum(part.tell() for part in parts)
             digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
             for number, part in enumerate(parts):
-                store.publish(hot_store.part_key(digest, number), _pieces(part))
+                key = hot_store.part_key(digest, number)
+                store.publish(key, _pieces(part), replace=True)
             # The header after what it names, the pointer after the header.
-            store.publish(hot_store.header_key(digest), header)
+            store.publish(hot_store.header_key(digest), header, replace=True)
     except OSError as error:
         if isinstance(error, BootseerError):
             raise

@@ -153,11 +153,27 @@ def publish_trace(store: Store, trace: Trace) -> str:
 
 def trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
     """Keys of a workload's traces, the newest first, at most `MERGED_TRACE_COUNT`."""
+    return _all_trace_keys(store, index_digest, workload)[:MERGED_TRACE_COUNT]
+
+
+def drop_old_traces(store: Store, index_digest: str, workload: str) -> int:
+    """Delete the traces that merging does not look at; returns how many.
+
+    For the holder of the workload's lease, so that a thousand nodes that record at once do not
+    leave a thousand traces for good. Raises: UnavailableError.
+    """
+    old = _all_trace_keys(store, index_digest, workload)[MERGED_TRACE_COUNT:]
+    for key in old:
+        store.delete(key)
+    return len(old)
+
+
+def _all_trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
     infos = sorted(
         store.list(trace_prefix(index_digest, workload)),
         key=lambda info: (-info.modified_ns, info.path),
     )
-    return [info.path for info in infos[:MERGED_TRACE_COUNT]]
+    return [info.path for info in infos]
 
 
 def read_trace(store: Store, key: str) -> Trace:

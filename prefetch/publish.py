@@ -26,8 +26,7 @@ from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.hot_build import build_bundle
+from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
@@ -38,7 +37,6 @@ from bootseer.store import open_store
 _log = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<QQQQ")
-_LEASE_S = 600.0
 _NICENESS = 15
 
 
@@ -54,6 +52,8 @@ class RecordInfo:
     started_ns: int
     ended: str
     readahead_bytes: int
+    renew: bool
+    """The bundle was found damaged."""
 
 
 def index_path(settings: Settings, index_digest: str) -> Path:
@@ -134,7 +134,7 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
 def publish_record(
     settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
 ) -> HotPointer | None:
-    """Publish the trace; then, unless another node is at it, hot set, bundle and pointer.
+    """Publish the trace, and what `hot_build.add_trace` makes of it.
 
     Raises: BootseerError.
     """
@@ -151,19 +151,7 @@ def publish_record(
         accesses,
     )
     with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
-        key = hot_store.publish_trace(store, trace)
-        _log.info("published the trace %s with %d accesses", key, len(accesses))
-        owner = f"{settings.node}:{os.getpid()}"
-        lease = store.lease(
-            hot_store.lease_key(info.index_digest, info.workload), ttl_s=_LEASE_S, owner=owner
-        )
-        if lease is None:
-            _log.info("another node builds the bundle of %s", info.workload)
-            return None
-        with lease:
-            return build_bundle(
-                settings, store, tree, info.index_digest, info.reference, info.workload
-            )
+        return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
 
 
 def main(directory: Path) -> int:

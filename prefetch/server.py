@@ -21,6 +21,7 @@ from bootseer.prefetch import hot_store
 from bootseer.prefetch.borrowed import borrow
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
+from bootseer.prefetch.hot_build import is_worthwhile
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.oci_runtime import end_left_over
@@ -36,8 +37,6 @@ _log = logging.getLogger(__name__)
 
 RECORD_MODES = ("auto", "always", "never")
 
-_RECALL_ENOUGH = 0.95
-"""A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
 _UNMOUNT_S = 10.0
 
 
@@ -50,7 +49,8 @@ class ServePlan:
     state_dir: Path
     ready_name: str
     record: str
-    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed much."""
+    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
+    much."""
     prefetch: bool
     window_s: float
     """A record ends after this many seconds at the latest."""
@@ -195,8 +195,8 @@ class ImageServer:
             return
         replay = self._streams.replay
         if plan.record == "auto" and replay is not None and replay.error is None:
-            recall = self._aim().recall or 0.0
-            if recall >= _RECALL_ENOUGH:
+            trace_count = self._pointer.trace_count if self._pointer else 0
+            if not is_worthwhile(self._aim(), trace_count, ended):
                 self._record = "not needed"
                 return
         info = RecordInfo(
@@ -207,6 +207,7 @@ class ImageServer:
             plan.state.started_ns,
             ended,
             plan.readahead_bytes,
+            renew=replay is not None and replay.error is not None,
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._record = "publishing"

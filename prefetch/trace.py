@@ -24,6 +24,9 @@ _VERSION = 1
 _DECODED_BYTES_MAX = 256 * 2**20
 """A million accesses take about 30 MB."""
 
+_FILE_BYTES_MAX = 2**62
+"""More than any file system holds, and in whole pages still a signed number of 64 bits."""
+
 ACCESS_COUNT_MAX = 2**20
 """A log that is full takes no more: a start that reads a million ranges is no start."""
 
@@ -195,21 +198,25 @@ def _decode_lines(header: dict[str, Any], lines: list[str]) -> Trace:
     file_count, access_count = header["file_count"], header["access_count"]
     if len(lines) != file_count + access_count + 2 or access_count > ACCESS_COUNT_MAX:
         raise ValueError("its line count is wrong")
+    # One call for all of them: four times as fast as one each.
+    rows = json.loads("[" + ",".join(lines[1:-1]) + "]")
+    if len(rows) != file_count + access_count:
+        raise ValueError("its line count is wrong")
     files = []
-    for line in lines[1 : 1 + file_count]:
-        path, digest_hex = json.loads(line)
+    for path, digest_hex in rows[:file_count]:
         digest = bytes.fromhex(digest_hex)
         if len(digest) not in (0, 32):
             raise ValueError("a digest has a wrong length")
         files.append(TracedFile(path.encode("utf-8", "surrogateescape"), digest))
     accesses = []
-    for line in lines[1 + file_count : -1]:
-        numbers = json.loads(line)
+    for numbers in rows[file_count:]:
         access = Access(*numbers)
         if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise ValueError("a number is out of range")
         if access.file >= file_count or not access.length:
             raise ValueError("an access is of no file or of no length")
+        if access.offset + access.length > _FILE_BYTES_MAX:
+            raise ValueError("an access reaches beyond what any file can have")
         accesses.append(access)
     for key in ("index", "workload", "node", "ended"):
         if not isinstance(header[key], str):

@@ -30,7 +30,7 @@ def trace_of(files: list[TracedFile], accesses: list[Access]) -> Trace:
 
 digests = st.one_of(st.just(b""), st.binary(min_size=32, max_size=32))
 traced = st.builds(TracedFile, st.binary(max_size=40), digests)
-number = st.integers(0, 2**62)
+number = st.integers(0, 2**61)
 
 
 @st.composite
