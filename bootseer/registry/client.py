@@ -332,7 +332,9 @@ class RegistryClient:
             assert transient is not None
             _log.info("attempt %d: %s", failures_count, transient)
             left_s = started + self._deadline_s - time.monotonic()
-            if failures_count == ATTEMPTS_MAX or wait_s > left_s:
+            # A bit may flip on its way; what is wrong twice is stored like that.
+            is_wrong = isinstance(transient, CorruptError) and failures_count > 1
+            if failures_count == ATTEMPTS_MAX or wait_s > left_s or is_wrong:
                 raise transient
             time.sleep(wait_s)
         raise AssertionError("unreachable")

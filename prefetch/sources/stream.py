@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from bootseer.errors import CorruptError, from_oserror
+from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.sources.inflate import ERRORS, PIECE_BYTES, decompress
 from bootseer.prefetch.sources.read_ahead import ReadAhead
@@ -107,6 +107,8 @@ def _pieces(source: BinaryIO, expected: Expected) -> Iterator[bytes]:
         while True:
             try:
                 data = source.read(PIECE_BYTES)
+            except BootseerError:
+                raise  # most are OSErrors, too, and say already what failed
             except OSError as error:
                 raise from_oserror(error, f"read the {expected.name}") from error
             if not data:

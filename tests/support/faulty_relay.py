@@ -24,6 +24,8 @@ class Fault:
     """Answer this instead of asking the registry."""
     headers: dict[str, str] = field(default_factory=dict)
     """With `status`."""
+    body: bytes = b"{}"
+    """With `status`."""
     cut_after_bytes: int = -1
     """Close the connection after so much of the body."""
     truncate_bytes: int = -1
@@ -103,7 +105,7 @@ class FaultyRelay:
         fault = self._fault(f"{handler.command} {handler.path}") or Fault("")
         self._stopped.wait(fault.hang_s)
         if fault.status:
-            handler.reply(fault.status, b"{}", **fault.headers)
+            handler.reply(fault.status, fault.body, **fault.headers)
             return
         if fault.ignore_range:
             headers.pop("range", None)

@@ -44,7 +44,7 @@ class Registry:
         where = f"{self.host}/{name}"
         credentials = ("--dest-creds", login) if login else ()
         run_tool(
-            *("skopeo", "--insecure-policy", "copy", "--quiet", "--all"),
+            *("skopeo", "--insecure-policy", "copy", "--quiet", "--all", "--preserve-digests"),
             *("--dest-tls-verify=false", *credentials),
             *(f"oci:{layout}:{tag}", f"docker://{where}"),
         )

@@ -1,0 +1,72 @@
+"""Challenges and waits: the pure parts of talking to a registry."""
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.registry.challenge import parse_challenges
+from bootseer.registry.retry import FLOOR_BYTES_PER_S, Floor, backoff_s, retry_after_s
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+
+
+def test_a_bearer_challenge() -> None:
+    (challenge,) = parse_challenges(
+        'Bearer realm="https://auth.io/token?x=1",service="r.io", scope="repository:a/b:pull,push"'
+    )
+    assert challenge.scheme == "bearer"
+    assert challenge.parameters == {
+        "realm": "https://auth.io/token?x=1",
+        "service": "r.io",
+        "scope": "repository:a/b:pull,push",
+    }
+
+
+def test_several_challenges() -> None:
+    found = parse_challenges('Negotiate, Basic realm="a \\"quoted\\" one", BEARER Realm=x')
+    assert [(c.scheme, dict(c.parameters)) for c in found] == [
+        ("negotiate", {}),
+        ("basic", {"realm": 'a "quoted" one'}),
+        ("bearer", {"realm": "x"}),
+    ]
+
+
+@given(st.text(max_size=80))
+def test_any_challenge_is_read(text: str) -> None:
+    assert all(challenge.scheme for challenge in parse_challenges(text))
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, 0),
+        ("", 0),
+        ("7", 7),
+        (" 120 ", 120),
+        ("-3", 0),
+        ("soon", 0),
+        ("Thu, 01 Jan 2026 12:01:00 GMT", 60),
+        ("Thu, 01 Jan 2026 11:00:00 GMT", 0),
+        ("٣", 0),
+        ("9" * 400, 999_999_999),
+    ],
+)
+def test_retry_after(header: str | None, seconds: float) -> None:
+    assert retry_after_s(header, NOW) == seconds
+
+
+def test_waits_grow_up_to_a_limit() -> None:
+    assert 0.01 <= backoff_s(1) <= 0.02
+    assert 0.04 <= backoff_s(3) <= 0.08
+    assert 5 <= backoff_s(1000) <= 10
+
+
+def test_the_floor_counts_only_waits() -> None:
+    floor = Floor(10.0)
+    assert not floor.is_dead(1, 9.9)
+    assert floor.is_dead(1, 0.2)
+    # A new window begins.
+    assert not floor.is_dead(1, 5.0)
+    assert not floor.is_dead(FLOOR_BYTES_PER_S * 20, 5.0)
