@@ -4,21 +4,10 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.output import Seconds, current_settings, emit_json, json_option
-from bootseer.config import parse_size
+from bootseer.cli.output import Seconds, Size, current_settings, emit_json, json_option
 from bootseer.redact import public_url
 
-
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        return value if isinstance(value, int) else parse_size(str(value))
-
-
-_SIZE = _Size()
+_SIZE = Size()
 
 
 @click.command(epilog="Example: bootseer mount hdfs://namenode/checkpoints /mnt/checkpoints")
@@ -58,39 +47,26 @@ def mount(
     from bootseer.fuse.striped.server import serve_checkpoints
 
     settings = current_settings()
-    unit = DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit
-    count = DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count
+    spec = mount_spec(
+        settings,
+        url,
+        directory,
+        read_only=read_only,
+        allow_other=allow_other,
+        stripe_unit_bytes=DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
+        stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
+        memory_bytes=memory,
+        lifetime_pid=lifetime_pid,
+        warm=warm,
+    )
     if foreground:
-        spec = mount_spec(
-            settings,
-            url,
-            directory,
-            read_only=read_only,
-            allow_other=allow_other,
-            stripe_unit_bytes=unit,
-            stripe_count=count,
-            memory_bytes=memory,
-            lifetime_pid=lifetime_pid,
-            warm=warm,
-        )
         _warn_unwritten(
             serve_checkpoints(
                 spec, lambda: click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
             )
         )
         return
-    mounted = mount_checkpoints(
-        settings,
-        url,
-        directory,
-        read_only=read_only,
-        allow_other=allow_other,
-        stripe_unit_bytes=unit,
-        stripe_count=count,
-        memory_bytes=memory,
-        lifetime_pid=lifetime_pid,
-        warm=warm,
-    )
+    mounted = mount_checkpoints(spec)
     if as_json:
         emit_json(
             {

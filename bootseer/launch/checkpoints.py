@@ -137,7 +137,7 @@ class CheckpointMounts:
                     old.rmdir()
 
     def _mount(self, number: int, path: CheckpointPath) -> None:
-        from bootseer.fuse.striped.mount import mount_checkpoints
+        from bootseer.fuse.striped.mount import mount_checkpoints, mount_spec
 
         directory = self._directory(number)
         _clear_dead_mount(directory)
@@ -149,7 +149,7 @@ class CheckpointMounts:
         deadline_s = time.monotonic() + _BUSY_S
         while True:
             try:
-                mount_checkpoints(
+                spec = mount_spec(
                     self._settings,
                     path.url,
                     directory,
@@ -160,6 +160,7 @@ class CheckpointMounts:
                     lifetime_pid=self._owner,
                     warm=True,
                 )
+                mount_checkpoints(spec)
                 return
             except BusyError as error:
                 if time.monotonic() >= deadline_s:

@@ -75,7 +75,12 @@ def mount_spec(
     lifetime_pid: int | None = None,
     warm: bool = False,
 ) -> MountSpec:
-    """The description of a mount, checked. Raises: InvalidInputError, NotFoundError, BusyError."""
+    """The description of a mount of the tree at `url` on `directory`, checked.
+
+    `lifetime_pid`: the server unmounts and ends when that process has ended. `warm`: the newest
+    checkpoint is read ahead, below every other read.
+    Raises: InvalidInputError, NotFoundError, BusyError.
+    """
     path = absolute(directory)
     spec = MountSpec(
         url=absolute_url(url),
@@ -97,41 +102,13 @@ def mount_spec(
     return spec
 
 
-def mount_checkpoints(
-    settings: Settings,
-    url: str,
-    directory: Path,
-    *,
-    read_only: bool = False,
-    allow_other: bool = False,
-    everyone_writes: bool = False,
-    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
-    stripe_count: int = DEFAULT_STRIPE_COUNT,
-    memory_bytes: int | None = None,
-    lifetime_pid: int | None = None,
-    warm: bool = False,
-) -> MountedCheckpoints:
-    """Mount the tree at `url` on `directory`, served by a background process.
-
-    The mount works when this returns. `lifetime_pid`: the server unmounts and ends when that
-    process has ended. `warm`: the newest checkpoint is read ahead, below every other read.
+def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
+    """Mount as `spec` says, served by a background process. The mount works when this returns.
 
     Raises: BootseerError; nothing is mounted then.
     """
-    spec = mount_spec(
-        settings,
-        url,
-        directory,
-        read_only=read_only,
-        allow_other=allow_other,
-        everyone_writes=everyone_writes,
-        stripe_unit_bytes=stripe_unit_bytes,
-        stripe_count=stripe_count,
-        memory_bytes=memory_bytes,
-        lifetime_pid=lifetime_pid,
-        warm=warm,
-    )
-    log = log_path(settings.run_dir, Path(spec.directory))
+    run_dir = Path(spec.run_dir)
+    log = log_path(run_dir, Path(spec.directory))
     try:
         make_private_directory(log.parent)
     except OSError as error:
@@ -144,7 +121,7 @@ def mount_checkpoints(
     ) as starting:
         process = starting.process
         try:
-            starting.await_ready(settings.deadline_s + _START_S)
+            starting.await_ready(spec.deadline_s + _START_S)
         except BaseException:
             process.kill()
             process.wait()
@@ -153,7 +130,7 @@ def mount_checkpoints(
             raise
     # The server outlives this object: without this, collecting it would warn of a running child.
     process.returncode = 0
-    return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, settings.run_dir)
+    return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, run_dir)
 
 
 def unmount_checkpoints(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bootseer.config import Settings, load_config
 from bootseer.errors import BootseerError
-from bootseer.fuse.striped.mount import MountedCheckpoints, mount_checkpoints
+from bootseer.fuse.striped.mount import MountedCheckpoints, mount_checkpoints, mount_spec
 from tests.support.fuse_mount import clear_mount, run
 
 MIB = 2**20
@@ -32,7 +32,7 @@ def checkpoints(
     folder: Path, mountpoint: Path, url: str, **options: object
 ) -> Iterator[MountedCheckpoints]:
     """Mounted, and unmounted in the end, whatever happens; the server never outlives this."""
-    made = mount_checkpoints(settings_in(folder), url, mountpoint, **options)  # type: ignore[arg-type]
+    made = mount_checkpoints(mount_spec(settings_in(folder), url, mountpoint, **options))  # type: ignore[arg-type]
     try:
         yield made
     finally:

@@ -16,6 +16,7 @@ from bootseer.fuse.striped.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.mount import (
     mount_checkpoints,
+    mount_spec,
     unmount_checkpoints,
 )
 from bootseer.store import open_backend
@@ -168,16 +169,18 @@ def test_warming_reads_the_newest_checkpoint(
 def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) -> None:
     settings = settings_in(tmp_path)
     with pytest.raises(NotFoundError, match="absent"):
-        mount_checkpoints(settings, (tmp_path / "absent").as_uri(), mountpoint, read_only=True)
+        mount_checkpoints(
+            mount_spec(settings, (tmp_path / "absent").as_uri(), mountpoint, read_only=True)
+        )
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="is a file"):
-        mount_checkpoints(settings, str(tmp_path / "file"), mountpoint)
+        mount_checkpoints(mount_spec(settings, str(tmp_path / "file"), mountpoint))
     with pytest.raises(InvalidInputError, match="stripe unit"):
-        mount_checkpoints(settings, str(tmp_path), mountpoint, stripe_unit_bytes=100)
+        mount_checkpoints(mount_spec(settings, str(tmp_path), mountpoint, stripe_unit_bytes=100))
     with pytest.raises(NotFoundError):
-        mount_checkpoints(settings, str(tmp_path / "stored"), tmp_path / "nowhere")
+        mount_checkpoints(mount_spec(settings, str(tmp_path / "stored"), tmp_path / "nowhere"))
     with pytest.raises(UnsupportedError, match="read-only"):
-        mount_checkpoints(settings, "memory://checkpoints", mountpoint)
+        mount_checkpoints(mount_spec(settings, "memory://checkpoints", mountpoint))
     assert not os.path.ismount(mountpoint)
 
 
