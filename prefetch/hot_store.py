@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.prefetch import hotset
 from bootseer.prefetch import trace as trace_format
 from bootseer.prefetch.bundle import (
     HEADER_BYTES_MAX,
@@ -21,6 +22,7 @@ from bootseer.prefetch.bundle import (
 )
 from bootseer.prefetch.catalogue import check_reference
 from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
+from bootseer.prefetch.hotset import HotSet
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
 
@@ -28,6 +30,7 @@ _KIND = "bootseer-hot"
 _VERSION = 1
 _POINTER_BYTES_MAX = 64 * 1024
 _TRACE_BYTES_MAX = 64 * 2**20
+_HOTSET_BYTES_MAX = 256 * 2**20
 MERGED_TRACE_COUNT = 16
 """The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
 
@@ -140,6 +143,16 @@ def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]
     if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
         raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
     return decode_header(header, pointer.index_digest, stream_lengths)
+
+
+def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
+    """The hot set from which the pointer's bundle was made, verified. Raises: NotFoundError,
+    CorruptError, UnknownFormatError, UnavailableError."""
+    key = hotset_key(pointer.hotset_digest)
+    data = store.read(key, 0, _HOTSET_BYTES_MAX + 1)
+    if hashlib.sha256(data).hexdigest() != _hex(pointer.hotset_digest):
+        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+    return hotset.decode(data)
 
 
 def publish_trace(store: Store, trace: Trace) -> str:

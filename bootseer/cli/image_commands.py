@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from bootseer.blob.tree import Tree
+from bootseer.cli.hints_commands import hints
 from bootseer.cli.image_run_commands import COMMANDS
 from bootseer.cli.output import (
     current_settings,
@@ -36,7 +37,7 @@ def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, hints):
     image.add_command(_command)
 
 

@@ -82,6 +82,19 @@ def test_images(own_world: World) -> None:
     assert world("image", "status", "--json").json == []
 
 
+def test_hints(own_world: World) -> None:
+    world = own_world
+    (world.path("list.txt")).write_text("/lib/data\nnowhere\n")
+    agree(
+        "image hints import",
+        world("image", "hints", "import", "image:1", "list.txt", "--json").json,
+    )
+    exported = world("image", "hints", "export", "image:1", "--json").json
+    agree("image hints export", exported)
+    assert [one["path"] for one in exported["ranges"]] == ["lib/data"]
+    assert world("image", "hints", "export", "image:1").out == "/lib/data\t0\t200704\n"
+
+
 @pytest.mark.fuse
 def test_mounted_images_and_traces(own_world: World) -> None:
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
