@@ -1,7 +1,6 @@
 """What faults cost and where the bytes came from, in numbers.
 
-`FaultRecorder` counts; `FaultFigures` is the frozen copy that others see. The recorder is
-thread-safe.
+`FaultRecorder` counts, from any thread; `FaultFigures` and `SourceFigures` are frozen copies.
 """
 
 import threading
@@ -41,14 +40,22 @@ class FaultFigures:
     fault_frame_count: int
     """Frames of blobs that faults fetched."""
     readahead_frame_count: int
-    hit_bytes: int
-    """Asked for, and answered from the cache at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFigures:
+    """Uncompressed bytes by what brought them, since the worker started."""
+
+    cache_bytes: int
+    """Asked for, and here already: the only ones that are counted again when they are read again,
+    past the kernel's own cache."""
+    bundle_bytes: int
     fault_bytes: int
-    """Uncompressed bytes that came because of faults, without those of the bundle."""
+    """Came because of faults, without those of the bundle."""
     readahead_bytes: int
-    """Uncompressed bytes that were fetched ahead of a reader."""
+    """Were fetched ahead of a reader."""
     fill_bytes: int
-    """Uncompressed bytes that the background fill brought."""
+    """Came in the background."""
 
 
 class FaultRecorder:
@@ -103,7 +110,7 @@ class FaultRecorder:
             self._fill_bytes += fill
 
     def snapshot(self) -> FaultFigures:
-        """A frozen copy."""
+        """What faults cost, a frozen copy."""
         with self._lock:
             ordered = sorted(self._waits_ns)
             return FaultFigures(
@@ -117,8 +124,15 @@ class FaultRecorder:
                 wait_counts=tuple(self._counts),
                 fault_frame_count=self._fault_frames,
                 readahead_frame_count=self._readahead_frames,
-                hit_bytes=self._hit_bytes,
-                fault_bytes=self._fault_bytes,
-                readahead_bytes=self._readahead_bytes,
-                fill_bytes=self._fill_bytes,
+            )
+
+    def sources(self, bundle_bytes: int) -> SourceFigures:
+        """Where bytes came from; the bundle's are counted elsewhere."""
+        with self._lock:
+            return SourceFigures(
+                self._hit_bytes,
+                bundle_bytes,
+                self._fault_bytes,
+                self._readahead_bytes,
+                self._fill_bytes,
             )

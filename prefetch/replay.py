@@ -111,6 +111,11 @@ class Replay:
         _log.warning("the bundle is not used any further, the image is read without it: %s", error)
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has brought everything, or was given up."""
+        return self.finished_after_ns is not None or self.error is not None
+
+    @property
     def remaining_count(self) -> int:
         """Frames still to come."""
         return self._pending.count(1)

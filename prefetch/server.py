@@ -1,4 +1,4 @@
-"""The worker of a mounted image: streams, replay, record and control around one tree.
+"""The worker of a mounted image: streams, replay, record, upkeep and control around one tree.
 
 Alone decides when a record begins and ends and whether it is worth publishing. Made anew in each
 worker process (a killed worker has a successor), around a tree and an access log that outlive it.
@@ -23,6 +23,14 @@ from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
 from bootseer.prefetch.hot_build import is_worthwhile
 from bootseer.prefetch.hot_store import HotPointer
+from bootseer.prefetch.keeper import Keeper
+from bootseer.prefetch.launch_figures import (
+    LaunchFigures,
+    PrefetchFigures,
+    prefetch_figures,
+    span_attributes,
+    status_of,
+)
 from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
@@ -77,12 +85,16 @@ class ImageServer:
         self._pointer: HotPointer | None = None
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"
+        self._is_mounted = True
         self._streams = BlobStreams(
             tree.blobs,
             self._store.read,
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
+            fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
         )
+        self._aim_at_end: Aim | None = None
+        self._keeper = Keeper(plan.settings, plan.state.id, self._streams, self._start_is_over)
         commands = {
             "status": self.status,
             "ready": self._ready_command,
@@ -111,7 +123,7 @@ class ImageServer:
         # Before the mount is announced, so that the bundle is on its way before the first read.
         if self._plan.prefetch:
             threading.Thread(target=self._begin_replay, name="bundle", daemon=True).start()
-        threading.Thread(target=self._trim, name="trim", daemon=True).start()
+        self._keeper.start(self._figures)
 
     def _destroyed(self) -> None:
         try:
@@ -119,6 +131,9 @@ class ImageServer:
         except (BootseerError, OSError) as error:
             _log.warning("the record of this start is lost: %s", error)
         self._control.close()
+        self._keeper.close()
+        self._is_mounted = False
+        self._keeper.write_figures()
         self._streams.close()
         self._store.close()
 
@@ -137,10 +152,10 @@ class ImageServer:
         mounts.detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
 
-    def _trim(self) -> None:
-        freed = NodeCache(self._plan.settings.cache_dir).trim(self._plan.settings.cache_limit_bytes)
-        if freed:
-            _log.info("removed %d bytes of unused images from the cache", freed)
+    def _start_is_over(self) -> bool:
+        """Nothing is recorded any more, and no bundle is on its way."""
+        replay = self._streams.replay
+        return not self._log.is_open and (replay is None or replay.is_over)
 
     # ---- replay ---------------------------------------------------------------------------
 
@@ -173,10 +188,16 @@ class ImageServer:
         return self._tree.inode(inode).extents
 
     def _aim(self) -> Aim:
+        if self._aim_at_end is not None:
+            return self._aim_at_end
+        is_over = not self._log.is_open
         replay = self._streams.replay
-        return aim_of(
+        aim = aim_of(
             replay.bundle if replay else None, self._lengths, self._log.entries(), self._extents
         )
+        if is_over and replay is not None:
+            self._aim_at_end = aim
+        return aim
 
     # ---- record ---------------------------------------------------------------------------
 
@@ -214,11 +235,9 @@ class ImageServer:
 
     def _note_on_timeline(self) -> None:
         """What serving the start took, beside the stages of the start itself."""
-        moved, faults = self._streams.statistics(), self._streams.figures()
         with stage("image served") as span:
-            span.set("bootseer.bytes", moved.fetched_bytes)
-            span.set("bootseer.fault_count", faults.fault_count)
-            span.set("bootseer.hit", self._streams.replay is not None)
+            for name, value in span_attributes(self._figures()).items():
+                span.set(name, value)
 
     # ---- status ---------------------------------------------------------------------------
 
@@ -232,35 +251,36 @@ class ImageServer:
             "worker_pid": os.getpid(),
             "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
             "cpu_s": times.user + times.system,
-            "cached_bytes": sum(cache.present_bytes() for cache in self._streams.caches),
-            "image_bytes": sum(self._lengths),
-            "cache_is_full": any(cache.is_full for cache in self._streams.caches),
-            "faults": asdict(self._streams.figures()),
-            "moved": asdict(self._streams.statistics()),
             "record": self._record,
             "access_count": len(self._log),
-            "prefetch": self._prefetch_status(),
+            **status_of(self._figures()),
         }
 
-    def _prefetch_status(self) -> dict[str, Any] | None:
-        replay = self._streams.replay
+    def _figures(self) -> LaunchFigures:
+        state, streams = self._plan.state, self._streams
+        return LaunchFigures(
+            mount=state.id,
+            image=state.reference,
+            workload=state.workload,
+            started_ns=state.started_ns,
+            is_mounted=self._is_mounted,
+            image_bytes=streams.image_bytes,
+            cached_bytes=streams.cached_bytes,
+            cache_is_full=streams.is_full,
+            faults=streams.figures(),
+            sources=streams.sources(),
+            moved=streams.statistics(),
+            prefetch=self._prefetch_figures(),
+            fill=self._keeper.fill_figures(),
+        )
+
+    def _prefetch_figures(self) -> PrefetchFigures | None:
+        replay, pointer = self._streams.replay, self._pointer
         if replay is None:
             return None
-        aim = self._aim()
-        finished_ns = replay.finished_after_ns
-        return {
-            "bundle": self._pointer.bundle_digest if self._pointer else None,
-            "bundle_index": self._pointer.index_digest if self._pointer else None,
-            "bundle_size_bytes": replay.bundle.size_bytes,
-            "bundle_stream_bytes": aim.bundle_bytes,
-            "fetched_stream_bytes": replay.fetched_bytes,
-            "remaining_frame_count": replay.remaining_count,
-            "finished_after_s": None if finished_ns is None else finished_ns / 1e9,
-            "error": replay.error,
-            "asked_bytes": aim.asked_bytes,
-            "used_bytes": aim.used_bytes,
-            "wasted_bytes": aim.bundle_bytes - aim.used_bytes,
-            "missed_bytes": aim.asked_bytes - aim.used_bytes,
-            "precision": aim.precision,
-            "recall": aim.recall,
-        }
+        return prefetch_figures(
+            replay,
+            self._aim(),
+            bundle=pointer.bundle_digest if pointer else None,
+            bundle_index=pointer.index_digest if pointer else None,
+        )

@@ -19,7 +19,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
-from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder
+from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.frame_memory import FrameMemory
 from bootseer.prefetch.readahead import ReadAhead
 from bootseer.prefetch.replay import Replay
@@ -296,6 +296,11 @@ class BlobStreams:
     def figures(self) -> FaultFigures:
         """What faults cost so far."""
         return self.faults.snapshot()
+
+    def sources(self) -> SourceFigures:
+        """Where bytes came from so far."""
+        replay = self.replay
+        return self.faults.sources(replay.fetched_bytes if replay else 0)
 
     def statistics(self) -> Statistics:
         """What was moved so far."""

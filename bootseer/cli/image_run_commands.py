@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ import click
 
 from bootseer.cli.output import (
     Seconds,
+    Size,
     current_settings,
     emit_json,
     emit_table,
@@ -51,6 +53,19 @@ _prefetch_option = click.option(
 _window_option = click.option(
     "--window", "window_s", type=Seconds(0.1, 86_400), default=120.0, help=_WINDOW_HELP
 )
+_fill_option = click.option(
+    "--fill",
+    "fill_bytes_per_s",
+    type=Size(),
+    metavar="SIZE",
+    help="Complete the image in the background by so much per second; 0: do not.",
+)
+
+
+def _with_fill(settings: Settings, fill_bytes_per_s: int | None) -> Settings:
+    if fill_bytes_per_s is None:
+        return settings
+    return replace(settings, fill_bytes_per_s=fill_bytes_per_s)
 
 
 @click.command(epilog="Example: bootseer image mount train:v1 /mnt/train")
@@ -59,6 +74,7 @@ _window_option = click.option(
 @_record_option
 @_prefetch_option
 @_window_option
+@_fill_option
 @click.option("--foreground", is_flag=True, help="Stay until unmounted; Ctrl-C unmounts.")
 def mount(
     reference: str,
@@ -66,6 +82,7 @@ def mount(
     record: bool | None,
     prefetch: bool,
     window_s: float,
+    fill_bytes_per_s: int | None,
     foreground: bool,
 ) -> None:
     """Mount the image REF on the directory DIR, read-only.
@@ -75,7 +92,7 @@ def mount(
     """
     from bootseer.prefetch.mount import mount_image
 
-    settings = current_settings()
+    settings = _with_fill(current_settings(), fill_bytes_per_s)
     image = mount_image(
         settings,
         reference,
@@ -200,6 +217,7 @@ def _percent(share: float | None) -> str:
 @_record_option
 @_prefetch_option
 @_window_option
+@_fill_option
 def run(
     reference: str,
     command: tuple[str, ...],
@@ -210,6 +228,7 @@ def run(
     record: bool | None,
     prefetch: bool,
     window_s: float,
+    fill_bytes_per_s: int | None,
 ) -> int:
     """Run CMD (default: the image's own command) in the image REF.
 
@@ -220,7 +239,7 @@ def run(
     from bootseer.prefetch.run import run_image
 
     return run_image(
-        current_settings(),
+        _with_fill(current_settings(), fill_bytes_per_s),
         reference,
         command,
         runtime=runtime,

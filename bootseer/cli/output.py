@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bootseer.config import Config, Settings, load_config
+from bootseer.config import Config, Settings, load_config, parse_size
 from bootseer.errors import BootseerError
 from bootseer.redact import redact
 
@@ -126,6 +126,17 @@ class Seconds(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a number of seconds.", param, ctx)
         return number
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, as "512MiB"."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        return value if isinstance(value, int) else parse_size(str(value))
 
 
 def human_bytes(count: float) -> str:

@@ -14,7 +14,6 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import (
-    AlreadyExistsError,
     BusyError,
     CorruptError,
     InvalidInputError,
@@ -415,7 +414,7 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
     (node.settings.cache_dir / "streams").write_text("in the way")
     (node.base / "mnt").mkdir()
-    with pytest.raises(AlreadyExistsError, match="cache"):
+    with pytest.raises(NotFoundError, match="cache"):
         mount_image(node.settings, "image:1", node.base / "mnt")
     assert mounts.find_mount(node.base / "mnt") is None
 

@@ -379,14 +379,14 @@ def test_figures_say_where_bytes_came_from(image: Image, tmp_path: Path) -> None
     for offset in range(0, 1_000_000, 65536):
         streams.read(blob, start + offset, 65536, reader=1, end=start + SIZES["big"])
     streams.read(blob, start, 4096)
-    middle = streams.figures()
+    middle = streams.sources()
     streams.fill()
-    figures = streams.figures()
-    assert middle.hit_bytes >= 4096
+    sources, figures = streams.sources(), streams.figures()
+    assert middle.cache_bytes >= 4096
     assert middle.fault_bytes > 0
     assert middle.readahead_bytes > 0
     assert middle.fill_bytes == 0
-    came = figures.fault_bytes + figures.readahead_bytes + figures.fill_bytes
+    came = sources.fault_bytes + sources.readahead_bytes + sources.fill_bytes
     assert came == image.tree.blobs[0].stream_length
     assert sum(figures.wait_counts) == figures.fault_count > 0
     assert 0 < figures.wait_p50_ns <= figures.wait_p99_ns <= figures.wait_max_ns

@@ -1,0 +1,136 @@
+"""The background fill: bring the rest of a started image, slowly, while nobody waits for anything.
+
+Alone decides when that goes on. It begins when the start is over and its bundle is here, pauses
+while there are faults, and ends when the image is complete or the cache has no room. A complete
+image starts without store or registry. What was brought stays: the next start's fill goes on there.
+
+Threading: one thread of its own; `state` and `stop` from any thread.
+"""
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+from bootseer.errors import BootseerError
+from bootseer.prefetch.streams import BlobStreams
+
+_log = logging.getLogger(__name__)
+
+QUIET_S = 5.0
+"""Without a fault for so long, a job computes and does not load."""
+_FAILED_PAUSE_S = 5.0
+_FAILED_PAUSE_S_MAX = 300.0
+_ROOM_BYTES = 64 * 2**20
+"""Between two looks at whether there is room."""
+
+
+class Fill:
+    """One image's fill."""
+
+    def __init__(
+        self,
+        streams: BlobStreams,
+        may_begin: Callable[[], bool],
+        make_room: Callable[[int], bool],
+        *,
+        quiet_s: float = QUIET_S,
+    ) -> None:
+        """`make_room(count)` says whether the cache may take so many bytes more."""
+        self.state = "waiting"
+        """"waiting" for the start's end or for quiet, "filling", "complete", "no room", "failing"
+        (it tries again), "stopped"."""
+        self._streams = streams
+        self._may_begin = may_begin
+        self._make_room = make_room
+        self._quiet_s = quiet_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fill", daemon=True)
+        self._seen_faults = -1
+        self._room_bytes = 0
+        self._failures = 0
+
+    def start(self) -> None:
+        """Begin to wait for the start's end."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End soon; what is under way ends with the streams' executor. Idempotent."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end that `stop` asked for."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._may_begin():
+            if self._stopping.wait(min(1.0, self._quiet_s)):
+                self.state = "stopped"
+                return
+        while self._pass():
+            pass
+        _log.info("the background fill ends: %s", self.state)
+
+    def _pass(self) -> bool:
+        """Fetch what is missing; whether to look once more."""
+        fetches = self._streams.fill_fetches()
+        if not fetches:
+            # What is stored nowhere is not missing from anywhere.
+            self.state = "complete"
+            return False
+        # Nodes that were started together ask different servers of the store.
+        first = random.randrange(len(fetches))
+        for fetch in fetches[first:] + fetches[:first]:
+            if not self._is_quiet() or not self._has_room(fetch.length):
+                return False
+            self.state = "filling"
+            try:
+                self._streams.fill((fetch,))
+            except BootseerError as error:
+                if not self._rest(error):
+                    return False
+            else:
+                self._failures = 0
+        return True
+
+    def _is_quiet(self) -> bool:
+        """Wait until there is no fault for a while; False: stop."""
+        faults = self._streams.faults
+        while self._seen_faults != faults.fault_count:
+            self.state = "waiting"
+            self._seen_faults = faults.fault_count
+            if self._stopping.wait(self._quiet_s):
+                break
+        if self._stopping.is_set():
+            self.state = "stopped"
+            return False
+        return True
+
+    def _has_room(self, count: int) -> bool:
+        # A frame may unpack to a multiple of its stored length; the limit is not that exact.
+        self._room_bytes -= count
+        if self._room_bytes < 0:
+            if not self._make_room(_ROOM_BYTES):
+                self.state = "no room"
+                return False
+            self._room_bytes = _ROOM_BYTES
+        if self._streams.is_full:
+            self.state = "no room"
+            return False
+        return True
+
+    def _rest(self, error: BootseerError) -> bool:
+        """Wait before the next try; False: stop."""
+        if self._stopping.is_set():
+            self.state = "stopped"
+            return False
+        self.state = "failing"
+        if self._failures == 0:
+            _log.warning("the background fill will try again later: %s", error)
+        pause_s = min(_FAILED_PAUSE_S * 2**self._failures, _FAILED_PAUSE_S_MAX)
+        self._failures = min(self._failures + 1, 10)
+        if self._stopping.wait(pause_s):
+            self.state = "stopped"
+            return False
+        return True
