@@ -22,7 +22,6 @@ from bootseer.prefetch.chains import read_chain
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import INDEX_BYTES_MAX, LayerRecord
 from bootseer.prefetch.snapshotter.metadata import Metadata
-from bootseer.prefetch.snapshotter.snapshot import ChainTree, RootAttributes
 from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)
@@ -79,8 +78,8 @@ class ChainTrees:
             )
         return False
 
-    def tree(self, chain_id: str) -> ChainTree:
-        """The chain's tree, whose index is then in the node's cache. Made at most once.
+    def index_digest(self, chain_id: str) -> str:
+        """What names the chain's tree, whose index is then in the node's cache. Made only once.
 
         Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, DeadlineError,
         NoSpaceError.
@@ -88,20 +87,17 @@ class ChainTrees:
         # One at a time: merging a large image takes a second of one core.
         with self._making:
             known = self._metadata.tree_of(chain_id)
-            if known is not None and self._kept(known.index_digest).exists():
+            if known is not None and self._kept(known).exists():
                 return known
             store = self._open()
             diff_ids = read_chain(store, chain_id)
             if diff_ids is None:
                 raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
-            tree = merge(self._layer_trees(store, diff_ids))
-            data = encode(tree)
+            data = encode(merge(self._layer_trees(store, diff_ids)))
             digest = digest_of(data)
             keep_index(self._settings.cache_dir, digest, data)
-            root = tree.inode(0)
-            made = ChainTree(digest, RootAttributes(root.mode & 0o7777, root.uid, root.gid))
-            self._metadata.note_tree(chain_id, made)
-            return made
+            self._metadata.note_tree(chain_id, digest)
+            return digest
 
     # ---- inside -------------------------------------------------------------------------------
 

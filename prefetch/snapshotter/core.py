@@ -32,7 +32,6 @@ from bootseer.prefetch.snapshotter.snapshot import (
     Kind,
     Lower,
     Mount,
-    RootAttributes,
     Snapshot,
     TreeKey,
     Usage,
@@ -117,7 +116,7 @@ class Snapshotter:
         snapshot, *ancestors = self._metadata.with_ancestors(key)
         if snapshot.kind is Kind.COMMITTED:
             raise BusyError(f"the snapshot {key[:200]} is committed: it cannot be mounted")
-        with self._lower_directories(lower_of(ancestors), snapshot.labels) as (directories, _):
+        with self._lower_directories(lower_of(ancestors), snapshot.labels) as directories:
             return self._mounts(snapshot, directories)
 
     def commit(self, name: str, key: str, parent: str, labels: Mapping[str, str]) -> None:
@@ -184,33 +183,34 @@ class Snapshotter:
         self, kind: Kind, key: str, parent: str, labels: Mapping[str, str]
     ) -> tuple[Mount, ...]:
         ancestors = self._metadata.with_ancestors(parent) if parent else []
-        with self._lower_directories(lower_of(ancestors), labels) as (directories, root):
+        lower = lower_of(ancestors)
+        above = lower.numbers[0] if lower.numbers else None
+        with self._lower_directories(lower, labels) as directories:
             snapshot = self._metadata.create(
-                kind, key, parent, labels, lambda made: self._directories.make(made, root)
+                kind, key, parent, labels, lambda made: self._directories.make(made, above)
             )
             return self._mounts(snapshot, directories)
 
     @contextlib.contextmanager
     def _lower_directories(
         self, lower: Lower, labels: Mapping[str, str]
-    ) -> Iterator[tuple[Sequence[Path], RootAttributes]]:
-        """The directories to mount over, kept while the block runs, and what their root is like."""
+    ) -> Iterator[Sequence[Path]]:
+        """The directories to mount over, the uppermost first; kept while the block runs."""
         directories = [self._directories.fs(number) for number in lower.numbers]
-        root = RootAttributes()
-        if lower.numbers:
-            root = self._directories.root_of(lower.numbers[0])
         if not lower.chain_id:
-            yield directories, root
+            yield directories
             return
+        key = self._tree_key(lower.chain_id, workload_of(labels, self._settings.workload))
+        with self._served.using(key, lower.chain_id) as path:
+            yield [*directories, path]
+
+    def _tree_key(self, chain_id: str, workload: str) -> TreeKey:
         try:
-            tree = self._chains.tree(lower.chain_id)
+            return TreeKey(self._chains.index_digest(chain_id), workload)
         except BootseerError as error:
             raise UnavailableError(
-                f"the image with the chain {lower.chain_id} cannot be served now: {error}"
+                f"the image with the chain {chain_id} cannot be served now: {error}"
             ) from error
-        workload = workload_of(labels, self._settings.workload)
-        with self._served.using(TreeKey(tree.index_digest, workload), lower.chain_id) as path:
-            yield [*directories, path], root if lower.numbers else tree.root
 
     def _mounts(self, snapshot: Snapshot, lower: Sequence[Path]) -> tuple[Mount, ...]:
         fs = self._directories.fs(snapshot.number)
@@ -248,15 +248,14 @@ class Snapshotter:
             for chain_id in due:
                 del self._due[chain_id]
         for chain_id in due:
-            self._chains.tree(chain_id)
+            self._chains.index_digest(chain_id)
 
     def _restore(self) -> None:
         """Mount what snapshots show and no server serves any more."""
         for chain_id, workload in self._chains_in_use():
             try:
-                key = TreeKey(self._chains.tree(chain_id).index_digest, workload)
-                with self._served.using(key, chain_id):
-                    pass
+                with self._served.using(self._tree_key(chain_id, workload), chain_id):
+                    _log.debug("%s is mounted", chain_id)
             except BootseerError as error:
                 _log.warning("containers of %s cannot be started now: %s", chain_id, error)
 
@@ -270,4 +269,4 @@ class Snapshotter:
 
     def _trees_in_use(self) -> frozenset[TreeKey]:
         trees = ((self._metadata.tree_of(chain), load) for chain, load in self._chains_in_use())
-        return frozenset(TreeKey(tree.index_digest, load) for tree, load in trees if tree)
+        return frozenset(TreeKey(digest, load) for digest, load in trees if digest)

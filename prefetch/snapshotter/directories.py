@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 from bootseer.errors import BusyError, UnavailableError, from_oserror
-from bootseer.prefetch.snapshotter.snapshot import Kind, RootAttributes, Snapshot, Usage
+from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot, Usage
 from bootseer.private import make_private_directory
 
 _log = logging.getLogger(__name__)
@@ -69,26 +69,23 @@ class Directories:
         """Overlayfs's own."""
         return self._snapshots / str(number) / "work"
 
-    def root_of(self, number: int) -> RootAttributes:
-        """Of what an ordinary snapshot holds. Raises: BootseerError."""
-        try:
-            status = self.fs(number).stat(follow_symlinks=False)
-        except OSError as error:
-            raise from_oserror(error, f"read the directory {self.fs(number)}") from error
-        return RootAttributes(status.st_mode & 0o7777, status.st_uid, status.st_gid)
+    def make(self, snapshot: Snapshot, parent: int | None) -> None:
+        """Make the snapshot's directory. Its root is what containerd's is: 0755, whatever the
+        image says, and the owner's that the ordinary snapshot `parent` has (user namespaces).
 
-    def make(self, snapshot: Snapshot, root: RootAttributes) -> None:
-        """Make the snapshot's directory. It hides the root of what is below, so it gets the
-        attributes of that. Raises: BootseerError."""
+        Raises: BootseerError.
+        """
         fs = self.fs(snapshot.number)
         try:
             if fs.parent.exists():
                 # Of one whose creation failed half-way; its number was given back.
                 self._set_aside(fs.parent)
             fs.parent.mkdir(mode=0o700)
-            fs.mkdir(mode=0o700)
-            os.chown(fs, root.uid, root.gid)
-            fs.chmod(root.mode)
+            fs.mkdir(mode=0o755)
+            fs.chmod(0o755)
+            if parent is not None:
+                status = self.fs(parent).stat(follow_symlinks=False)
+                os.chown(fs, status.st_uid, status.st_gid)
             if snapshot.kind is Kind.ACTIVE:
                 self.work(snapshot.number).mkdir(mode=0o711)
         except OSError as error:

@@ -24,9 +24,7 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.prefetch.snapshotter.snapshot import (
-    ChainTree,
     Kind,
-    RootAttributes,
     Snapshot,
     Usage,
     changed_labels,
@@ -51,13 +49,7 @@ CREATE TABLE snapshots (
 );
 CREATE INDEX children ON snapshots (parent);
 CREATE INDEX chains ON snapshots (chain_id);
-CREATE TABLE trees (
-    chain_id TEXT PRIMARY KEY,
-    index_digest TEXT NOT NULL,
-    mode INTEGER NOT NULL,
-    uid INTEGER NOT NULL,
-    gid INTEGER NOT NULL
-);
+CREATE TABLE trees (chain_id TEXT PRIMARY KEY, index_digest TEXT NOT NULL);
 """
 
 _SELECT = """
@@ -243,22 +235,18 @@ class Metadata:
 
     # ---- trees --------------------------------------------------------------------------------
 
-    def tree_of(self, chain_id: str) -> ChainTree | None:
-        """The chain's tree, where it has been made before."""
+    def tree_of(self, chain_id: str) -> str | None:
+        """The digest of the index of the chain's tree, where that has been made before."""
         with self._translated():
             row = self._database.execute(
-                "SELECT index_digest, mode, uid, gid FROM trees WHERE chain_id = ?", (chain_id,)
+                "SELECT index_digest FROM trees WHERE chain_id = ?", (chain_id,)
             ).fetchone()
-        return None if row is None else ChainTree(row[0], RootAttributes(*row[1:]))
+        return None if row is None else str(row[0])
 
-    def note_tree(self, chain_id: str, tree: ChainTree) -> None:
+    def note_tree(self, chain_id: str, index_digest: str) -> None:
         """Keep what `tree_of` gives."""
-        root = tree.root
         with self._transaction() as database:
-            database.execute(
-                "INSERT OR REPLACE INTO trees VALUES (?, ?, ?, ?, ?)",
-                (chain_id, tree.index_digest, root.mode, root.uid, root.gid),
-            )
+            database.execute("INSERT OR REPLACE INTO trees VALUES (?, ?)", (chain_id, index_digest))
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -76,23 +76,6 @@ class Lower:
 
 
 @dataclass(frozen=True, slots=True)
-class RootAttributes:
-    """Of the directory that a snapshot's tree begins with."""
-
-    mode: int = 0o755
-    uid: int = 0
-    gid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ChainTree:
-    """The merged tree of a chain: its index is in the node's cache."""
-
-    index_digest: str
-    root: RootAttributes
-
-
-@dataclass(frozen=True, slots=True)
 class TreeKey:
     """Names a served tree. Containers of one image share it unless their workloads differ."""
 

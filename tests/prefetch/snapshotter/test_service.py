@@ -1,0 +1,383 @@
+"""The snapshotter as containerd calls it, over its socket, with real mounts but no containerd."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.chains import chain_ids, chain_key
+from bootseer.prefetch.mount_state import live_mounts
+from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
+from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
+from bootseer.store import open_store
+from tests.support.containerd_node import Node
+from tests.support.image_mounts import (
+    REPOSITORY,
+    bootseer,
+    checksums_outside,
+    index,
+    outside,
+    skip_unless_root,
+    wait_for,
+)
+from tests.support.images import Member, digest, tar_of, write_layout
+
+LAYERS = (
+    [Member("etc/", "d"), Member("etc/base", data=b"base"), Member("etc/gone", data=b"x")],
+    [Member("./", "d", mode=0o751, uid=7, gid=8), Member("etc/.wh.gone"), Member("top", data=b"t")],
+)
+CHAINS = chain_ids([digest(tar_of(members)) for members in LAYERS])
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with Node(with_containerd=False) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Node]:
+    """For tests that leave nothing behind that others notice."""
+    with Node(with_containerd=False) as started:
+        yield started
+
+
+def add_image(node: Node, tmp_path: Path) -> ImageRecord:
+    write_layout(tmp_path / "layout", LAYERS)
+    return index(node.settings, tmp_path / "layout", "app:1")
+
+
+def pull(node: Node) -> None:
+    """What containerd does for an image that it need not unpack."""
+    parent = ""
+    for number, chain_id in enumerate(CHAINS):
+        labels = {REF_LABEL: chain_id}
+        code = node.refused("Prepare", key=f"extract-{number}", parent=parent, labels=labels)
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        parent = chain_id
+
+
+def lower_of(answer: object) -> Path:
+    """The only directory that an overlay lies on."""
+    (mount,) = answer.mounts  # type: ignore[attr-defined]
+    assert mount.type == "overlay"
+    (lower,) = [o.removeprefix("lowerdir=") for o in mount.options if o.startswith("lowerdir=")]
+    assert ":" not in lower
+    return Path(lower)
+
+
+def directories(node: Node) -> set[str]:
+    return {path.name for path in (node.root / "snapshots").iterdir()}
+
+
+def test_messages_are_encoded_as_containerd_does() -> None:
+    request = MESSAGES["PrepareSnapshotRequest"](key="k", parent="p", labels={"a": "b"})
+    assert request.SerializeToString() == b"\x12\x01k\x1a\x01p\x22\x06\x0a\x01a\x12\x01b"
+    info = MESSAGES["Info"](name="n", kind=KIND_COMMITTED)
+    info.created_at.seconds = 1
+    assert info.SerializeToString() == b"\x0a\x01n\x18\x03\x22\x02\x08\x01"
+    # What a later release of containerd may send besides.
+    later = request.SerializeToString() + b"\xfa\x01\x01x"
+    assert MESSAGES["PrepareSnapshotRequest"].FromString(later).key == "k"
+
+
+def test_ordinary_snapshots_live_as_containerd_wants_them(shared: Node) -> None:
+    (mount,) = shared.call("Prepare", key="a", labels={"x": "1"}).mounts
+    assert (mount.type, list(mount.options)) == ("bind", ["rw", "rbind"])
+    Path(mount.source, "file").write_bytes(b"f" * 10_000)
+    assert shared.call("Usage", key="a").size >= 10_000
+    shared.call("Commit", name="layer", key="a", labels={"y": "2"})
+    info = shared.call("Stat", key="layer").info
+    assert (info.kind, dict(info.labels), info.parent) == (KIND_COMMITTED, {"y": "2"}, "")
+    assert info.created_at.seconds > 1_500_000_000
+    (above,) = shared.call("Prepare", key="b", parent="layer").mounts
+    assert above.type == "overlay"
+    assert shared.call("Mounts", key="b").mounts[0] == above
+    (view,) = shared.call("View", key="v", parent="layer").mounts
+    assert (view.type, view.source, list(view.options)) == ("bind", mount.source, ["ro", "rbind"])
+    assert shared.refused("Commit", name="x", key="v") is grpc.StatusCode.FAILED_PRECONDITION
+    assert shared.refused("Remove", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
+    assert shared.refused("Mounts", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
+    assert shared.refused("Prepare", key="b") is grpc.StatusCode.ALREADY_EXISTS
+    assert shared.refused("Prepare", key="c", parent="none") is grpc.StatusCode.NOT_FOUND
+    assert shared.refused("Prepare", key="c", parent="b") is grpc.StatusCode.INVALID_ARGUMENT
+    assert shared.refused("Stat", key="none") is grpc.StatusCode.NOT_FOUND
+    assert {i.name for i in shared.call("List", filters=["kind==committed"])} == {"layer"}
+    updated = shared.call(
+        "Update", info={"name": "b", "labels": {"z": "3"}}, update_mask={"paths": ["labels.z"]}
+    )
+    assert dict(updated.info.labels) == {"z": "3"}
+    for key in ("v", "b", "layer"):
+        shared.call("Remove", key=key)
+    wait_for(lambda: not directories(shared))
+    assert shared.call("List") == []
+
+
+def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: Path) -> None:
+    record = add_image(node, tmp_path)
+    pull(node)
+    lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    assert checksums_outside([lower / "top", lower / "etc/base", lower / "etc/gone"]) == [
+        digest(b"t")[7:],
+        digest(b"base")[7:],
+        "ENOENT",
+    ]
+    # So that records and bundles are those of `image run`, `image mount` and other nodes.
+    ((_, state),) = live_mounts(node.settings)
+    assert (state.index_digest, state.workload) == (record.index_digest, "train")
+    info = node.call("Stat", key=CHAINS[-1]).info
+    assert (info.parent, info.kind) == (CHAINS[0], KIND_COMMITTED)
+    assert not directories(node) - {"3"}
+
+
+def test_the_writable_root_is_as_containerds(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    (mount,) = node.call("Prepare", key="c1", parent=CHAINS[-1]).mounts
+    upper = next(o.removeprefix("upperdir=") for o in mount.options if o.startswith("upperdir="))
+    status = os.stat(upper)
+    assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o755, 0, 0)
+
+
+def test_containers_share_one_mount_until_the_last_is_gone(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    keys = [f"c{number}" for number in range(6)]
+    lowers: list[Path] = []
+    threads = [
+        threading.Thread(
+            target=lambda key=key: lowers.append(
+                lower_of(node.call("Prepare", key=key, parent=CHAINS[-1]))
+            )
+        )
+        for key in keys
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lowers) == 6
+    assert {*lowers} == {*node.trees()}
+    for key in keys[:-1]:
+        node.call("Remove", key=key)
+    node.call("Cleanup")
+    wait_for(lambda: len(directories(node)) == 1)
+    assert node.trees() == lowers[:1]
+    node.call("Remove", key=keys[-1])
+    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings)))
+    wait_for(lambda: not list((node.root / "trees").iterdir()))
+
+
+def test_a_workload_of_its_own_has_a_mount_of_its_own(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    node.call("Prepare", key="c1", parent=CHAINS[-1])
+    node.call("Prepare", key="c2", parent=CHAINS[-1], labels={WORKLOAD_LABEL: "evaluate"})
+    found = {state.workload for _, state in live_mounts(node.settings)}
+    assert found == {"train", "evaluate"}
+
+
+def test_layers_that_are_not_indexed_lie_on_those_that_are(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    above = digest(b"a chain that the store does not know")
+    labels = {REF_LABEL: above}
+    (mount,) = node.call("Prepare", key="extract", parent=CHAINS[-1], labels=labels).mounts
+    upper = next(o.removeprefix("upperdir=") for o in mount.options if o.startswith("upperdir="))
+    Path(upper, "unpacked").write_text("u")
+    node.call("Commit", name=above, key="extract", labels=labels)
+    (mount,) = node.call("Prepare", key="c1", parent=above).mounts
+    lowers = next(o for o in mount.options if o.startswith("lowerdir=")).partition("=")[2]
+    first, second = map(Path, lowers.split(":"))
+    assert first == Path(upper)
+    assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
+    # What holds the mount is the container, not the committed snapshot between.
+    node.call("Remove", key="c1")
+    wait_for(lambda: not node.trees())
+
+
+def test_an_image_is_pulled_once_the_store_has_lost_a_layer(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    with open_store(node.settings.store_url) as store:
+        for info in list(store.list("blobs/")):
+            store.delete(info.path)
+    labels = {REF_LABEL: CHAINS[0]}
+    assert node.call("Prepare", key="extract", labels=labels).mounts[0].type == "bind"
+    assert "index it again" in node.log()
+
+
+def test_a_record_that_lies_about_its_chain_serves_nothing(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    other = digest(b"another chain")
+    with open_store(node.settings.store_url) as store:
+        store.publish(chain_key(other), store.read(chain_key(CHAINS[-1])))
+    assert node.call("Prepare", key="extract", labels={REF_LABEL: other}).mounts
+    assert "do not make the chain" in node.log()
+
+
+@pytest.mark.parametrize("label", ["../../../etc", "/etc/passwd", "sha256:../../x", "", "a\nb"])
+def test_a_label_that_is_no_digest_is_refused(shared: Node, label: str) -> None:
+    code = shared.refused("Prepare", key="extract", labels={REF_LABEL: label})
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert shared.call("List") == []
+
+
+def test_keys_are_never_paths(shared: Node) -> None:
+    (mount,) = shared.call("Prepare", key="../../../escape").mounts
+    assert Path(mount.source).is_relative_to(shared.root / "snapshots")
+    shared.call("Remove", key="../../../escape")
+    assert shared.refused("Prepare", key="") is grpc.StatusCode.INVALID_ARGUMENT
+    assert shared.refused("Prepare", key="a\0b") is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_tree_that_cannot_be_mounted_is_unavailable(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    wait_for(lambda: (node.settings.cache_dir / "indexes").exists())
+    store = Path(node.settings.store_url.removeprefix("file://"))
+    store.rename(tmp_path / "elsewhere")
+    with contextlib.suppress(FileNotFoundError):
+        (node.settings.cache_dir / "indexes").rename(tmp_path / "indexes")
+    code = node.refused("Prepare", key="c1", parent=CHAINS[-1])
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert node.refused("Stat", key="c1") is grpc.StatusCode.NOT_FOUND
+    # And when the store is back, it works.
+    (tmp_path / "elsewhere").rename(store)
+    lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+
+
+def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
+    node: Node, tmp_path: Path
+) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    first = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    kill_servers(node)
+    second = lower_of(node.call("Mounts", key="c1"))
+    assert second != first
+    assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
+    wait_for(lambda: node.trees() == [second])
+
+
+def kill_servers(node: Node) -> None:
+    """As a machine's end does, but for the mounts."""
+    for _, state in list(live_mounts(node.settings)):
+        children = Path(f"/proc/{state.pid}/task/{state.pid}/children").read_text().split()
+        for pid in (state.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not list(live_mounts(node.settings)))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal.Signals) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    node.stop(node.snapshotter, sign)
+    assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+    node.snapshotter = node.start_snapshotter()
+    assert lower_of(node.call("Mounts", key="c1")) == lower
+    assert lower_of(node.call("Prepare", key="c2", parent=CHAINS[-1])) == lower
+    for key in ("c1", "c2", *reversed(CHAINS)):
+        node.call("Remove", key=key)
+    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings)))
+
+
+def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    node.stop(node.snapshotter, signal.SIGKILL)
+    kill_servers(node)
+    mounts.detach(lower, lazy=True)
+    (node.root / "snapshots/999/fs").mkdir(parents=True)
+    (node.root / "snapshots/new-garbage").mkdir()
+    (node.root / "trees/garbage").mkdir()
+    node.snapshotter = node.start_snapshotter()
+    # Without being asked: containers that are started again find it there.
+    wait_for(lambda: len(node.trees()) == 1)
+    assert checksums_outside([node.trees()[0] / "top"]) == [digest(b"t")[7:]]
+    wait_for(lambda: directories(node) == {"3"})
+    wait_for(
+        lambda: [path.name for path in (node.root / "trees").iterdir()] == [node.trees()[0].name]
+    )
+
+
+def test_deep_directories_are_removed(shared: Node) -> None:
+    (mount,) = shared.call("Prepare", key="a").mounts
+    outside(
+        """
+import os, sys
+os.chdir(sys.argv[1])
+for _ in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+""",
+        mount.source,
+    )
+    shared.call("Remove", key="a")
+    wait_for(lambda: not directories(shared) and not list((shared.root / "removed").iterdir()))
+
+
+def test_one_snapshotter_works_in_a_folder(shared: Node) -> None:
+    options = ["--address", shared.base / "second.sock", "--root", shared.root]
+    done = bootseer(shared.settings, "snapshotter", *options)
+    assert done.returncode == 19
+    assert "another snapshotter" in done.stderr
+
+
+def test_only_its_user_may_ask_it(shared: Node) -> None:
+    assert (shared.base / "snapshotter.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
+    skip_unless_root()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind("\0bootseer-test-" + tmp_path.name)
+        receiver.settimeout(30)
+        command = [sys.executable, "-m", "bootseer", "--store", tmp_path / "store"]
+        command += ["--cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run"]
+        command += ["snapshotter", "--address", tmp_path / "s", "--root", tmp_path / "root"]
+        process = subprocess.Popen(
+            [str(argument) for argument in command],
+            cwd=REPOSITORY,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "NOTIFY_SOCKET": f"@bootseer-test-{tmp_path.name}"},
+        )
+        try:
+            assert receiver.recv(100) == b"READY=1"
+            process.terminate()
+            assert receiver.recv(100) == b"STOPPING=1"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_without_grpc_the_command_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["grpc"] = None
+from bootseer.cli import main
+main(["snapshotter", "--root", sys.argv[1]])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "root"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 18
+    assert "bootseer[containerd]" in done.stderr
+    assert not (tmp_path / "root").exists()

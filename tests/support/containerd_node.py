@@ -1,0 +1,366 @@
+"""A node for tests: a real containerd of its own, with the snapshotter, in folders of its own.
+
+`Node` starts `bootseer snapshotter` and containerd, and speaks to them as their clients do: `ctr`,
+and CRI over gRPC, as a kubelet does. Whatever happens, `close` leaves no process and no mount.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.mount_state import live_mounts
+from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE, describe
+from tests.support.image_mounts import (
+    REPOSITORY,
+    TIMEOUT_S,
+    Completed,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+    wait_for,
+)
+from tests.support.images import ARCHITECTURE
+
+BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
+"""A folder with the `containerd`, `ctr` and shim of another version to test with."""
+
+_COMMON = """
+version = {version}
+root = "{base}/root"
+state = "{base}/state"
+disabled_plugins = [
+  "io.containerd.internal.v1.restart", "io.containerd.internal.v1.tracing",
+  "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
+]
+[grpc]
+address = "{base}/containerd.sock"
+[proxy_plugins.bootseer]
+type = "snapshot"
+address = "{base}/snapshotter.sock"
+[plugins."io.containerd.internal.v1.opt"]
+path = "{base}/opt"
+"""
+_VERSION_1 = """
+[plugins."io.containerd.grpc.v1.cri"]
+stream_server_port = "0"
+netns_mounts_under_state_dir = true
+[plugins."io.containerd.grpc.v1.cri".cni]
+conf_dir = "{base}/cni"
+[plugins."io.containerd.grpc.v1.cri".registry]
+config_path = "{base}/certs.d"
+[plugins."io.containerd.grpc.v1.cri".containerd]
+snapshotter = "bootseer"
+"""
+_VERSION_2 = """
+[plugins."io.containerd.grpc.v1.cri"]
+stream_server_port = "0"
+[plugins."io.containerd.cri.v1.runtime"]
+netns_mounts_under_state_dir = true
+[plugins."io.containerd.cri.v1.runtime".cni]
+conf_dir = "{base}/cni"
+[plugins."io.containerd.cri.v1.images"]
+snapshotter = "bootseer"
+[plugins."io.containerd.cri.v1.images".registry]
+config_path = "{base}/certs.d"
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+platform = "linux/{architecture}"
+snapshotter = "bootseer"
+"""
+
+_CRI_MESSAGES = {
+    "ImageSpec": ((1, "string", "image"),),
+    "PullImageRequest": ((1, ".runtime.v1.ImageSpec", "image"),),
+    "PullImageResponse": ((1, "string", "image_ref"),),
+    "RemoveImageRequest": ((1, ".runtime.v1.ImageSpec", "image"),),
+    "RemoveImageResponse": (),
+    "ListImagesRequest": (),
+    "Image": ((1, "string", "id"), (2, "*string", "repo_tags")),
+    "ListImagesResponse": ((1, "*.runtime.v1.Image", "images"),),
+}
+
+
+def _cri_messages() -> dict[str, Any]:
+    pool = descriptor_pool.DescriptorPool()
+    file = describe("runtime.v1", _CRI_MESSAGES, ())
+    pool.AddSerializedFile(file.SerializeToString())
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"runtime.v1.{name}"))
+        for name in _CRI_MESSAGES
+    }
+
+
+_CRI = _cri_messages()
+
+
+def programs() -> Path:
+    """The folder with containerd; skips where there is none."""
+    named = os.environ.get(BIN_VARIABLE)
+    found = named or shutil.which("containerd")
+    if found is None:
+        pytest.skip("containerd is not installed")
+    return Path(found) if named else Path(found).parent
+
+
+class Node:
+    """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
+
+    def __init__(
+        self, *, with_containerd: bool = True, linger_s: float = 0.0, **changes: Any
+    ) -> None:
+        skip_unless_root()
+        skip_unless_fuse()
+        self._bin = programs() if with_containerd else Path("/usr/bin")
+        # A socket's path must be short.
+        self.base = Path(tempfile.mkdtemp(prefix="node-"))
+        self.settings: Settings = replace(settings_at(self.base), deadline_s=5.0, **changes)
+        self.root = self.base / "snapshotter"
+        self._linger_s = linger_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
+        for name in ("cache", "cni"):
+            (self.base / name).mkdir()
+        try:
+            self.snapshotter = self.start_snapshotter()
+            if with_containerd:
+                self.containerd = self.start_containerd()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- processes ----------------------------------------------------------------------------
+
+    def start_snapshotter(self) -> "subprocess.Popen[bytes]":
+        """Start it, and wait until it serves."""
+        flags = ["--store", self.settings.store_url, "--cache-dir", self.settings.cache_dir]
+        flags += ["--run-dir", self.settings.run_dir, "--workload", self.settings.workload]
+        options = ["--address", self.base / "snapshotter.sock", "--root", self.root]
+        options += ["--linger", self._linger_s]
+        with (self.base / "snapshotter.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bootseer", "-v"]
+                + [str(argument) for argument in [*flags, "snapshotter", *options]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                env={**os.environ, "BOOTSEER_DEADLINE": str(self.settings.deadline_s)},
+            )
+        self._processes.append(process)
+        self._wait(process, lambda: self.snapshots_answered(), "snapshotter.log")
+        return process
+
+    def start_containerd(self) -> "subprocess.Popen[bytes]":
+        """Start it, and wait until CRI answers."""
+        text, version = (_VERSION_2, 3) if self.is_version("2") else (_VERSION_1, 2)
+        config = (_COMMON + text).format(base=self.base, version=version, architecture=ARCHITECTURE)
+        (self.base / "config.toml").write_text(config)
+        with (self.base / "containerd.log").open("ab") as log:
+            process = subprocess.Popen(
+                ["containerd", "--config", self.base / "config.toml"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+            )
+        self._processes.append(process)
+        self._wait(process, lambda: self._cri_answers(), "containerd.log")
+        return process
+
+    def is_version(self, prefix: str) -> bool:
+        """Whether containerd's version begins with this, as "2" or "1.6"."""
+        command = [str(self._bin / "containerd"), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return re.search(rf"\bv?{re.escape(prefix)}\.", done.stdout) is not None
+
+    def _wait(self, process: "subprocess.Popen[bytes]", ready: Any, log: str) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                pytest.fail(f"it does not start: {(self.base / log).read_text()}")
+            time.sleep(0.02)
+
+    def stop(self, process: "subprocess.Popen[bytes]", sign: int = signal.SIGTERM) -> None:
+        """Signal the process, and wait for its end."""
+        process.send_signal(sign)
+        process.wait(TIMEOUT_S)
+        self._processes.remove(process)
+
+    def log(self) -> str:
+        """What the snapshotter has said."""
+        return (self.base / "snapshotter.log").read_text()
+
+    # ---- the snapshotter, as containerd calls it ----------------------------------------------
+
+    def call(self, method: str, /, **fields: Any) -> Any:
+        """One call of the snapshots service. Raises: grpc.RpcError."""
+        request, response = METHODS[method]
+        with grpc.insecure_channel(f"unix:{self.base}/snapshotter.sock") as channel:
+            make = channel.unary_stream if method == "List" else channel.unary_unary
+            caller = make(
+                f"/{SERVICE}/{method}",
+                request_serializer=MESSAGES[request].SerializeToString,
+                response_deserializer=MESSAGES[response].FromString,
+            )
+            answer = caller(MESSAGES[request](**fields), timeout=TIMEOUT_S)
+            if method == "List":
+                return [info for part in answer for info in part.info]
+            return answer
+
+    def refused(self, method: str, /, **fields: Any) -> Any:
+        """The status code of a call that must fail."""
+        with pytest.raises(grpc.RpcError) as caught:
+            self.call(method, **fields)
+        return caught.value.code()
+
+    def snapshots_answered(self) -> bool:
+        """Whether the snapshotter answers."""
+        try:
+            self.call("List")
+        except grpc.RpcError:
+            return False
+        return True
+
+    # ---- containerd's clients -----------------------------------------------------------------
+
+    def ctr(self, *arguments: object, check: bool = True) -> Completed:
+        """`ctr` in the namespace of CRI."""
+        done = self.start_ctr(*arguments)
+        try:
+            out, err = done.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            done.kill()
+            pytest.fail(f"ctr {arguments} did not end")
+        if check:
+            assert done.returncode == 0, f"{arguments}: {err}"
+        return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+    def start_ctr(self, *arguments: object) -> "subprocess.Popen[str]":
+        """`ctr`, started."""
+        return subprocess.Popen(
+            ["ctr", "--address", str(self.base / "containerd.sock"), "--namespace", "k8s.io"]
+            + [str(argument) for argument in arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
+
+    def run(self, reference: str, name: str, *command: object, options: Sequence[str] = ()) -> str:
+        """What a container prints."""
+        flags = ["run", "--rm", "--snapshotter", "bootseer", *options]
+        return self.ctr(*flags, reference, name, *command).stdout
+
+    def start(self, reference: str, name: str, *command: object) -> None:
+        """A container in the background."""
+        self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
+
+    def execute(self, name: str, *command: object, check: bool = True) -> Completed:
+        """A command in a running container."""
+        identity = f"exec-{time.monotonic_ns()}"
+        return self.ctr("task", "exec", "--exec-id", identity, name, *command, check=check)
+
+    def remove(self, name: str) -> None:
+        """End and remove a container."""
+        self.ctr("task", "kill", "--signal", "SIGKILL", name)
+        wait_for(lambda: self.ctr("task", "rm", name, check=False).returncode == 0)
+        self.ctr("container", "rm", name)
+
+    def cri(self, method: str, /, **fields: Any) -> Any:
+        """One call of CRI's image service. Raises: grpc.RpcError."""
+        with grpc.insecure_channel(f"unix:{self.base}/containerd.sock") as channel:
+            caller = channel.unary_unary(
+                f"/runtime.v1.ImageService/{method}",
+                request_serializer=_CRI[f"{method}Request"].SerializeToString,
+                response_deserializer=_CRI[f"{method}Response"].FromString,
+            )
+            return caller(_CRI[f"{method}Request"](**fields), timeout=TIMEOUT_S)
+
+    def pull(self, reference: str) -> None:
+        """Pull as a kubelet does, over plain HTTP."""
+        host = reference.partition("/")[0]
+        folder = self.base / "certs.d" / host
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
+        self.cri("PullImage", image={"image": reference})
+
+    def remove_image(self, reference: str) -> None:
+        """Remove an image, and wait for what depends on it."""
+        self.cri("RemoveImage", image={"image": reference})
+        self.ctr("images", "rm", "--sync", reference, check=False)
+
+    def _cri_answers(self) -> bool:
+        try:
+            self.cri("ListImages")
+        except grpc.RpcError:
+            return False
+        return True
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    def trees(self) -> list[Path]:
+        """The FUSE mounts of images."""
+        return [m.path for m in mounts.find_mounts("bootseer") if self._is_ours(m.path)]
+
+    def _is_ours(self, path: Path) -> bool:
+        return path.is_relative_to(self.base)
+
+    def snapshots(self) -> Mapping[str, Any]:
+        """What the snapshotter lists, by key."""
+        return {info.name: info for info in self.call("List")}
+
+    def close(self) -> None:
+        """End everything."""
+        if hasattr(self, "containerd"):
+            for line in self.ctr("task", "ls", "-q", check=False).stdout.split():
+                self.ctr("task", "rm", "--force", line, check=False)
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(20)
+        _unmount_below(self.base)
+        wait_published(self.settings, TIMEOUT_S)
+        wait_for(lambda: not list(live_mounts(self.settings)))
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _unmount_below(base: Path) -> None:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    paths = [Path(line.split()[4]) for line in lines]
+    for path in reversed([path for path in paths if path.is_relative_to(base)]):
+        with contextlib.suppress(BootseerError):
+            mounts.detach(path, lazy=True)
