@@ -24,6 +24,7 @@ from bootseer.errors import (
     BootseerError,
     CorruptError,
     DeadlineError,
+    InvalidInputError,
     NotFoundError,
     UnavailableError,
     UnsupportedError,
@@ -88,10 +89,13 @@ class RegistryClient:
         self.name = f"{hosts[-1].name}/{repository}"
         """For messages."""
         self._deadline_s = deadline_s
+        self._has_referrers = True
+        """Until the registry says that it has no such thing."""
         self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
 
-    def manifest(self, target: str) -> Document:
-        """The manifest or index that a tag or a digest names.
+    def manifest(self, target: str, *, for_update: bool = False) -> Document:
+        """The manifest or index that a tag or a digest names. `for_update`: as a server says that
+        may be written to, not what a mirror remembers.
 
         Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError,
         CorruptError where it is not what the digest says.
@@ -109,6 +113,8 @@ class RegistryClient:
             media_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
             return Document(digest, media_type, data)
 
+        if for_update:
+            return self._ask("push", get)
         return self._ask("pull" if by_digest else "resolve", get)
 
     def resolve(self, tag: str) -> str:
@@ -210,12 +216,15 @@ class RegistryClient:
 
         Raises: as `manifest`, but for NotFoundError.
         """
-        try:
-            pages = list(
-                self._pages("pull", f"referrers/{digest}", {"artifactType": artifact_type})
-            )
-        except NotFoundError:
-            pages = [parse_object(self._fallback(digest), self.name)]
+        pages: list[Mapping[str, Any]] = []
+        if self._has_referrers:
+            try:
+                query = {"artifactType": artifact_type}
+                pages = list(self._pages("pull", f"referrers/{digest}", query))
+            except (NotFoundError, UnsupportedError, InvalidInputError):
+                self._has_referrers = False
+        if not self._has_referrers:
+            pages = [{"manifests": self.tagged_referrers(digest)}]
         return [
             entry
             for page in pages
@@ -223,12 +232,21 @@ class RegistryClient:
             if isinstance(entry, dict) and entry.get("artifactType") == artifact_type
         ]
 
-    def _fallback(self, digest: str) -> bytes:
-        """The index under the referrers tag; an empty one where there is none."""
+    def tagged_referrers(self, digest: str, *, for_update: bool = False) -> list[Any]:
+        """What the tag that stands in for the referrers API lists, of any type; [] where there is
+        no such tag. Raises: as `manifest`, but for NotFoundError."""
         try:
-            return self.manifest(fallback_tag(digest)).data
+            data = self.manifest(fallback_tag(digest), for_update=for_update).data
         except NotFoundError:
-            return b"{}"
+            return []
+        entries = parse_object(data, self.name).get("manifests")
+        return entries if isinstance(entries, list) else []
+
+    def tag_referrers(self, digest: str, entries: Sequence[Any]) -> None:
+        """Replace that list. Raises: as `push_blob`; InvalidInputError where a manifest that it
+        names is missing."""
+        index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": list(entries)}
+        self.push_manifest(fallback_tag(digest), INDEX_TYPE, json.dumps(index).encode())
 
     def _pages(
         self, capability: str, path: str, query: Mapping[str, str]

@@ -13,7 +13,8 @@ __all__ = ["Backend", "FileInfo", "Lease", "Space", "Store", "Writer", "open_bac
 
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
-    """The backend for `url`: a bare path, `file://`, `hdfs://`, any fsspec URL, or `limit+URL`.
+    """The backend for `url`: a bare path, `file://`, `hdfs://`, `oci://` (beside an image in a
+    registry), any fsspec URL, or `limit+URL`.
 
     Nothing is created and a server is not asked before the first operation. `deadline_s`: no call
     waits longer without progress, where the backend decides and the URL does not say.
@@ -33,6 +34,10 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
         from bootseer.store.hdfs import HdfsBackend
 
         return HdfsBackend(url, deadline_s=deadline_s)
+    if scheme == "oci":
+        from bootseer.store.oci import OciBackend
+
+        return OciBackend(url, deadline_s)
     from bootseer.store.generic import FsspecBackend
 
     return FsspecBackend(url)

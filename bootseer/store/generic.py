@@ -7,11 +7,11 @@ file system's own time-outs apply. Thread-safe as far as the fsspec file system 
 """
 
 import contextlib
-import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -24,12 +24,10 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.redact import public_url, redact
-from bootseer.store.backend import FileInfo, Space, Writer
+from bootseer.store.backend import FileInfo, Space
 from bootseer.store.paths import split_path, split_scheme
+from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
-# An object up to this size is kept in memory and sent by one call; a larger one lies in an
-# unnamed temporary file until it is closed.
-_SPOOL_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
@@ -90,12 +88,12 @@ class FsspecBackend:
         buffer[: len(data)] = data
         return len(data)
 
-    def create(self, path: str, *, overwrite: bool = False) -> "_SpoolingWriter":
+    def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
         full = self._full(path, file=True)
         with self._guard, self._errors("create", path):
             if not overwrite and self._fs.exists(full):
                 raise FileExistsError("it exists already")
-        return _SpoolingWriter(self, path, overwrite)
+        return SpoolingWriter(partial(self._put, path, overwrite=overwrite), self._name(path))
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         old, new = self._full(source, file=True), self._full(target, file=True)
@@ -151,14 +149,13 @@ class FsspecBackend:
     def close(self) -> None:
         """Nothing to release: fsspec keeps and shares its connections."""
 
-    def _put(self, path: str, spool: Any, size_bytes: int, *, overwrite: bool) -> None:
+    def _put(self, path: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool) -> None:
         full = self._full(path)
         with self._guard, self._errors("write", path):
-            spool.seek(0)
             parent = full.rpartition("/")[0]
             if parent.strip("/") and not hasattr(self._fs, "s3"):
                 self._fs.makedirs(parent, exist_ok=True)
-            if size_bytes <= _SPOOL_BYTES:
+            if size_bytes <= SPOOL_BYTES:
                 mode = "overwrite" if overwrite else "create"
                 self._fs.pipe_file(full, spool.read(), mode=mode)
                 return
@@ -200,39 +197,6 @@ class FsspecBackend:
 
     def _name(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
-
-
-class _SpoolingWriter(Writer):
-    """Keeps what is written, and puts it when it is closed."""
-
-    def __init__(self, backend: FsspecBackend, path: str, overwrite: bool) -> None:
-        self._backend = backend
-        self._path = path
-        self._overwrite = overwrite
-        self._size_bytes = 0
-        # Closed by `close` or `abort`, which a writer's owner has to call in any case.
-        self._spool: Any = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115
-
-    def write(self, data: bytes) -> None:
-        if self._spool is None:
-            raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
-        try:
-            self._spool.write(data)
-        except OSError as error:
-            raise from_oserror(error, f"keep {self._path} in {tempfile.gettempdir()}") from error
-        self._size_bytes += len(data)
-
-    def close(self) -> None:
-        if self._spool is None:
-            return
-        spool, self._spool = self._spool, None
-        with spool:
-            self._backend._put(self._path, spool, self._size_bytes, overwrite=self._overwrite)
-
-    def abort(self) -> None:
-        if self._spool is not None:
-            self._spool.close()
-            self._spool = None
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:

@@ -7,7 +7,6 @@ in a document is believed: every type, count and size is checked, and digests ar
 """
 
 import hashlib
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from bootseer.prefetch.checked_json import (
     strings_in,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.registry.platforms import this_architecture, unsuitability
 
 DOCUMENT_BYTES_MAX = 8 * 2**20
 """Registries refuse manifests above 4 MiB; a configuration with a long history may be larger."""
@@ -42,17 +42,6 @@ _MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
-# platform.machine() -> GOARCH, where they differ.
-_ARCHITECTURES = {
-    "x86_64": "amd64",
-    "aarch64": "arm64",
-    "armv7l": "arm",
-    "i686": "386",
-    "loongarch64": "loong64",
-}
-# The variants of an architecture in the order of preference; others come last. Any machine runs
-# what names no variant of amd64, and arm64 has only ever had v8.
-_VARIANTS = {"amd64": ("", "v1"), "arm64": ("v8", ""), "arm": ("v7", "v6", "v5", "")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +147,13 @@ def parse_archive_manifest(data: bytes, where: str) -> list[ArchivedImage]:
 
 def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
     """The one for this machine. Raises: NotFoundError, naming what there is."""
-    machine = platform.machine()
-    wanted = _ARCHITECTURES.get(machine, machine)
-    fitting = [m for m in manifests if m.architecture == wanted and m.system in ("linux", "")]
+    fitting = [
+        (rank, number)
+        for number, m in enumerate(manifests)
+        if (rank := unsuitability(m.system, m.architecture, m.variant)) is not None
+    ]
     if fitting:
-        preferred = _VARIANTS.get(wanted, ())
-        return min(
-            fitting,
-            key=lambda m: preferred.index(m.variant) if m.variant in preferred else len(preferred),
-        )
+        return manifests[min(fitting)[1]]
     # A lone image without a platform needs no choice. BuildKit's attestations are marked
     # "unknown" and are no images.
     unmarked = [m for m in manifests if not m.architecture]
@@ -174,7 +161,8 @@ def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
         return unmarked[0]
     there = sorted({f"{m.system}/{m.architecture}" for m in manifests if m.architecture})
     raise NotFoundError(
-        f"{where} has no image for linux/{wanted}, only for {', '.join(there) or 'none'}"
+        f"{where} has no image for linux/{this_architecture()}, only for "
+        f"{', '.join(there) or 'none'}"
     )
 
 

@@ -1,19 +1,52 @@
 """The backends and stores that the conformance suite runs on."""
 
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bootseer.registry import open_registry_client, parse_reference
+from bootseer.registry.client import MANIFEST_TYPE, digest_of
 from bootseer.store import Backend, Store, open_backend
 from tests.hdfs.cluster import MiniHdfs
+from tests.support.registry import Registry, running_registry
 
 LOCAL = pytest.param("local", id="local")
 MEMORY = pytest.param("memory", id="memory")
 LIMITED = pytest.param("limited", id="limited")
 HDFS = pytest.param("hdfs", id="hdfs", marks=pytest.mark.hdfs)
-ALL = (LOCAL, MEMORY, LIMITED, HDFS)
+OCI = pytest.param("oci", id="oci")
+ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI)
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """A real registry, whose repositories are each used by one test."""
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+def push_image(registry: Registry) -> str:
+    """A small image in a repository of its own; returns HOST/REPOSITORY@DIGEST."""
+    name = f"{registry.host}/store/r{secrets.token_hex(6)}"
+    config = b"{}"
+    with open_registry_client(parse_reference(name)) as client:
+        client.push_blob(digest_of(config), config)
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "config": {
+                "mediaType": "application/vnd.oci.image.config.v1+json",
+                "digest": digest_of(config),
+                "size": len(config),
+            },
+            "layers": [],
+        }
+        data = json.dumps(manifest).encode()
+        client.push_manifest("v1", MANIFEST_TYPE, data)
+    return f"{name}@{digest_of(data)}"
 
 
 @pytest.fixture(params=ALL)
@@ -30,6 +63,8 @@ def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
             cluster: MiniHdfs = request.getfixturevalue("hdfs")
             # Several blocks per object, so that their borders are crossed.
             return f"{cluster.url}/{unique}?block_size_bytes=8388608"
+        case "oci":
+            return f"oci://{push_image(request.getfixturevalue('registry'))}"
         case _:
             return (tmp_path / "root").as_uri()
 

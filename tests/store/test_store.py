@@ -175,10 +175,10 @@ def test_a_publisher_that_is_killed_shows_nothing(backend_url: str, how: str) ->
         assert [info.path for info in store.list()] == (["killed"] if how == "replace" else [])
         if how == "replace":
             assert store.read("killed") == b"old"
-        # The next run is not hindered, and the sweep finds the remains.
+        # The next run is not hindered, and the sweep finds the remains, where there can be any.
         assert store.publish("killed", b"whole", replace=True)
         assert store.read("killed") == b"whole"
-        assert store.sweep(older_than_s=-5) == 1
+        assert store.sweep(older_than_s=-5) == int(store.backend.has_atomic_rename)
 
 
 class StoreModel(RuleBasedStateMachine):

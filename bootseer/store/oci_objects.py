@@ -1,0 +1,126 @@
+"""The objects of a store that lie beside an image in a registry, as OCI artifacts: the codec.
+
+Format: docs/format/oci.md. Each object is a blob of the image's repository, and one small manifest
+that refers to the image (`subject`) and says in its annotations which key the blob is the object
+of; registries copy these into the list of an image's referrers, so that one list shows all keys.
+Pure (no I/O). What a registry sends is hostile: an entry that is wrong is no object.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from bootseer.errors import InvalidInputError
+from bootseer.registry.client import MANIFEST_TYPE, digest_of
+from bootseer.store.paths import split_path
+
+ARTIFACT_TYPE = "application/vnd.bootseer.store.v1"
+OBJECT_TYPE = "application/vnd.bootseer.object.v1"
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+EMPTY = b"{}"
+"""The configuration of an artifact that has none (image specification, "Guidance for an Empty
+Descriptor")."""
+
+_KEY = "org.bootseer.key"
+_DIGEST = "org.bootseer.digest"
+_SIZE = "org.bootseer.size"
+_WRITTEN = "org.bootseer.written_ns"
+_SHA256 = re.compile("sha256:[0-9a-f]{64}")
+_NUMBER = re.compile("[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object of the store: under which key, and in which blob and manifest it is."""
+
+    key: str
+    digest: str
+    size_bytes: int
+    written_ns: int
+    """By the writer's clock."""
+    manifest_digest: str
+
+    @property
+    def is_immutable(self) -> bool:
+        """Whether the key names the object's own digest: nothing else can be there."""
+        return self.digest.partition(":")[2] in self.key
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """The newest object of a key is its greatest."""
+        return (self.written_ns, self.manifest_digest)
+
+
+def encode_object(
+    key: str, digest: str, size_bytes: int, written_ns: int, subject: Mapping[str, Any]
+) -> tuple[bytes, dict[str, Any]]:
+    """The manifest of an object, and the descriptor by which lists of referrers name it."""
+    annotations = {
+        _KEY: key,
+        _DIGEST: digest,
+        _SIZE: str(size_bytes),
+        _WRITTEN: str(written_ns),
+        "org.opencontainers.image.created": _rfc3339(written_ns),
+    }
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": ARTIFACT_TYPE,
+        "config": {"mediaType": EMPTY_TYPE, "digest": digest_of(EMPTY), "size": len(EMPTY)},
+        "layers": [{"mediaType": OBJECT_TYPE, "digest": digest, "size": size_bytes}],
+        "subject": dict(subject),
+        "annotations": annotations,
+    }
+    data = json.dumps(manifest, sort_keys=True).encode()
+    descriptor = {
+        "mediaType": MANIFEST_TYPE,
+        "digest": digest_of(data),
+        "size": len(data),
+        "artifactType": ARTIFACT_TYPE,
+        "annotations": annotations,
+    }
+    return data, descriptor
+
+
+def _rfc3339(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
+    """The object that a descriptor in a list of referrers stands for; None where it is none."""
+    annotations = descriptor.get("annotations")
+    manifest_digest = descriptor.get("digest")
+    if not isinstance(annotations, dict) or not isinstance(manifest_digest, str):
+        return None
+    if descriptor.get("artifactType") != ARTIFACT_TYPE:
+        return None
+    names = (_KEY, _DIGEST, _SIZE, _WRITTEN)
+    values = [value for name in names if isinstance(value := annotations.get(name), str)]
+    if len(values) < len(names):
+        return None
+    key, digest, size, written = values
+    if not (_SHA256.fullmatch(digest) and _SHA256.fullmatch(manifest_digest)):
+        return None
+    if not (_NUMBER.fullmatch(size) and _NUMBER.fullmatch(written)):
+        return None
+    try:
+        if not split_path(key):
+            return None
+    except InvalidInputError:
+        return None
+    return StoredObject(key, digest, int(size), int(written), manifest_digest)
+
+
+def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[StoredObject]]:
+    """All objects in a list of referrers, the newest of each key last."""
+    found: dict[str, list[StoredObject]] = {}
+    for descriptor in descriptors:
+        stored = decode_object(descriptor) if isinstance(descriptor, dict) else None
+        if stored is not None:
+            found.setdefault(stored.key, []).append(stored)
+    for versions in found.values():
+        versions.sort(key=lambda stored: stored.order)
+    return found
