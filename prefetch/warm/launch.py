@@ -6,6 +6,7 @@ Owns the rule that warming never costs a start more than a warning and a bounded
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,8 +58,10 @@ def _start(request: WarmRequest) -> str:
         try:
             starting.await_ready(min(request.deadline_s, ARM_S) + 5.0)
         except DeadlineError:
-            # What it was doing may hang, and would do so for as long as it is let.
-            starting.process.kill()
+            # What hangs would do so for as long as it is let. The child that it has left behind is
+            # of its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(starting.process.pid, signal.SIGKILL)
             raise
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):

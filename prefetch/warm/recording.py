@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from bootseer.errors import BootseerError, UnsupportedError
 from bootseer.prefetch.warm.beneath import Beneath
 from bootseer.prefetch.warm.opens import FanotifyWatch, InotifyWatch, OpenWatch, directories
+from bootseer.prefetch.warm.plan import GAP_BYTES
 from bootseer.prefetch.warm.record import (
     FILE_COUNT_MAX,
     Range,
@@ -125,7 +126,7 @@ def _files(root: str, paths: Sequence[bytes] | dict[bytes, None]) -> Iterator[Wa
 
 def _warm_file(path: bytes, status: os.stat_result, ranges: tuple[Range, ...] | None) -> WarmFile:
     size_bytes = status.st_size
-    if ranges is None:
+    if ranges is None or size_bytes <= GAP_BYTES:
         ranges = (Range(0, size_bytes),) if size_bytes else ()
     return WarmFile(path, size_bytes, status.st_mtime_ns, ranges)
 

@@ -101,8 +101,8 @@ def _read(
     work = planned(request, record)
     warning = shortage(request, work)
     node.say(action="reading", warning=warning, planned_bytes=work.planned_bytes)
-    report.send_ready()
     with _ends(request) as ends, stage("warm") as span:
+        report.send_ready()
         figures = read_ahead(
             request.directory,
             work,
@@ -111,9 +111,11 @@ def _read(
             stop=lambda: bool(select.select(ends[:1], [], [], 0)[0]),
         )
         span.set("bootseer.bytes", figures.read_bytes)
-    node.say(action="read", **asdict(figures))
+    node.say(action="read", cpu_s=round(time.process_time(), 3), **asdict(figures))
     _log.info("read %s ahead: %s", request.directory, figures)
-    if is_outdated(record, figures):
+    # An empty directory is a file system that is not mounted here: the record is for those where
+    # it is.
+    if is_outdated(record, figures) and os.listdir(request.directory):
         _log.warning("most of the record of %s has changed: it is removed", request.directory)
         delete_record(store, request.identity, request.workload)
 

@@ -1,11 +1,12 @@
 """A directory behind latency: the stand-in for a network file system whose every request is a
 round trip. Counts what is asked of it.
 
-`python -m tests.support.slow_fs SOURCE MOUNTPOINT LATENCY_S READAHEAD_BYTES` serves it from a
-process of its own, which writes its counters as JSON to stdout when it is unmounted.
+`python -m tests.support.slow_fs SOURCE MOUNTPOINT LATENCY_S READAHEAD_BYTES COUNTERS` serves it
+from a process of its own, whose counters are in the file COUNTERS at any time (`read_counters`).
 """
 
-import json
+import mmap
+import struct
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from tests.support.passthrough_fs import PassthroughFileSystem
 
 _TTL_S = 3600.0
 _THREADS = 16
+_PAGE_BYTES = 4096
+_COUNTERS = struct.Struct("<5Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,45 +36,48 @@ class Counters:
     lookup_count: int
 
 
+def read_counters(path: Path) -> Counters:
+    """What a server of another process was asked so far."""
+    return Counters(*_COUNTERS.unpack(path.read_bytes()[: _COUNTERS.size]))
+
+
 class SlowFileSystem(PassthroughFileSystem):
     """Mirrors `root`; each read, open and lookup takes `latency_s`. Thread-safe."""
 
-    def __init__(self, root: Path, *, latency_s: float = 0.0) -> None:
+    def __init__(self, root: Path, *, latency_s: float = 0.0, shared: Path | None = None) -> None:
         super().__init__(root, ttl_s=_TTL_S)
         self._latency_s = latency_s
         self._count_lock = threading.Lock()
-        self.read_lengths: list[int] = []
-        self.open_count = 0
-        self.lookup_count = 0
+        self._counts = [0] * len(Counters.__slots__)
+        self._shared: mmap.mmap | None = None
+        if shared is not None:
+            shared.write_bytes(bytes(_COUNTERS.size))
+            with shared.open("r+b") as file:
+                self._shared = mmap.mmap(file.fileno(), 0)
 
     def counters(self) -> Counters:
         """What was asked since the last `reset`."""
         with self._count_lock:
-            lengths = list(self.read_lengths)
-            return Counters(
-                len(lengths),
-                sum(lengths),
-                sum(length <= 4096 for length in lengths),
-                self.open_count,
-                self.lookup_count,
-            )
+            return Counters(*self._counts)
+
+    def _asked(self, *changes: int) -> None:
+        with self._count_lock:
+            self._counts = [a + b for a, b in zip(self._counts, changes, strict=True)]
+            if self._shared is not None:
+                _COUNTERS.pack_into(self._shared, 0, *self._counts)
+        time.sleep(self._latency_s)
 
     def reset(self) -> None:
         """Count from zero again."""
         with self._count_lock:
-            self.read_lengths.clear()
-            self.open_count = self.lookup_count = 0
+            self._counts = [0] * len(self._counts)
 
     def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
-        with self._count_lock:
-            self.lookup_count += 1
-        time.sleep(self._latency_s)
+        self._asked(0, 0, 0, 0, 1)
         return super().lookup(caller, parent, name)
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
-        with self._count_lock:
-            self.open_count += 1
-        time.sleep(self._latency_s)
+        self._asked(0, 0, 0, 1, 0)
         return super().open(caller, node, flags)
 
     def read(
@@ -79,15 +85,13 @@ class SlowFileSystem(PassthroughFileSystem):
     ) -> Buffer | Sequence[Buffer]:
         data = super().read(caller, node, handle, offset, length)
         assert isinstance(data, bytes)
-        with self._count_lock:
-            self.read_lengths.append(len(data))
-        time.sleep(self._latency_s)
+        self._asked(1, len(data), len(data) <= _PAGE_BYTES, 0, 0)
         return data
 
 
-def main(source: str, mountpoint: str, latency_s: str, readahead_bytes: str) -> None:
-    """Serve until unmounted, then say what was asked."""
-    operations = SlowFileSystem(Path(source), latency_s=float(latency_s))
+def main(source: str, mountpoint: str, latency_s: str, readahead_bytes: str, counters: str) -> None:
+    """Serve until unmounted."""
+    operations = SlowFileSystem(Path(source), latency_s=float(latency_s), shared=Path(counters))
     options = MountOptions(
         name="slow",
         subtype="bootseer-bench",
@@ -95,8 +99,6 @@ def main(source: str, mountpoint: str, latency_s: str, readahead_bytes: str) -> 
         max_readahead_bytes=int(readahead_bytes),
     )
     serve(operations, Path(mountpoint), options)
-    counters = operations.counters()
-    json.dump({name: getattr(counters, name) for name in Counters.__slots__}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,7 @@ class Node:
     folder: Path
     store: Path
 
-    def run(
-        self, *arguments: object, user: int | None = None, prefix: tuple[str, ...] = ()
-    ) -> Ended:
+    def run(self, *arguments: object, prefix: tuple[str, ...] = (), deadline_s: int = 10) -> Ended:
         """`bootseer ARGUMENTS`, to its end."""
         command = [*prefix, sys.executable, "-m", "bootseer", *map(os.fspath, map(str, arguments))]
         done = subprocess.run(
@@ -80,23 +78,23 @@ class Node:
                 "HOME": str(self.folder),
                 "BOOTSEER_STORE": str(self.store),
                 "BOOTSEER_RUN_DIR": str(self.folder / "run"),
-                "BOOTSEER_DEADLINE": "10",
+                "BOOTSEER_DEADLINE": str(deadline_s),
             },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
             check=False,
-            user=user,
-            group=user,
-            extra_groups=[] if user is not None else None,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 
-    def warm_import(self, directory: Path, *options: object, code: str = IMPORT) -> Ended:
+    def warm_import(
+        self, directory: Path, *options: object, code: str = IMPORT, deadline_s: int = 10
+    ) -> Ended:
         """`bootseer warm DIRECTORY` around a Python that imports the package there."""
         script = f"import sys; sys.path.insert(0, {str(directory)!r}); {code}"
-        return self.run("warm", *options, directory, "--", sys.executable, "-S", "-c", script)
+        command = (sys.executable, "-S", "-c", script)
+        return self.run("warm", *options, directory, "--", *command, deadline_s=deadline_s)
 
     def last(self) -> dict[str, Any]:
         """What the process in the background did, once it has done it."""

@@ -16,6 +16,8 @@ from bootseer.prefetch.warm.residency import cached_ranges
 from bootseer.prefetch.warm.state import node_paths, take_lock
 from tests.cli.test_json import agree
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
+from tests.support.fuse_mount import mounted, short_options
+from tests.support.slow_fs import SlowFileSystem
 
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
@@ -225,6 +227,47 @@ def test_without_a_store_or_directory_the_command_starts_with_one_warning(
     (node.folder / "run").write_text("no folder")
     done = node.run("warm", tree, "--", "sh", "-c", "exit 6")
     assert (done.code, len(done.err.splitlines())) == (6, 1)
+
+
+@pytest.mark.fuse
+def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
+    tree: Path, node: Node, tmp_path: Path
+) -> None:
+    (tmp_path / "behind" / "warm").mkdir(parents=True)
+    node.folder.mkdir()
+    hanging = SlowFileSystem(tmp_path / "behind", latency_s=7.0)
+    with mounted(hanging, node.store, short_options(shutdown_s=2.0)):
+        done = node.warm_import(tree, deadline_s=1)
+        assert (done.code, done.out) == (0, "194")
+        assert len(done.err.splitlines()) == 1
+        assert "is not warmed: warming was not ready in 6 s" in done.err
+    # Whatever was started for it is gone: the lock is free.
+    paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
+    lock = take_lock(paths.lock)
+    assert lock is not None
+    os.close(lock)
+
+
+def test_an_unmounted_directory_does_not_cost_others_their_record(tree: Path, node: Node) -> None:
+    assert node.warm_import(tree).code == 0
+    assert node.last()["action"] == "recorded"
+    (tree / "package").rename(tree.parent / "package")
+    assert node.run("warm", tree, "--", "sleep", "0.5").code == 0
+    assert node.last()["action"] == "read"
+    assert len(node.shown(tree)["files"]) == len(_TOUCHED)
+
+
+def test_names_that_are_not_utf8(tree: Path, node: Node) -> None:
+    odd = os.fsdecode(os.fsencode(tree.parent) + b"/\xff env")
+    os.rename(tree, odd)
+    os.rename(odd + "/package/m1.py", os.fsdecode(os.fsencode(odd) + b"/package/\xfe"))
+    name = os.fsdecode(os.fsencode(odd) + b"/package/\xfe")
+    assert node.run("warm", odd, "--", "cat", name).code == 0
+    assert node.last()["action"] == "recorded"
+    figures = json.loads(node.run("warm", odd, "--json").out)
+    assert (figures["file_count"], figures["stale_count"]) == (1, 0)
+    assert node.shown(Path(odd))["files"][0]["path"] == "package/\udcfe"
+    assert node.run("warm", "--show", odd).code == 0
 
 
 def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
