@@ -38,11 +38,27 @@ def may_ask(fd: int) -> bool:
 
     To all others it says that every page is cached (Linux 5.2, against spying by page cache).
     """
+    owner = os.fstat(fd).st_uid
     return (
-        has_fowner()
-        or os.fstat(fd).st_uid == os.geteuid()
+        owner == os.geteuid()
+        or (has_fowner() and owner != unmapped_owner())
         or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
     )
+
+
+@cache
+def unmapped_owner() -> int | None:
+    """Whom files seem to belong to whose owner is not of this user namespace, where that can be.
+
+    A capability of the namespace says nothing about those (capable_wrt_inode_uidgid).
+    """
+    try:
+        mapped = Path("/proc/self/uid_map").read_text().split()
+        if mapped == ["0", "0", "4294967295"]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 @cache

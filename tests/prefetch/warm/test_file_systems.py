@@ -155,6 +155,26 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
 
 
 @pytest.mark.root
+def test_root_of_a_container_without_privileges_knows_what_it_is_not_told(
+    source: Path, node: Node
+) -> None:
+    """The kernel said "all is cached" of files that were not, and nothing was read ahead."""
+    require_root()
+    prefix = ("unshare", "--user", "--map-root-user")
+    if node.run("--version", prefix=prefix).code:
+        pytest.skip("no user namespaces here")
+    data = source / "package/data"
+    os.chown(data, _NOBODY - 1, _NOBODY - 1)
+    evict(source)
+    done = node.run("warm", source, "--", "head", "-c", "1", data, prefix=prefix)
+    assert (done.code, done.err) == (0, "")
+    assert node.last()["method"] == "inotify"
+    evict(source)
+    figures = json.loads(node.run("warm", source, "--json", prefix=prefix).out)
+    assert (figures["read_bytes"], figures["cached_bytes"]) == (2**22, 0)
+
+
+@pytest.mark.root
 def test_inotify_sees_a_command_with_mounts_of_its_own(
     source: Path, tmp_path: Path, node: Node
 ) -> None:
