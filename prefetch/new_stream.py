@@ -179,6 +179,8 @@ class NewStream:
 
 def remove_abandoned(streams: Path) -> None:
     """Remove what killed writers left in `streams`. Never raises."""
+    if not streams.is_dir():
+        return
     with contextlib.suppress(OSError), _alone(streams):
         for directory in streams.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):

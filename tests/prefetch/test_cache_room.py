@@ -1,0 +1,96 @@
+"""Keeping the node's cache below its limit, whatever lies in it."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.cache_room import CacheRoom, folders
+
+PIECE = bytes(range(256)) * 256
+
+
+def digest(number: int) -> str:
+    return f"sha256:{number:064x}"
+
+
+def put(cache: NodeCache, number: int) -> None:
+    with cache.new_stream() as new:
+        new.append(PIECE)
+        stream = new.commit(digest(number))
+    os.utime(stream.directory, ns=(number, number))
+    stream.close()
+
+
+def kept(cache: NodeCache) -> list[str]:
+    return [one.digest for one in cache.streams()]
+
+
+def test_the_longest_unused_goes_first_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path)
+    for number in range(4):
+        put(cache, number)
+    size = cache.streams()[0].size_bytes
+    used = cache.open_stream(digest(0), len(PIECE))
+    os.utime(used.directory, ns=(0, 0))
+    assert CacheRoom(tmp_path, 4 * size).make()
+    assert len(kept(cache)) == 4
+    assert CacheRoom(tmp_path, 2 * size).make()
+    assert kept(cache) == [digest(0), digest(3)]
+    assert CacheRoom(tmp_path, 2 * size).make(size)
+    assert kept(cache) == [digest(0)]
+    assert not CacheRoom(tmp_path, 2 * size).make(2 * size)
+    assert not CacheRoom(tmp_path, 0).make()
+    assert kept(cache) == [digest(0)]
+    assert used.read(0, len(PIECE)) == PIECE
+    used.close()
+
+
+def test_everything_that_is_kept_counts(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path)
+    put(cache, 1)
+    put(cache, 2)
+    size = sum(one.size_bytes for one in cache.streams())
+    for name in ("extracted", "local-store", "containers", "tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(300_000))
+        os.link(tmp_path / name / "file", tmp_path / name / "again")
+    found = {one.name: one for one in folders(tmp_path)}
+    assert 300_000 <= found["extracted"].size_bytes < 330_000
+    assert found["streams"].size_bytes >= size
+    assert [name for name, one in found.items() if not one.counts] == ["containers", "tmp"]
+    limit = size + 700_000
+    assert CacheRoom(tmp_path, limit).make()
+    assert len(kept(cache)) == 2
+    (tmp_path / "extracted" / "more").write_bytes(bytes(150_000))
+    assert CacheRoom(tmp_path, limit).make()
+    assert kept(cache) == [digest(2)]
+
+
+def test_indexes_of_images_that_are_not_started_any_more_go(tmp_path: Path) -> None:
+    (tmp_path / "indexes").mkdir()
+    for name, age_s in (("new", 0), ("old", 40 * 86_400)):
+        (tmp_path / "indexes" / name).write_bytes(b"index")
+        used_s = time.time() - age_s
+        os.utime(tmp_path / "indexes" / name, (used_s, used_s))
+    CacheRoom(tmp_path, 10**9).make()
+    assert [path.name for path in (tmp_path / "indexes").iterdir()] == ["new"]
+
+
+def test_a_disk_that_is_nearly_full_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    room = CacheRoom(tmp_path, 10**15)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.total // 21))
+    assert not room.make()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.total // 2))
+    assert room.make()
+
+
+def test_there_may_be_no_cache_yet(tmp_path: Path) -> None:
+    assert not CacheRoom(tmp_path / "none", 10**9).make()
+    assert folders(tmp_path / "none") == []

@@ -1,0 +1,204 @@
+"""The background fill: when it goes on, when it pauses, and what a complete image does without."""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.pack import pack_directory
+from bootseer.blob.tree import Tree
+from bootseer.errors import UnavailableError
+from bootseer.prefetch import fill as fill_module
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.fill import Fill
+from bootseer.prefetch.mount import serve_tree, unmount_image
+from bootseer.prefetch.streams import BlobStreams
+from bootseer.store import Store, open_store
+from tests.support.image_mounts import (
+    checksums_outside,
+    drop_cache,
+    index,
+    mounted,
+    settings_at,
+    skip_unless_fuse,
+    sweep_everything,
+    wait_for,
+)
+
+SIZE_BYTES = 12 * 2**20
+QUIET_S = 0.02
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "big").write_bytes(os.urandom(SIZE_BYTES))
+    with (tmp_path / "blob").open("wb") as sink:
+        return pack_directory(root, sink)
+
+
+@pytest.fixture
+def store(tmp_path: Path, tree: Tree) -> Store:
+    opened = open_store((tmp_path / "store").as_uri())
+    opened.publish(blob_key(tree.blobs[0].digest), tmp_path / "blob")
+    return opened
+
+
+@pytest.fixture
+def streams(tmp_path: Path, tree: Tree, store: Store) -> Iterator[BlobStreams]:
+    opened = BlobStreams(
+        tree.blobs, store.read, NodeCache(tmp_path / "cache"), deadline_s=5, fill_bytes_per_s=10**10
+    )
+    yield opened
+    opened.close()
+
+
+def yes(count: int = 0) -> bool:
+    return True
+
+
+def test_it_begins_when_the_start_is_over_and_ends_when_all_is_here(streams: BlobStreams) -> None:
+    over = threading.Event()
+    asked: list[int] = []
+
+    def make_room(count: int) -> bool:
+        asked.append(count)
+        return True
+
+    fill = Fill(streams, over.is_set, make_room, quiet_s=QUIET_S)
+    fill.start()
+    fill.join(0.2)
+    assert fill.state == "waiting"
+    assert streams.cached_bytes == 0
+    over.set()
+    wait_for(lambda: fill.state == "complete")
+    assert streams.cached_bytes == streams.image_bytes
+    assert streams.sources().fill_bytes == streams.image_bytes
+    assert asked
+
+
+def test_it_pauses_while_there_are_faults(streams: BlobStreams, tree: Tree) -> None:
+    reads: list[str] = []
+    fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
+    original = streams.fill
+
+    def filling(fetches: object = None) -> None:
+        reads.append(fill.state)
+        original(fetches)  # type: ignore[arg-type]
+        if len(reads) == 1:
+            # A fault right behind the first piece: the next piece waits for quiet.
+            streams.faults.fault(1, failed=False)
+
+    streams.fill = filling  # type: ignore[method-assign]
+    states: list[str] = []
+    is_quiet = fill._is_quiet
+
+    def watching() -> bool:
+        before = fill._seen_faults
+        answer = is_quiet()
+        states.append("waited" if fill._seen_faults != before else "went on")
+        return answer
+
+    fill._is_quiet = watching  # type: ignore[method-assign]
+    fill.start()
+    wait_for(lambda: fill.state == "complete")
+    assert states[:3] == ["waited", "waited", "went on"]
+
+
+def test_it_stops_where_there_is_no_room(streams: BlobStreams) -> None:
+    fill = Fill(streams, yes, lambda count: False, quiet_s=QUIET_S)
+    fill.start()
+    wait_for(lambda: fill.state == "no room")
+    fill.join(5)
+    assert streams.cached_bytes == 0
+
+
+def test_it_outlives_an_outage_of_the_store(
+    streams: BlobStreams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_module, "_FAILED_PAUSE_S", 0.05)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
+    fill.start()
+    wait_for(lambda: fill.state == "failing")
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    wait_for(lambda: fill.state == "complete")
+
+
+def test_it_stops_when_told_also_while_the_store_hangs(tree: Tree, tmp_path: Path) -> None:
+    hanging = threading.Event()
+    release = threading.Event()
+
+    def read(key: str, offset: int, length: int) -> bytes:
+        hanging.set()
+        release.wait(30)
+        raise UnavailableError("gone")
+
+    opened = BlobStreams(tree.blobs, read, NodeCache(tmp_path / "cache"), deadline_s=60)
+    fill = Fill(opened, yes, yes, quiet_s=QUIET_S)
+    fill.start()
+    assert hanging.wait(10)
+    fill.stop()
+    release.set()
+    opened.executor.close()
+    fill.join(10)
+    assert fill.state == "stopped"
+    opened.close()
+
+
+def test_it_goes_on_where_the_last_one_stopped(
+    streams: BlobStreams, tree: Tree, store: Store, tmp_path: Path
+) -> None:
+    (fetch, *_) = streams.fill_fetches()
+    streams.fill((fetch,))
+    here = streams.cached_bytes
+    assert 0 < here < streams.image_bytes
+    streams.close()
+    again = BlobStreams(tree.blobs, store.read, NodeCache(tmp_path / "cache"))
+    fill = Fill(again, yes, yes, quiet_s=QUIET_S)
+    fill.start()
+    wait_for(lambda: fill.state == "complete")
+    assert again.sources().fill_bytes == again.image_bytes - here
+    again.close()
+
+
+@pytest.mark.fuse
+def test_a_complete_image_starts_without_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_fuse()
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("one", "two"):
+        (source / name).write_bytes(os.urandom(3_000_000))
+    settings = replace(
+        settings_at(tmp_path), fill_bytes_per_s=10**10, metrics_dir=tmp_path / "metrics"
+    )
+    record = index(settings, source, "image:1")
+    drop_cache(settings)
+    expected = checksums_outside([source / "one", source / "two"])
+    try:
+        with mounted(settings, "image:1", tmp_path / "mnt", record="never") as image:
+            assert image.status()["fill"]["state"] == "waiting"
+            image.ready()
+            wait_for(lambda: image.status()["fill"]["state"] == "complete")
+            status = image.status()
+            assert status["fill"]["missing_bytes"] == 0
+            assert status["sources"]["fill_bytes"] == status["image_bytes"]
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        serve_tree(settings, "image:1", record.index_digest, tmp_path / "mnt", record="never")
+        found = checksums_outside([tmp_path / "mnt" / "one", tmp_path / "mnt" / "two"])
+        assert found == expected
+        unmount_image(settings, tmp_path / "mnt")
+        texts = [path.read_text() for path in (tmp_path / "metrics").glob("*.prom")]
+        assert len(texts) == 2
+        assert all('image="image:1"' in text for text in texts)
+        ended = 'bootseer_image_mounted{image="image:1",workload="train",mount="'
+        assert all(text.partition(ended)[2].partition("\n")[0].endswith("} 0") for text in texts)
+    finally:
+        sweep_everything(settings)
