@@ -1,5 +1,6 @@
 """`python -m bench`: list cases, run one, write the report."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -31,6 +32,13 @@ _DOCUMENT = _HERE.parent / "docs" / "benchmarks.md"
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write every run, the medians and the ratios to this file.",
 )
+@click.option(
+    "--work-dir",
+    "work_dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bootseer-bench",
+    help="Where packages and images are kept between runs (default: ~/.cache/bootseer-bench).",
+)
 @click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 when a target is missed.")
 @click.option(
     "--report", "is_report", is_flag=True, help="Write docs/benchmarks.md from bench/results."
@@ -42,6 +50,7 @@ def main(
     is_quick: bool,
     runs: int | None,
     json_file: Path | None,
+    work_dir: Path,
     is_strict: bool,
     is_report: bool,
 ) -> None:
@@ -69,7 +78,9 @@ def main(
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         log = Console(stderr=True, highlight=False, markup=False)
         try:
-            result = run_case(case, is_quick=is_quick, rounds=runs, say=log.print)
+            result = run_case(
+                case, is_quick=is_quick, kept=work_dir.absolute(), rounds=runs, say=log.print
+            )
         except SkippedError as reason:
             raise click.ClickException(f"{case_name} cannot run here: {reason}") from reason
         if json_file is not None:

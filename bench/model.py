@@ -36,6 +36,10 @@ class Workspace:
     directory: Path
     """Empty at first, removed at the end."""
     is_quick: bool
+    kept: Path
+    """Stays from run to run, for what is slow to make and always the same. May not exist yet."""
+    say: Callable[[str], None] = lambda line: None
+    """Gets a line per event, for people."""
     shared: dict[str, Any] = field(default_factory=dict)
     """From the case's `prepare` to its variants, and between those."""
 

@@ -16,13 +16,15 @@ def run_case(
     case: Case,
     *,
     is_quick: bool,
+    kept: Path | None = None,
     rounds: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Run every variant that can run here, `rounds` times (default: as the case says).
 
-    `say` gets a line per event, for people. A variant that fails in the middle is dropped from
-    there on, with the reason. Raises: SkippedError when the whole case cannot run.
+    `kept` is where cases keep what they need again (None: nothing is kept); `say` gets a line per
+    event, for people. A variant that fails in the middle is dropped from there on, with the
+    reason. Raises: SkippedError when the whole case cannot run.
     """
     rounds = rounds or (case.quick_runs if is_quick else case.runs)
     started_at_s = time.time()
@@ -30,7 +32,7 @@ def run_case(
     skipped: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-bench-")))
-        workspace = Workspace(directory, is_quick)
+        workspace = Workspace(directory, is_quick, kept or directory / "kept", say)
         surroundings = environment.describe(directory)
         stack.enter_context(case.prepare(workspace))
         takers: dict[str, TakeSample] = {}

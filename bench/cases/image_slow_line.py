@@ -1,0 +1,19 @@
+"""The same as `image`, where the registry is far away: the less is moved, the more is won."""
+
+from bench.containers.cases import image_case, ratio
+from bench.containers.workloads import TORCH
+from bench.model import Bound, Target
+
+CASE = image_case(
+    "image-slow-line",
+    TORCH,
+    200,
+    (
+        ratio("replay", "soci", "wall_s", "time", Target(Bound.AT_MOST, 0.5)),
+        ratio("replay", "containerd 1.6", "wall_s", "time", Target(Bound.AT_MOST, 0.125)),
+        ratio("replay", "containerd local", "wall_s", "time"),
+        ratio("replay", "soci", "moved_bytes", "bytes", Target(Bound.AT_MOST, 1 / 3)),
+        ratio("lazy", "soci", "wall_s", "time", Target(Bound.AT_MOST, 1)),
+        ratio("record", "lazy", "wall_s", "time", Target(Bound.AT_MOST, 1.1)),
+    ),
+)

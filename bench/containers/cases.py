@@ -1,0 +1,110 @@
+"""The image cases, which differ only in workload and rate: peers, ratios, targets and columns."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from bench.containers.layout import Layout
+from bench.containers.measure import session
+from bench.containers.site import Peer, Site, open_site
+from bench.containers.torch_image import TAGS, torch_image
+from bench.containers.workloads import Workload
+from bench.model import (
+    Case,
+    Column,
+    Figure,
+    Ratio,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+)
+from bench.peers.bootseer_image import Bootseer, Mode
+from bench.peers.containerd import Containerd, LocalContainerd
+from bench.peers.docker import Docker
+from bench.peers.soci import Soci
+
+OURS: tuple[Peer, ...] = (
+    Bootseer("lazy", Mode.LAZY),
+    Bootseer("record", Mode.RECORD),
+    Bootseer("replay", Mode.REPLAY),
+    Bootseer("replay rebuilt", Mode.REBUILT),
+    Bootseer("replay x8", Mode.REPLAY, count=8),
+    Bootseer("all local", Mode.LOCAL),
+)
+PEERS: tuple[Peer, ...] = (
+    Containerd("containerd 1.6", "bookworm"),
+    Containerd("containerd 2.1", "forky"),
+    Docker("docker 20.10", "bookworm"),
+    Soci("bookworm"),
+    LocalContainerd("containerd local", "bookworm"),
+)
+
+
+def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Ratio, ...]) -> Case:
+    """Everything that starts `workload`, side by side behind a line of `rate_mbit`."""
+    return Case(
+        name=name,
+        description=(
+            f"A new node starts `{workload.shell_words}` in a container of an image of 1.1 GB "
+            f"that lies in a registry behind {rate_mbit} Mbit/s."
+        ),
+        prepare=_prepare(workload, rate_mbit),
+        variants=tuple(
+            Variant(peer.name, peer.description, _session(peer)) for peer in (*PEERS, *OURS)
+        ),
+        ratios=targets,
+        columns=(
+            Column("start s", "wall_s"),
+            Column("MB over the line", "moved_bytes", scale=1e-6, digits=1),
+            Column("CPU s", "node_cpu_s"),
+        ),
+        runs=3,
+        quick_runs=1,
+        warmups=0,
+    )
+
+
+def ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
+    """`top`'s figure over `bottom`'s, as a row of the table."""
+    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
+
+
+def _prepare(
+    workload: Workload, rate_mbit: int
+) -> Callable[[Workspace], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def prepare(workspace: Workspace) -> Iterator[None]:
+        layout = torch_image(workspace.kept, workspace.say)
+        with open_site(workspace, layout, workload, rate_mbit, (*PEERS, *OURS)) as site:
+            layers = Layout(layout).layers(TAGS[0])
+            stored, plain = (
+                " + ".join(f"{size / 1e6:.0f}" for size in sizes)
+                for sizes in (
+                    [layer.stored_bytes for layer in layers],
+                    [layer.tar_bytes for layer in layers],
+                )
+            )
+            workspace.shared["site"] = site
+            workspace.shared["notes"] = [
+                f"The image's layers are {plain} MB, as gzip {stored} MB; docker-registry 2.8.2 "
+                "and the store, an HDFS of one DataNode, keep their content in memory behind a "
+                f"loopback shaped to {rate_mbit} Mbit/s by a token bucket",
+                "Each start is on a new node: namespaces and a folder of its own, daemons started "
+                "but never used, content stores and caches empty, page cache dropped",
+                "Bytes are all that crossed the line in both ways until the command had ended; "
+                "CPU is that of client, daemons and container; registry and store are not in it, "
+                "but share the machine's cores",
+            ]
+            yield
+
+    return prepare
+
+
+def _session(peer: Peer) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+    @contextlib.contextmanager
+    def variant(workspace: Workspace) -> Iterator[TakeSample]:
+        site: Site = workspace.shared["site"]
+        with session(site, peer) as take:
+            yield take
+
+    return variant

@@ -1,0 +1,52 @@
+"""One start of one peer on a node that has never seen the image."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from bench.containers.site import Peer, Site
+from bench.model import Sample, SkippedError, TakeSample
+from bench.page_cache import evict_everything
+
+START_DEADLINE_S = 300.0
+
+
+@contextlib.contextmanager
+def session(site: Site, peer: Peer) -> Iterator[TakeSample]:
+    """Prepares the peer once; each sample is a start on a new node. Raises: SkippedError."""
+    if peer.name in site.missing:
+        raise SkippedError(f"not available: {site.missing[peer.name]}")
+    site.line.set_rate(None)
+    try:
+        peer.prepare(site)
+    except RuntimeError as error:
+        raise SkippedError(str(error)) from error
+    yield lambda: take(site, peer)
+
+
+def take(site: Site, peer: Peer) -> Sample:
+    """From the command to its end. Bytes are all that crossed the line until then; CPU is that of
+    the node: of the client, its daemons and the container.
+
+    Raises: RuntimeError when anything fails or prints something else than it should.
+    """
+    site.line.set_rate(None)
+    with site.node(peer.name.replace(" ", "-")) as node:
+        peer.start(site, node)
+        command = peer.launch(site, node)
+        how = evict_everything([])
+        if how != "drop_caches":
+            raise RuntimeError("the page cache cannot be dropped, so no node is cold")
+        site.line.set_rate(site.rate_mbit)
+        before_bytes, before_cpu_s = site.line.received_bytes(), node.cpu_s()
+        started_s = time.monotonic()
+        output = node.run(command, timeout_s=START_DEADLINE_S)
+        wall_s = time.monotonic() - started_s
+        cpu_s = node.cpu_s() - before_cpu_s
+        moved_bytes = site.line.received_bytes() - before_bytes
+        words = output.split()
+        if not words or set(words) != {site.workload.output}:
+            raise RuntimeError(f"it printed {output[-200:]!r} instead of {site.workload.output!r}")
+        site.line.set_rate(None)
+        figures = peer.settle(site, node)
+    return Sample(wall_s, {"node": cpu_s}, moved_bytes, figures)

@@ -1,0 +1,121 @@
+"""Debian packages unpacked into a folder: nothing is installed, no service is started.
+
+Owns a private set of apt's folders per suite, so that suites other than the machine's own can be
+asked. Packages and what they unpack to are kept between runs.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from bench.model import SkippedError
+
+_DEADLINE_S = 300.0
+_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
+class Packages:
+    """Packages of Debian's suites beneath one folder. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def unpacked(self, suite: str, name: str) -> Path:
+        """The folder that holds the package's files, as `usr/bin/...`.
+
+        Raises: SkippedError saying why it cannot be had.
+        """
+        target = self._folder / suite / name
+        if not target.is_dir():
+            downloads = self._empty(suite, "download")
+            self._apt_get(suite, "download", name, directory=downloads)
+            partial = self._empty(suite, "partial")
+            for package in downloads.glob("*.deb"):
+                _run(["dpkg-deb", "-x", str(package), str(partial)], f"unpack {package.name}")
+            partial.rename(target)
+        return target
+
+    def version(self, suite: str, name: str) -> str:
+        """Of the package as last downloaded, e.g. "1.6.20~ds1-1+deb12u3"; "" if not known."""
+        listed = self._folder / suite / "download"
+        found = [path.name for path in listed.glob(f"{name}_*.deb")]
+        return found[0].split("_")[1] if found else ""
+
+    def download_missing(self, suite: str, names: list[str], root: Path) -> list[Path]:
+        """Files of those packages of `names` and what they need that `root` has not installed.
+
+        Raises: SkippedError.
+        """
+        downloads = self._empty(suite, "missing")
+        (downloads / "partial").mkdir()
+        options = [
+            f"-oDir::State::status={root}/var/lib/dpkg/status",
+            f"-oDir::Cache::archives={downloads}",
+            "-oDebug::NoLocking=1",
+            "--no-install-recommends",
+            "--download-only",
+            "--yes",
+        ]
+        self._apt_get(suite, *options, "install", *names, directory=downloads)
+        return sorted(downloads.glob("*.deb"))
+
+    def _empty(self, suite: str, name: str) -> Path:
+        folder = self._folder / suite / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def _apt_get(self, suite: str, *arguments: str, directory: Path) -> None:
+        state = self._folder / suite / "apt"
+        sources = state / "debian.sources"
+        options = [
+            f"-oDir::Etc::sourcelist={sources}",
+            "-oDir::Etc::sourceparts=/dev/null",
+            f"-oDir::State={state}",
+            "-oDir::State::status=/dev/null",
+            f"-oDir::Cache={state}/cache",
+            "-oAPT::Sandbox::User=root",
+        ]
+        if shutil.which("apt-get") is None:
+            raise SkippedError("there is no apt-get to fetch it with")
+        if not sources.exists():
+            (state / "lists/partial").mkdir(parents=True, exist_ok=True)
+            (state / "cache/archives/partial").mkdir(parents=True, exist_ok=True)
+            source = f"Types: deb\nURIs: {_mirror()}\nSuites: {suite}\nComponents: main\n"
+            sources.write_text(f"{source}Signed-By: {_KEYRING}\n")
+            try:
+                _run(["apt-get", "-qq", *options, "update"], f"reach Debian {suite}")
+            except SkippedError:
+                sources.unlink()
+                raise
+        what = f"fetch {arguments[-1]} of Debian {suite}"
+        _run(["apt-get", "-qq", *options, *arguments], what, directory)
+
+
+def _mirror() -> str:
+    """The first of the machine's own sources that is Debian's."""
+    listed = _run(
+        ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages"],
+        "list the sources of apt",
+    )
+    for line in listed.splitlines():
+        label, _, address = line.partition(" ")
+        if label == "Debian":
+            return address
+    raise SkippedError("none of apt's sources is Debian's")
+
+
+def _run(command: list[str], what: str, directory: Path | None = None) -> str:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True,
+            timeout=_DEADLINE_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SkippedError(f"cannot {what}: {error}") from error
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines()
+        raise SkippedError(f"cannot {what}: {words[-1] if words else done.returncode}")
+    return done.stdout

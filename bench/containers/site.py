@@ -1,0 +1,185 @@
+"""What the image cases stand on while they run: the image in a registry, a store, and the line
+between both and the nodes. A peer gets it, and says how it starts and what it then runs.
+
+The registry and the store are on the far side of the line. Their content lies in memory, so that
+dropping the page cache makes nodes cold and not them.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from bench.containers.line import Line, own_network
+from bench.containers.node import Node
+from bench.containers.packages import Packages
+from bench.containers.torch_image import TAGS
+from bench.containers.workloads import Workload
+from bench.model import SkippedError, Workspace
+from bench.tmpfs import tmpfs
+
+# Alone in a network of its own, so nobody else has it.
+_REGISTRY_PORT = 5000
+_START_DEADLINE_S = 60.0
+_PUSH_DEADLINE_S = 300.0
+# The image twice, as eStargz, and packed in the store.
+_FAR_SIDE_BYTES = 3 * 2**30
+_REGISTRY_CONFIG = """version: 0.1
+log: {{level: error, accesslog: {{disabled: true}}}}
+storage: {{filesystem: {{rootdirectory: {folder}}}, delete: {{enabled: true}}}}
+http: {{addr: 127.0.0.1:{port}}}
+"""
+
+
+@dataclass(slots=True)
+class Site:
+    """All that peers share."""
+
+    directory: Path
+    packages: Packages
+    layout: Path
+    line: Line
+    store_url: str
+    workload: Workload
+    rate_mbit: int
+    missing: Mapping[str, str]
+    """By peer: why a package that it needs cannot be had."""
+    prepared: set[str] = field(default_factory=set)
+    """What has been put into registry and store, by name, so that it is done once."""
+
+    registry = f"127.0.0.1:{_REGISTRY_PORT}"
+
+    def reference(self, tag: str = TAGS[0]) -> str:
+        """The image's name in the registry."""
+        return f"{self.registry}/bench/torch:{tag}"
+
+    def once(self, name: str, prepare: Callable[[], None]) -> None:
+        """Call `prepare` if nothing was prepared under this name."""
+        if name not in self.prepared:
+            prepare()
+            self.prepared.add(name)
+
+    def node(self, name: str) -> Node:
+        """A new node, to be entered."""
+        return Node(self.directory / f"node-{name}")
+
+
+class Peer(Protocol):
+    """One way of starting a container of an image that lies in a registry."""
+
+    name: str
+    description: str
+    packages: tuple[tuple[str, str], ...]
+    """The Debian packages it needs: suite and name."""
+
+    def prepare(self, site: Site) -> None:
+        """What is done once and not timed, as to index. Raises: SkippedError, RuntimeError."""
+
+    def start(self, site: Site, node: Node) -> None:
+        """Start the daemons that a node has running before anyone asks for the image."""
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        """The command that gets the image and runs the workload, which is timed."""
+
+    def settle(self, site: Site, node: Node) -> dict[str, float]:
+        """After the timed command: wait for what goes on behind it. Further figures."""
+
+
+@contextlib.contextmanager
+def open_site(
+    workspace: Workspace,
+    layout: Path,
+    workload: Workload,
+    rate_mbit: int,
+    peers: Sequence[Peer],
+) -> Iterator[Site]:
+    """A registry with the images of `layout`, and an empty store. Raises: SkippedError."""
+    if os.geteuid() != 0:
+        raise SkippedError("namespaces, mounts and dropping the page cache need root")
+    for tool in ("skopeo", "nsenter", "unshare", "runc"):
+        if shutil.which(tool) is None:
+            raise SkippedError(f"there is no {tool}; apt install skopeo util-linux runc")
+    # All that comes from outside comes now: the network of its own leads nowhere.
+    packages = Packages(workspace.kept / "packages")
+    missing = {}
+    for peer in peers:
+        try:
+            for suite, package in peer.packages:
+                packages.unpacked(suite, package)
+        except SkippedError as reason:
+            missing[peer.name] = str(reason)
+    _assemble_hdfs()
+    registry = packages.unpacked("bookworm", "docker-registry") / "usr/bin/docker-registry"
+    with contextlib.ExitStack() as stack:
+        far_side = stack.enter_context(tmpfs(workspace.directory, _FAR_SIDE_BYTES))
+        line = stack.enter_context(own_network())
+        stack.enter_context(_registry(registry, far_side, workspace.directory))
+        store_url = stack.enter_context(_store(far_side))
+        site = Site(
+            workspace.directory, packages, layout, line, store_url, workload, rate_mbit, missing
+        )
+        for tag in TAGS:
+            _push(site, tag)
+        yield site
+
+
+@contextlib.contextmanager
+def _registry(program: Path, far_side: Path, directory: Path) -> Iterator[None]:
+    config = directory / "registry.yml"
+    config.write_text(_REGISTRY_CONFIG.format(folder=far_side / "registry", port=_REGISTRY_PORT))
+    with (directory / "registry.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(program), "serve", str(config)], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not _is_listening(_REGISTRY_PORT):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SkippedError("the registry did not start")
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def _assemble_hdfs() -> None:
+    from tests.hdfs.classpath import CannotAssembleError, classpath
+
+    try:
+        classpath()
+    except CannotAssembleError as error:
+        raise SkippedError(f"no HDFS to keep the store on: {error}") from error
+
+
+@contextlib.contextmanager
+def _store(far_side: Path) -> Iterator[str]:
+    """A real HDFS of one DataNode, which is the store that Bootseer is mostly used with."""
+    from tests.hdfs.cluster import MiniHdfs
+
+    conf = {"dfs.replication": "1"}
+    with MiniHdfs(far_side / "hdfs", datanode_count=1, conf=conf) as cluster:
+        yield f"{cluster.url}/bootseer"
+
+
+def _push(site: Site, tag: str) -> None:
+    target = f"docker://{site.reference(tag)}"
+    command = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false"]
+    done = subprocess.run(
+        [*command, f"oci:{site.layout}:{tag}", target],
+        capture_output=True, text=True, timeout=_PUSH_DEADLINE_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SkippedError(f"the image cannot be pushed: {done.stderr.strip()[-500:]}")

@@ -1,0 +1,113 @@
+"""Bootseer's own `image run`, through its command line, with the store on the far side of the line.
+
+Layers are indexed beforehand and records are made by starts that are not timed, except where a
+mode says otherwise.
+"""
+
+import sys
+from collections.abc import Sequence
+from enum import Enum
+
+from bench.containers.node import Node
+from bench.containers.site import Site
+from bench.containers.torch_image import TAGS
+
+_INDEX_DEADLINE_S = 600.0
+_WAIT_DEADLINE_S = 180.0
+_V1, _REBUILT = TAGS
+
+
+class Mode(Enum):
+    """What is there before the start, and what it does."""
+
+    LAZY = "lazy without a record: indexed; nothing is fetched ahead"
+    RECORD = "the record run: indexed; what is read is recorded and published behind the start"
+    REPLAY = "replay: an earlier start was recorded"
+    REBUILT = "replay of a record of the image from before its top layer was built again"
+    LOCAL = "all of the image in the node's cache, which is on disk; the page cache is cold"
+
+
+class Bootseer:
+    """`bootseer image run` in one mode, with `count` containers at once on the node."""
+
+    def __init__(self, name: str, mode: Mode, *, count: int = 1) -> None:
+        self.name = name
+        many = f", {count} containers at once" if count > 1 else ""
+        self.description = f"{mode.value}{many}"
+        self.packages: tuple[tuple[str, str], ...] = ()
+        self._mode = mode
+        self._count = count
+        self._records = 0
+
+    def prepare(self, site: Site) -> None:
+        site.once("bootseer index", lambda: _index(site, _V1))
+        if self._mode in (Mode.REPLAY, Mode.REBUILT):
+            site.once("bootseer record", lambda: _record(site))
+        if self._mode is Mode.REBUILT:
+            site.once("bootseer index rebuilt", lambda: _index(site, _REBUILT))
+
+    def start(self, site: Site, node: Node) -> None:
+        if self._mode is Mode.LOCAL:
+            command = _command(site, node, "image", "warm", _name(_V1))
+            node.run(command, timeout_s=_INDEX_DEADLINE_S)
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        tag, workload, options = _V1, site.workload.name, ["--no-record"]
+        if self._mode is Mode.RECORD:
+            # A name that has no record yet.
+            self._records += 1
+            workload, options = f"{workload}-{self._records}", []
+        elif self._mode is Mode.LAZY:
+            options += ["--no-prefetch"]
+        elif self._mode is Mode.REBUILT:
+            tag = _REBUILT
+        one = _run(site, node, tag, workload, options)
+        if self._count == 1:
+            return one
+        # `set -e` ends the script with the first exit code that is not 0.
+        script = f'for i in $(seq {self._count}); do "$@" & all="$all $!"; done'
+        return ["sh", "-ec", f'{script}; for one in $all; do wait "$one"; done', "sh", *one]
+
+    def settle(self, site: Site, node: Node) -> dict[str, float]:
+        if self._mode is Mode.RECORD:
+            _wait_published(site, node)
+        return {}
+
+
+def _name(tag: str) -> str:
+    return f"bench-torch:{tag}"
+
+
+def _command(site: Site, node: Node, *arguments: str) -> list[str]:
+    settings = {
+        "BOOTSEER_STORE": site.store_url,
+        "BOOTSEER_CACHE_DIR": str(node.folder / "cache"),
+        "BOOTSEER_RUN_DIR": "/run/bootseer",
+        "BOOTSEER_TIMELINE_DIR": str(node.folder / "timeline"),
+    }
+    variables = [f"{name}={value}" for name, value in settings.items()]
+    return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
+
+
+def _run(site: Site, node: Node, tag: str, workload: str, options: Sequence[str] = ()) -> list[str]:
+    start = ["--workload", workload, "image", "run", "--runtime", "runc", *options, _name(tag)]
+    return _command(site, node, *start, "--", *site.workload.command)
+
+
+def _index(site: Site, tag: str) -> None:
+    with site.node("bootseer-index") as node:
+        source = f"oci:{site.layout}:{tag}"
+        command = _command(site, node, "image", "index", source, "--name", _name(tag))
+        node.run(command, timeout_s=_INDEX_DEADLINE_S)
+
+
+def _record(site: Site) -> None:
+    with site.node("bootseer-record") as node:
+        run = _run(site, node, _V1, site.workload.name, ["--record"])
+        node.run(run, timeout_s=_INDEX_DEADLINE_S)
+        _wait_published(site, node)
+
+
+def _wait_published(site: Site, node: Node) -> None:
+    wait = _command(site, node, "image", "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
+    node.run(wait, timeout_s=_WAIT_DEADLINE_S + 10)

@@ -1,0 +1,119 @@
+"""containerd: `ctr image pull`, then `ctr run`, with its overlay snapshotter.
+
+Also the base of the peers whose snapshotter is plugged into it.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.containers.node import CGROUP, Node
+from bench.containers.site import Site
+
+NAMESPACE = "bench"
+ADDRESS = "/run/containerd/containerd.sock"
+PULL_DEADLINE_S = 300.0
+_CONFIG = """version = 2
+root = "{root}"
+state = "/run/containerd"
+disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images",
+  "io.containerd.cri.v1.runtime", "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs"]
+[grpc]
+  address = "{address}"
+"""
+_PROXY = """[proxy_plugins.{name}]
+  type = "snapshot"
+  address = "{address}"
+"""
+
+
+def programs(site: Site, suite: str) -> Path:
+    """The folder of containerd's programs. Raises: SkippedError."""
+    return site.packages.unpacked(suite, "containerd") / "usr/bin"
+
+
+def path(*folders: Path) -> dict[str, str]:
+    """The environment in which programs are found in these folders first."""
+    return {"PATH": ":".join([*map(str, folders), os.environ["PATH"]])}
+
+
+def start_containerd(
+    site: Site, node: Node, suite: str, proxies: Mapping[str, str] | None = None
+) -> None:
+    """Start containerd with the proxy snapshotters `proxies` (socket by name).
+
+    Raises: RuntimeError when it does not start.
+    """
+    folder = programs(site, suite)
+    config = node.folder / "containerd.toml"
+    text = _CONFIG.format(root=node.folder / "containerd", address=ADDRESS)
+    for name, address in (proxies or {}).items():
+        text += _PROXY.format(name=name, address=address)
+    config.write_text(text)
+    node.start(
+        [str(folder / "containerd"), "--config", str(config), "--log-level", "error"],
+        lambda: node.succeeds([str(folder / "ctr"), "version"]),
+        path(folder),
+    )
+
+
+def ctr(folder: Path) -> str:
+    """The client's command line up to its first word."""
+    return f"{folder / 'ctr'} --namespace {NAMESPACE}"
+
+
+def pull(site: Site, folder: Path) -> str:
+    """A line of shell."""
+    return f"{ctr(folder)} image pull --plain-http {site.reference()}"
+
+
+def run(site: Site, folder: Path, *options: str) -> str:
+    """A line of shell."""
+    words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, site.reference(), "torch"]
+    return f"{ctr(folder)} {' '.join(words)} {site.workload.shell_words}"
+
+
+def shell(*lines: str) -> list[str]:
+    """One command of all lines; only the last one's output is its output."""
+    *first, last = lines
+    return ["sh", "-ec", "\n".join([*(f"{line} >/dev/null" for line in first), last])]
+
+
+class Containerd:
+    """One release of containerd."""
+
+    def __init__(self, name: str, suite: str) -> None:
+        self.name = name
+        self.description = "ctr image pull, then ctr run"
+        self.packages: tuple[tuple[str, str], ...] = ((suite, "containerd"),)
+        self._suite = suite
+
+    def prepare(self, site: Site) -> None:
+        pass
+
+    def start(self, site: Site, node: Node) -> None:
+        start_containerd(site, node, self._suite)
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        folder = programs(site, self._suite)
+        return shell(pull(site, folder), run(site, folder))
+
+    def settle(self, site: Site, node: Node) -> dict[str, float]:
+        return {}
+
+
+class LocalContainerd(Containerd):
+    """The same when the image was pulled and unpacked before; only the page cache is cold."""
+
+    def __init__(self, name: str, suite: str) -> None:
+        super().__init__(name, suite)
+        self.description = "ctr run, the image pulled and unpacked before; the page cache is cold"
+
+    def start(self, site: Site, node: Node) -> None:
+        super().start(site, node)
+        folder = programs(site, self._suite)
+        node.run(shell(pull(site, folder), "true"), timeout_s=PULL_DEADLINE_S)
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        return shell(run(site, programs(site, self._suite)))

@@ -1,0 +1,84 @@
+"""SOCI's snapshotter in containerd: `soci image rpull`, then `ctr run`, lazily from seek points.
+
+Its index is made and pushed beforehand, with the defaults of `soci create`.
+"""
+
+from pathlib import Path
+
+from bench.containers.node import Node
+from bench.containers.site import Site
+from bench.peers.containerd import (
+    NAMESPACE,
+    PULL_DEADLINE_S,
+    path,
+    programs,
+    pull,
+    run,
+    shell,
+    start_containerd,
+)
+
+_SOCKET = "/run/soci/soci.sock"
+_SUITE = "trixie"
+_CONFIG = """[resolver.host."{registry}"]
+  [[resolver.host."{registry}".mirrors]]
+    host = "{registry}"
+    insecure = true
+"""
+
+
+class Soci:
+    """The snapshotter of the package, with a containerd of another suite."""
+
+    name = "soci"
+    description = "soci image rpull, then ctr run; its index pushed beforehand"
+
+    def __init__(self, containerd_suite: str) -> None:
+        self.packages: tuple[tuple[str, str], ...] = (
+            (_SUITE, "soci-snapshotter"),
+            (containerd_suite, "containerd"),
+        )
+        self._suite = containerd_suite
+
+    def prepare(self, site: Site) -> None:
+        site.once("soci index", lambda: self._push_index(site))
+
+    def _push_index(self, site: Site) -> None:
+        containerd = programs(site, self._suite)
+        client = _client(site)
+        with site.node("soci-index") as node:
+            start_containerd(site, node, self._suite)
+            command = shell(
+                pull(site, containerd),
+                f"{client} create {site.reference()}",
+                f"{client} push --plain-http {site.reference()}",
+                "true",
+            )
+            node.run(command, timeout_s=PULL_DEADLINE_S)
+
+    def start(self, site: Site, node: Node) -> None:
+        start_containerd(site, node, self._suite, {"soci": _SOCKET})
+        config = node.folder / "soci.toml"
+        config.write_text(_CONFIG.format(registry=site.registry))
+        command = [str(_programs(site) / "soci-snapshotter-grpc"), "--address", _SOCKET]
+        command += ["--root", str(node.folder / "soci"), "--config", str(config)]
+        node.start(
+            [*command, "--log-level", "error"],
+            lambda: node.succeeds(["test", "-S", _SOCKET]),
+            path(programs(site, self._suite)),
+        )
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        rpull = f"{_client(site)} image rpull --plain-http {site.reference()}"
+        return shell(rpull, run(site, programs(site, self._suite), "--snapshotter=soci"))
+
+    def settle(self, site: Site, node: Node) -> dict[str, float]:
+        return {}
+
+
+def _programs(site: Site) -> Path:
+    return site.packages.unpacked(_SUITE, "soci-snapshotter") / "usr/bin"
+
+
+def _client(site: Site) -> str:
+    return f"{_programs(site) / 'soci'} --namespace {NAMESPACE}"
