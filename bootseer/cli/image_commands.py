@@ -27,6 +27,8 @@ from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.prefetch.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.records import ImageRecord, LayerRecord
 from bootseer.progress import Progress
+from bootseer.registry.reference import parse_reference
+from bootseer.store import Store, open_store
 
 _SHORT_DIGEST = 19
 """sha256: and twelve digits, as Docker shows them."""
@@ -44,13 +46,24 @@ for _command in (*COMMANDS, hints):
 @image.command(epilog="Example: bootseer image index oci:./build:v1 --name train:v1")
 @click.argument("source", metavar="SRC")
 @click.option("--name", metavar="REF", help="Catalogue it under this name.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(("store", "registry")),
+    default="store",
+    show_default=True,
+    help="Where to: the store, or beside the image in its registry.",
+)
 @json_option
-def index(source: str, name: str | None, as_json: bool) -> None:
+def index(source: str, name: str | None, target: str, as_json: bool) -> None:
     """Make the image SRC mountable from the store.
 
     SRC is a directory with a root file system, an OCI layout (DIR or oci:DIR[:TAG]), an archive
-    of docker save (FILE or docker-archive:FILE[:TAG]), or docker://NAME. Layers that the store
-    has already are not read again.
+    of docker save (FILE or docker-archive:FILE[:TAG]), docker://NAME for the Docker engine, or
+    registry://HOST/NAME[:TAG|@DIGEST]. Layers that the store has already are not read again.
+
+    With --to registry all is pushed beside the image, as artifacts that refer to it; the store is
+    then oci://HOST/NAME@DIGEST, as is printed.
     """
     # Imported late: `image run` must not pay for what only indexing needs.
     from bootseer.prefetch.indexing import index_image
@@ -70,7 +83,15 @@ def index(source: str, name: str | None, as_json: bool) -> None:
         with lock:
             (reused if was_there else written).append(record)
 
-    with open_source(source, work_dir) as opened, open_current_store() as store:
+    with (
+        open_source(
+            source,
+            work_dir,
+            registry_hosts_dir=settings.registry_hosts_dir,
+            deadline_s=settings.deadline_s,
+        ) as opened,
+        _open_target(target, source, opened.manifest_digest) as store,
+    ):
         sizes = [layer.size_bytes for layer in opened.layers]
         total_bytes = sum(size or 0 for size in sizes) if None not in sizes else None
         with Progress("indexing", total_bytes) as progress:
@@ -92,9 +113,12 @@ def index(source: str, name: str | None, as_json: bool) -> None:
                 "layers_written": len(written),
                 "bytes_written": sum(layer.blob_size_bytes for layer in written),
                 "seconds": round(seconds, 3),
+                "store": store.url,
             }
         )
         return
+    if target == "registry":
+        click.echo(f"use it with BOOTSEER_STORE={store.url}", err=True)
     click.echo(
         f"{record.reference}: {record.file_count} files, {human_bytes(record.size_bytes)} in "
         f"{human_bytes(blob_bytes)} of blobs; {len(reused)} of {len(reused) + len(written)} layers "
@@ -102,6 +126,20 @@ def index(source: str, name: str | None, as_json: bool) -> None:
         err=True,
     )
     click.echo(record.index_digest)
+
+
+def _open_target(target: str, source: str, manifest_digest: str | None) -> Store:
+    """The store that `--to` names."""
+    if target == "store":
+        return open_current_store()
+    if manifest_digest is None:
+        raise InvalidInputError(
+            f"{source} is not in a registry; --to registry needs registry://HOST/NAME"
+        )
+    settings = current_settings()
+    reference = parse_reference(source.partition("://")[2])
+    url = f"oci://{reference.host}/{reference.repository}@{manifest_digest}"
+    return open_store(url, deadline_s=settings.deadline_s)
 
 
 def _refuse_empty(source: Path) -> None:

@@ -19,9 +19,10 @@ from bootseer.prefetch.sources.documents import (
     pick_platform,
 )
 from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
-from bootseer.registry import Document, Reference, RegistryClient, open_registry_client
-from bootseer.registry import parse_reference as parse_image_name
+from bootseer.registry.client import Document, RegistryClient, open_registry_client
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
+from bootseer.registry.reference import Reference
+from bootseer.registry.reference import parse_reference as parse_image_name
 
 _NESTING_MAX = 4
 _FOREIGN = ("foreign", "nondistributable")
@@ -55,6 +56,12 @@ def open_registry(
     except BaseException:
         client.close()
         raise
+
+
+def store_name(reference: Reference) -> str:
+    """What the image is called in a store. Pure."""
+    # An IPv6 address is written in brackets, which no name in the store has.
+    return str(reference).replace("[", "").replace("]", "")
 
 
 def _manifest_of(client: RegistryClient, reference: Reference) -> tuple[str, Manifest]:
@@ -106,8 +113,7 @@ def _source(
         for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
     ]
     return ImageSource(
-        # An IPv6 address is written in brackets, which no name in the store has.
-        str(reference).replace("[", "").replace("]", ""),
+        store_name(reference),
         manifest.config.digest,
         config,
         layers,

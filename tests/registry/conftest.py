@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.registry import RegistryClient
+from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
 from tests.support.faulty_relay import FaultyRelay

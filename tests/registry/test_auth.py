@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
-from bootseer.registry import open_registry_client, parse_reference
-from bootseer.registry.client import MANIFEST_TYPE, digest_of
+from bootseer.registry.client import MANIFEST_TYPE, digest_of, open_registry_client
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
+from bootseer.registry.reference import parse_reference
 from bootseer.registry.tokens import Authorizer
 from tests.registry.conftest import Connect
 from tests.registry.test_client import manifest_of, push_blob

@@ -18,10 +18,11 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.registry import RegistryClient, download
+from bootseer.registry import download
 from bootseer.registry.client import (
     INDEX_TYPE,
     MANIFEST_TYPE,
+    RegistryClient,
     digest_of,
     fallback_tag,
     open_registry_client,

@@ -15,8 +15,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.registry import RegistryClient
-from bootseer.registry.client import MANIFEST_TYPE, digest_of
+from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of
 from bootseer.registry.credentials import Credential
 from tests.registry.conftest import Connect
 from tests.registry.test_client import manifest_of, push_blob

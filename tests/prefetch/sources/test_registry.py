@@ -18,8 +18,8 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.prefetch.sources import ImageSource, is_source, open_source
-from bootseer.registry import RegistryClient, open_registry_client, parse_reference
-from bootseer.registry.client import MANIFEST_TYPE, digest_of
+from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of, open_registry_client
+from bootseer.registry.reference import parse_reference
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.images import INDEX_TYPE, NASTY, Layout, Member, run_tool, tar_of, write_layout
 from tests.support.registry import Registry, running_registry
