@@ -20,7 +20,6 @@ from bootseer.prefetch.bundle import (
     Bundle,
     decode_header,
 )
-from bootseer.prefetch.catalogue import check_reference
 from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
 from bootseer.prefetch.hotset import HotSet
 from bootseer.prefetch.trace import Trace
@@ -31,6 +30,8 @@ _VERSION = 1
 _POINTER_BYTES_MAX = 64 * 1024
 _TRACE_BYTES_MAX = 64 * 2**20
 _HOTSET_BYTES_MAX = 256 * 2**20
+_NAME_BYTES_MAX = 200
+"""Names in registries may be longer than what a file system takes."""
 MERGED_TRACE_COUNT = 16
 """The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
 
@@ -60,11 +61,11 @@ def pointer_key(index_digest: str, workload: str) -> str:
 
 
 def name_key(name: str, workload: str) -> str:
-    """Where it says which images of a name have bundles; `name` is without tag and digest.
-
-    Raises: InvalidInputError for a name that no image can have.
-    """
-    return f"hot/names/{quote(check_reference(name), safe='')}/{workload}.json"
+    """Where it says which images of a name have bundles; `name` is without tag and digest."""
+    quoted = quote(name, safe="")
+    if len(quoted) > _NAME_BYTES_MAX:
+        quoted = hashlib.sha256(name.encode()).hexdigest()
+    return f"hot/names/{quoted}/{workload}.json"
 
 
 def stream_key(stream_digest: str, workload: str) -> str:

@@ -62,6 +62,12 @@ def test_the_one_that_shares_most_is_chosen() -> None:
     assert choose(own, [Relative(A, 9, own.streams)]) is None
 
 
+def test_names_of_any_length_have_keys() -> None:
+    keys = {hot_store.name_key(name, "train") for name in ("a/b", "a%2Fb", "a" * 999, "b" * 999)}
+    assert len(keys) == 4
+    assert all(max(map(len, key.split("/"))) < 256 and key.count("/") == 3 for key in keys)
+
+
 def blobs_of(*streams: tuple[str, int]) -> list[Blob]:
     return [Blob(digest, 0, (), digest, length) for digest, length in streams]
 
