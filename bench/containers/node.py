@@ -20,12 +20,13 @@ from bench.model import SkippedError
 from bench.processes import process_tree, tree_cpu_s
 
 _START_DEADLINE_S = 60.0
-# Process 1 of the node: gives it the folders that programs keep their state in, then waits for
-# whatever becomes its child, so that its CPU time is counted.
+# Process 1 of the node: gives it folders for the state of programs, then waits for whatever
+# becomes its child, so that its CPU time is counted.
 _INIT = """
 import os, subprocess, sys, time
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
-subprocess.run(["mount", "--bind", sys.argv[1], "/var/lib"], check=True)
+for number, target in enumerate(["/var/lib", "/etc/hosts"], 1):
+    subprocess.run(["mount", "--bind", sys.argv[number], target], check=True)
 print("ready", flush=True)
 while True:
     try:
@@ -34,6 +35,8 @@ while True:
         time.sleep(0.05)
 """
 CGROUP = "bootseer-bench"
+HOST = "registry.bench"
+"""Another name of 127.0.0.1 on every node, for programs that treat that one in a way of its own."""
 
 
 class Node:
@@ -48,9 +51,11 @@ class Node:
         shutil.rmtree(self.folder, ignore_errors=True)
         state = self.folder / "var-lib"
         state.mkdir(parents=True)
+        hosts = self.folder / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost {HOST}\n")
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._root = subprocess.Popen(
-            [*namespaces, sys.executable, "-S", "-c", _INIT, str(state)],
+            [*namespaces, sys.executable, "-S", "-c", _INIT, str(state), str(hosts)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert self._root.stdout is not None

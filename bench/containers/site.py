@@ -17,24 +17,26 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.containers.line import Line, own_network
-from bench.containers.node import Node
+from bench.containers.node import HOST, Node
 from bench.containers.packages import Packages
 from bench.containers.torch_image import TAGS
 from bench.containers.workloads import Workload
 from bench.model import SkippedError, Workspace
 from bench.tmpfs import tmpfs
 
-# Alone in a network of its own, so nobody else has it.
-_REGISTRY_PORT = 5000
+# Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
+# that insist on it; nodes know it by name.
+_PORT, _SECURE_PORT = 5000, 5001
 _START_DEADLINE_S = 60.0
-_PUSH_DEADLINE_S = 300.0
+_COMMAND_DEADLINE_S = 300.0
 # The image twice, as eStargz, and packed in the store.
 _FAR_SIDE_BYTES = 3 * 2**30
 _REGISTRY_CONFIG = """version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
 storage: {{filesystem: {{rootdirectory: {folder}}}, delete: {{enabled: true}}}}
-http: {{addr: 127.0.0.1:{port}}}
+http: {{addr: 127.0.0.1:{port}{tls}}}
 """
+_TLS = ", tls: {{certificate: {certificate}, key: {key}}}"
 
 
 @dataclass(slots=True)
@@ -53,11 +55,17 @@ class Site:
     prepared: set[str] = field(default_factory=set)
     """What has been put into registry and store, by name, so that it is done once."""
 
-    registry = f"127.0.0.1:{_REGISTRY_PORT}"
+    registry = f"127.0.0.1:{_PORT}"
+    secure_registry = f"{HOST}:{_SECURE_PORT}"
 
-    def reference(self, tag: str = TAGS[0]) -> str:
+    def reference(self, tag: str = TAGS[0], *, secure: bool = False) -> str:
         """The image's name in the registry."""
-        return f"{self.registry}/bench/torch:{tag}"
+        return f"{self.secure_registry if secure else self.registry}/bench/torch:{tag}"
+
+    @property
+    def certificate(self) -> Path:
+        """What clients of the secure registry trust."""
+        return self.directory / "registry.crt"
 
     def once(self, name: str, prepare: Callable[[], None]) -> None:
         """Call `prepare` if nothing was prepared under this name."""
@@ -102,9 +110,9 @@ def open_site(
     """A registry with the images of `layout`, and an empty store. Raises: SkippedError."""
     if os.geteuid() != 0:
         raise SkippedError("namespaces, mounts and dropping the page cache need root")
-    for tool in ("skopeo", "nsenter", "unshare", "runc"):
+    for tool in ("openssl", "skopeo", "nsenter", "unshare", "runc"):
         if shutil.which(tool) is None:
-            raise SkippedError(f"there is no {tool}; apt install skopeo util-linux runc")
+            raise SkippedError(f"there is no {tool}; apt install openssl skopeo util-linux runc")
     # All that comes from outside comes now: the network of its own leads nowhere.
     packages = Packages(workspace.kept / "packages")
     missing = {}
@@ -119,7 +127,13 @@ def open_site(
     with contextlib.ExitStack() as stack:
         far_side = stack.enter_context(tmpfs(workspace.directory, _FAR_SIDE_BYTES))
         line = stack.enter_context(own_network())
-        stack.enter_context(_registry(registry, far_side, workspace.directory))
+        key = _make_certificate(workspace.directory / "registry.crt")
+        tls = _TLS.format(certificate=workspace.directory / "registry.crt", key=key)
+        for port, secrets in ((_PORT, ""), (_SECURE_PORT, tls)):
+            config = workspace.directory / f"registry-{port}.yml"
+            content = far_side / "registry"
+            config.write_text(_REGISTRY_CONFIG.format(folder=content, port=port, tls=secrets))
+            stack.enter_context(_registry(registry, config, port))
         store_url = stack.enter_context(_store(far_side))
         site = Site(
             workspace.directory, packages, layout, line, store_url, workload, rate_mbit, missing
@@ -130,16 +144,14 @@ def open_site(
 
 
 @contextlib.contextmanager
-def _registry(program: Path, far_side: Path, directory: Path) -> Iterator[None]:
-    config = directory / "registry.yml"
-    config.write_text(_REGISTRY_CONFIG.format(folder=far_side / "registry", port=_REGISTRY_PORT))
-    with (directory / "registry.log").open("wb") as log:
+def _registry(program: Path, config: Path, port: int) -> Iterator[None]:
+    with config.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             [str(program), "serve", str(config)], stdout=log, stderr=log, start_new_session=True
         )
     try:
         deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not _is_listening(_REGISTRY_PORT):
+        while not _is_listening(port):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise SkippedError("the registry did not start")
             time.sleep(0.05)
@@ -147,6 +159,16 @@ def _registry(program: Path, far_side: Path, directory: Path) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
+
+
+def _make_certificate(certificate: Path) -> Path:
+    """Write one for the secure registry that vouches for itself; returns its key."""
+    key = certificate.with_suffix(".key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", f"/CN={HOST}"]
+    command += ["-addext", f"subjectAltName=DNS:{HOST}", "-keyout", str(key)]
+    _run([*command, "-out", str(certificate)], "make a certificate")
+    return key
 
 
 def _is_listening(port: int) -> bool:
@@ -177,9 +199,12 @@ def _store(far_side: Path) -> Iterator[str]:
 def _push(site: Site, tag: str) -> None:
     target = f"docker://{site.reference(tag)}"
     command = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false"]
+    _run([*command, f"oci:{site.layout}:{tag}", target], "push the image")
+
+
+def _run(command: list[str], what: str) -> None:
     done = subprocess.run(
-        [*command, f"oci:{site.layout}:{tag}", target],
-        capture_output=True, text=True, timeout=_PUSH_DEADLINE_S, check=False,
-    )  # fmt: skip
+        command, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False
+    )
     if done.returncode != 0:
-        raise SkippedError(f"the image cannot be pushed: {done.stderr.strip()[-500:]}")
+        raise SkippedError(f"cannot {what}: {done.stderr.strip()[-500:]}")

@@ -68,9 +68,10 @@ def pull(site: Site, folder: Path) -> str:
     return f"{ctr(folder)} image pull --plain-http {site.reference()}"
 
 
-def run(site: Site, folder: Path, *options: str) -> str:
+def run(site: Site, folder: Path, *options: str, secure: bool = False) -> str:
     """A line of shell."""
-    words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, site.reference(), "torch"]
+    image = site.reference(secure=secure)
+    words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, image, "torch"]
     return f"{ctr(folder)} {' '.join(words)} {site.workload.shell_words}"
 
 

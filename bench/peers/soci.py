@@ -1,6 +1,8 @@
 """SOCI's snapshotter in containerd: `soci image rpull`, then `ctr run`, lazily from seek points.
 
-Its index is made and pushed beforehand, with the defaults of `soci create`.
+Its index is made and pushed beforehand, with the defaults of `soci create`. Release 0.4.1 asks
+for the index by TLS alone, so the image is named by the registry's secure address; the layers
+themselves come from the plain one, named as its mirror, as they do for everyone else.
 """
 
 from pathlib import Path
@@ -20,8 +22,8 @@ from bench.peers.containerd import (
 
 _SOCKET = "/run/soci/soci.sock"
 _SUITE = "trixie"
-_CONFIG = """[resolver.host."{registry}"]
-  [[resolver.host."{registry}".mirrors]]
+_CONFIG = """[resolver.host."{secure_registry}"]
+  [[resolver.host."{secure_registry}".mirrors]]
     host = "{registry}"
     insecure = true
 """
@@ -59,18 +61,22 @@ class Soci:
     def start(self, site: Site, node: Node) -> None:
         start_containerd(site, node, self._suite, {"soci": _SOCKET})
         config = node.folder / "soci.toml"
-        config.write_text(_CONFIG.format(registry=site.registry))
+        config.write_text(
+            _CONFIG.format(secure_registry=site.secure_registry, registry=site.registry)
+        )
         command = [str(_programs(site) / "soci-snapshotter-grpc"), "--address", _SOCKET]
         command += ["--root", str(node.folder / "soci"), "--config", str(config)]
         node.start(
             [*command, "--log-level", "error"],
             lambda: node.succeeds(["test", "-S", _SOCKET]),
-            path(programs(site, self._suite)),
+            {**path(programs(site, self._suite)), "SSL_CERT_FILE": str(site.certificate)},
         )
 
     def launch(self, site: Site, node: Node) -> list[str]:
-        rpull = f"{_client(site)} image rpull --plain-http {site.reference()}"
-        return shell(rpull, run(site, programs(site, self._suite), "--snapshotter=soci"))
+        trust = f"export SSL_CERT_FILE={site.certificate}"
+        rpull = f"{_client(site)} image rpull {site.reference(secure=True)}"
+        start = run(site, programs(site, self._suite), "--snapshotter=soci", secure=True)
+        return shell(trust, rpull, start)
 
     def settle(self, site: Site, node: Node) -> dict[str, float]:
         return {}
