@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import BinaryIO
+from pathlib import Path
 
 import click
 
@@ -13,7 +13,7 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
-from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 
 
 @click.group()
@@ -23,10 +23,10 @@ def hints() -> None:
 
 @hints.command("import", epilog="Example: bootseer image hints import train:v1 files.txt")
 @click.argument("reference", metavar="REF")
-@click.argument("file", type=click.File("rb"))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
 @json_option
-def import_command(reference: str, file: BinaryIO, workload: str | None, as_json: bool) -> None:
+def import_command(reference: str, file: Path, workload: str | None, as_json: bool) -> None:
     """Take what FILE lists for what a start of the image REF reads, and make a bundle of it.
 
     FILE (- for standard input) names a file of the image on each line, in the order of use, or a
@@ -39,7 +39,7 @@ def import_command(reference: str, file: BinaryIO, workload: str | None, as_json
 
     settings = current_settings()
     workload = workload or settings.workload
-    listed = hint_lists.parse(file.read(hint_lists.HINTS_BYTES_MAX + 1))
+    listed = hint_lists.parse(_read(file, hint_lists.HINTS_BYTES_MAX + 1))
     with open_current_store() as store:
         record = find_image(store, reference)
         tree = load_tree(store, record, settings.cache_dir)
@@ -82,7 +82,16 @@ def import_command(reference: str, file: BinaryIO, workload: str | None, as_json
         click.echo(pointer.bundle_digest)
 
 
-@hints.command(epilog="Example: bootseer image hints export train:v1 > files.txt")
+def _read(path: Path, size_bytes: int) -> bytes:
+    try:
+        with click.open_file(path, "rb") as file:
+            data: bytes = file.read(size_bytes)
+            return data
+    except OSError as error:
+        raise from_oserror(error, f"read the list {path}") from error
+
+
+@hints.command(epilog="Example: bootseer image hints export train:v1")
 @click.argument("reference", metavar="REF")
 @click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
 @json_option

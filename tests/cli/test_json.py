@@ -89,6 +89,8 @@ def test_hints(own_world: World) -> None:
         "image hints import",
         world("image", "hints", "import", "image:1", "list.txt", "--json").json,
     )
+    missing = world("image", "hints", "import", "image:1", "no.txt")
+    assert (missing.code, "read the list no.txt" in missing.err) == (10, True)
     exported = world("image", "hints", "export", "image:1", "--json").json
     agree("image hints export", exported)
     assert [one["path"] for one in exported["ranges"]] == ["lib/data"]
