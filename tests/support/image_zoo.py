@@ -6,106 +6,21 @@ function that makes the layers, each an uncompressed tar and how it is stored.
 """
 
 import os
-import shutil
 import struct
-import subprocess
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import pytest
-
 from tests.support.images import Layout, Member, tar_of
+from tests.support.odd_tars import END, GNU, TIME, V7, block, gnu_long, pax, tool_tar
+from tests.support.random_layers import random_layers
 
 Layers: TypeAlias = Sequence[tuple[bytes, str]]
 """(uncompressed tar, compression as `images.compress` names it), the lowest first."""
 
-END = bytes(1024)
-V7, USTAR, GNU = b"\0" * 8, b"ustar\x0000", b"ustar  \0"
 FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
 """security.capability: cap_net_bind_service=ep, as setcap writes it (linux/capability.h)."""
-TIME = 1_600_000_000
-
-
-def block(
-    name: bytes,
-    kind: bytes = b"0",
-    data: bytes = b"",
-    *,
-    mode: int = 0o644,
-    uid: int = 0,
-    gid: int = 0,
-    mtime: int = TIME,
-    size: int | None = None,
-    link: bytes = b"",
-    magic: bytes = USTAR,
-    device: tuple[int, int] = (0, 0),
-    prefix: bytes = b"",
-    tail: bytes = b"",
-) -> bytes:
-    """One header with exactly these fields, its content and padding. `tail` lies over the end of
-    the header, from byte 345."""
-    length = len(data) if size is None else size
-    fields = b"".join(
-        (
-            name.ljust(100, b"\0"),
-            _number(mode, 8),
-            _number(uid, 8),
-            _number(gid, 8),
-            _number(length, 12),
-            _number(mtime, 12),
-            b" " * 8,
-            kind,
-            link.ljust(100, b"\0"),
-            magic,
-            bytes(64),
-            _number(device[0], 8) if magic != V7 else bytes(8),
-            _number(device[1], 8) if magic != V7 else bytes(8),
-            (tail or prefix).ljust(167, b"\0"),
-        )
-    )
-    assert len(fields) == 512
-    checksum = b"%06o\0 " % sum(fields)
-    return fields[:148] + checksum + fields[156:] + data + bytes(-len(data) % 512)
-
-
-def _number(value: int, width: int) -> bytes:
-    """Octal where it fits, else base 256 as GNU writes it."""
-    if 0 <= value < 8 ** (width - 1):
-        return b"%0*o\0" % (width - 1, value)
-    data = value.to_bytes(width, "big", signed=True)
-    return bytes([data[0] | 0x80]) + data[1:]
-
-
-def pax(
-    records: Mapping[bytes, bytes] | Sequence[tuple[bytes, bytes]], kind: bytes = b"x"
-) -> bytes:
-    """An extended header with these records, for the header that follows."""
-    pairs = records.items() if isinstance(records, Mapping) else records
-    body = b""
-    for keyword, value in pairs:
-        rest = len(keyword) + len(value) + 3
-        length = rest + len(str(rest))
-        length = rest + len(str(length))
-        body += b"%d %s=%s\n" % (length, keyword, value)
-    return block(b"pax_global_header" if kind == b"g" else b"PaxHeaders/x", kind, body)
-
-
-def gnu_long(kind: bytes, value: bytes) -> bytes:
-    """A GNU long name (`kind` L) or long link (K), for the header that follows."""
-    return block(b"././@LongLink", kind, value + b"\0", magic=GNU, mtime=0)
-
-
-def tool_tar(*command: str | Path, cwd: Path) -> bytes:
-    """What a tar tool writes to its output; skips the test where it is not installed."""
-    if shutil.which(str(command[0])) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def write_zoo_layout(directory: Path, layers: Layers, *, gzip_only: bool = False) -> Path:
@@ -210,7 +125,6 @@ def tools(work: Path) -> Layers:
     layers = []
     ways: dict[str, tuple[str, ...]] = {
         "gnu": ("tar", "--format=gnu"),
-        "gnu-sparse": ("tar", "--format=gnu", "--sparse"),
         "posix": ("tar", "--format=posix", "--xattrs", "--xattrs-include=*"),
         "sparse-0.0": ("tar", "--format=posix", "--sparse", "--sparse-version=0.0"),
         "sparse-0.1": ("tar", "--format=posix", "--sparse", "--sparse-version=0.1"),
@@ -321,14 +235,13 @@ def names(work: Path) -> Layers:
 
 def changes(work: Path) -> Layers:
     """Whiteouts, opaque folders, and one kind of name over another."""
-    folder = {"mode": 0o755}
     lower = b"".join(
         (
             block(b"opaque/", b"5", mode=0o755),
             block(b"opaque/old", data=b"hidden"),
             block(b"opaque/sub/", b"5", mode=0o700),
             block(b"opaque/sub/old", data=b"hidden"),
-            block(b"opaque-late/", b"5", **folder),
+            block(b"opaque-late/", b"5", mode=0o755),
             block(b"opaque-late/old", data=b"hidden"),
             block(b"opaque-late/sub/old", data=b"hidden"),
             block(b"opaque-only/", b"5", mode=0o711, uid=4),
@@ -336,13 +249,13 @@ def changes(work: Path) -> Layers:
             block(b"white/", b"5", mode=0o750, gid=3),
             block(b"white/file", data=b"hidden"),
             block(b"white/again", data=b"old"),
-            block(b"white/folder/", b"5", **folder),
+            block(b"white/folder/", b"5", mode=0o755),
             block(b"white/folder/deep/file", data=b"hidden"),
             block(b"white/link", b"2", link=b"file"),
             block(b"file-to-folder", data=b"file"),
-            block(b"folder-to-file/", b"5", **folder),
+            block(b"folder-to-file/", b"5", mode=0o755),
             block(b"folder-to-file/inside", data=b"hidden"),
-            block(b"folder-to-link/", b"5", **folder),
+            block(b"folder-to-link/", b"5", mode=0o755),
             block(b"folder-to-link/inside", data=b"hidden"),
             block(b"target/", b"5", mode=0o755),
             block(b"target/inside", data=b"stays"),
@@ -477,10 +390,9 @@ def global_headers(work: Path) -> Layers:
 
 def contested(work: Path) -> Layers:
     """On what follows, the peers differ among themselves, or from the specification."""
-    folder = {"mode": 0o755}
     lower = b"".join(
         (
-            block(b"again/", b"5", **folder),
+            block(b"again/", b"5", mode=0o755),
             block(b"again/old", data=b"1"),
             block(b"opaque/sub/", b"5", mode=0o700),
             block(b"opaque/sub/old", data=b"2"),
@@ -493,14 +405,14 @@ def contested(work: Path) -> Layers:
     upper = b"".join(
         (
             block(b".wh.again"),
-            block(b"again/", b"5", **folder),
+            block(b"again/", b"5", mode=0o755),
             block(b"again/new", data=b"4"),
             block(b"opaque/.wh..wh..opq"),
             block(b"opaque/sub/new", data=b"5"),
             block(b"link/new", data=b"6"),
             block(b"way/.wh.old"),
             block(b"absent/.wh.old"),
-            block(b"aufs/.wh..wh.plnk/", b"5", **folder),
+            block(b"aufs/.wh..wh.plnk/", b"5", mode=0o755),
             block(b"aufs/.wh..wh.plnk/1.2", data=b"7"),
         )
     )
@@ -511,6 +423,12 @@ def opaque_root(work: Path) -> Layers:
     """A layer that hides all below."""
     lower = block(b"old", data=b"1") + block(b"folder/old", data=b"2")
     return [(lower + END, "gzip"), (block(b".wh..wh..opq") + block(b"new") + END, "gzip")]
+
+
+def random_stacks(work: Path) -> Layers:
+    """Four layers of 200 small trees of few names, so that about everything collides."""
+    tars = random_layers(seed=1, tree_count=200)
+    return list(zip(tars, ("gzip", "zstd", "none", "members"), strict=True))
 
 
 def many_files(work: Path) -> Layers:
@@ -553,6 +471,7 @@ ZOO: Mapping[str, Callable[[Path], Layers]] = {
         global_headers,
         contested,
         opaque_root,
+        random_stacks,
         many_files,
         many_layers,
     )

@@ -5,6 +5,7 @@ and the packages asked for. `odd_tree` has every kind of name and attribute. `tr
 compares: each path's attributes and content.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -63,6 +64,16 @@ def odd_tree(root: Path) -> Path:
     return root
 
 
+def _xattr_names(path: bytes) -> list[str]:
+    try:
+        return sorted(os.listxattr(path, follow_symlinks=False))
+    except OSError as error:
+        # A mounted image without any says so once, and is not asked again.
+        if error.errno == errno.ENOTSUP:
+            return []
+        raise
+
+
 def tree_of(root: Path) -> dict[bytes, tuple[object, ...]]:
     """path -> (mode, owner, links, size, mtime, device, link target, xattrs, content digest)."""
     found: dict[bytes, tuple[object, ...]] = {}
@@ -84,8 +95,7 @@ def tree_of(root: Path) -> dict[bytes, tuple[object, ...]]:
             with Path(os.fsdecode(full)).open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
         xattrs = tuple(
-            (name, os.getxattr(full, name, follow_symlinks=False))
-            for name in sorted(os.listxattr(full, follow_symlinks=False))
+            (name, os.getxattr(full, name, follow_symlinks=False)) for name in _xattr_names(full)
         )
         is_dir = stat.S_ISDIR(mode)
         found[path] = (
