@@ -181,6 +181,14 @@ class ImageServer:
             _log.warning("no bundle is used: %s", error)
 
     @property
+    def _own_trace_count(self) -> int:
+        """How many starts of this very image the bundle was made from."""
+        pointer = self._pointer
+        if pointer is None or pointer.index_digest != self._plan.state.index_digest:
+            return 0
+        return pointer.trace_count
+
+    @property
     def _lengths(self) -> list[int]:
         return [blob.stream_length for blob in self._tree.blobs]
 
@@ -216,8 +224,7 @@ class ImageServer:
             return
         replay = self._streams.replay
         if plan.record == "auto" and replay is not None and replay.error is None:
-            trace_count = self._pointer.trace_count if self._pointer else 0
-            if not is_worthwhile(self._aim(), trace_count, ended):
+            if not is_worthwhile(self._aim(), self._own_trace_count, ended):
                 self._record = "not needed"
                 return
         info = RecordInfo(
