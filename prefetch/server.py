@@ -223,10 +223,14 @@ class ImageServer:
         if plan.record == "never" or not entries:
             return
         replay = self._streams.replay
-        if plan.record == "auto" and replay is not None and replay.error is None:
-            if not is_worthwhile(self._aim(), self._own_trace_count, ended):
-                self._record = "not needed"
-                return
+        if (
+            plan.record == "auto"
+            and replay is not None
+            and replay.error is None
+            and not is_worthwhile(self._aim(), self._own_trace_count, ended)
+        ):
+            self._record = "not needed"
+            return
         info = RecordInfo(
             plan.state.index_digest,
             plan.state.reference,
