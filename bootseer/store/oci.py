@@ -6,8 +6,8 @@ the others withdraw; where the registry has no referrers API, a writer may even 
 lease there is advice that may be given twice: work is done twice at worst, and what is published
 is the same. Format: docs/format/oci.md.
 
-All keys are known from one request, whose answer is kept: an absent key is looked for again after
-`_MISS_S`, one that may be replaced after `_HIT_S`, one named by its own digest never. Thread-safe.
+All keys are known from one request, whose answer is kept for `FRESH_S`, and for ever about keys
+that name their object's own digest. Thread-safe.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 _log = logging.getLogger(__name__)
 
 PREFIX = "oci://"
-_MISS_S = 0.5
-"""How long an absent key is taken to stay absent: nodes that wait for each other poll."""
-_HIT_S = 5.0
+FRESH_S = 1.0
+"""How old an answer may be about what can change: less than the tolerance of leases, and little
+beside what nodes that wait for each other wait between two looks."""
 _PIECE_BYTES = 4 << 20
 _UPDATES_MAX = 10
 _MINE_S = 60.0
@@ -140,7 +140,7 @@ class OciBackend:
         prefix = f"{path}/" if path else ""
         found: dict[str, FileInfo] = {}
         with self._lock:
-            self._refresh(_MISS_S)
+            self._refresh(FRESH_S)
             if path in self._objects:
                 raise NotFoundError(f"cannot list {self._name(path)}: it is no folder")
             for key, versions in self._objects.items():
@@ -196,11 +196,13 @@ class OciBackend:
                 raise InvalidInputError(f"{self._name(path)} is no folder")
 
     def _find(self, path: str) -> StoredObject | None:
+        versions = self._objects.get(path)
+        if versions and versions[-1].is_immutable:
+            # Without the lock: no read of a layer waits for another's look for what is absent.
+            return versions[-1]
         with self._lock:
+            self._refresh(FRESH_S)
             versions = self._objects.get(path)
-            if not versions or not versions[-1].is_immutable:
-                self._refresh(_HIT_S if versions else _MISS_S)
-                versions = self._objects.get(path)
             return versions[-1] if versions else None
 
     def _keys(self) -> Sequence[str]:
@@ -248,12 +250,14 @@ class OciBackend:
         with self._lock:
             subject = self._described_subject()
             self._push_empty()
-            self._refresh(0.0)
+            self._refresh(FRESH_S)
             older = self._objects.get(path, [])
             if older and not overwrite:
                 raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
             written_ns = max([time.time_ns(), *(o.written_ns + 1 for o in older)])
-            data, descriptor = encode_object(path, digest, size_bytes, written_ns, subject)
+            data, descriptor = encode_object(
+                path, digest, size_bytes, written_ns, subject, replaces=overwrite
+            )
             own = str(descriptor["digest"])
             is_listed = self._client.push_manifest(own, MANIFEST_TYPE, data)
             if not is_listed:
@@ -262,7 +266,7 @@ class OciBackend:
             else:
                 self._refresh(0.0)
             versions = self._objects.get(path, [])
-            if not overwrite and versions and versions[0].manifest_digest != own:
+            if not overwrite and versions and versions[-1].manifest_digest != own:
                 self._withdraw([o for o in versions if o.manifest_digest == own])
                 raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
             self._forget(older)
@@ -303,6 +307,7 @@ class OciBackend:
         Nothing excludes other writers: what is written is read back until it is as it should be.
         """
         subject_digest = self._subject_digest()
+        gone = set(gone)
         for digest in [d for d, (when, _) in self._mine.items() if _is_old(when) or d in gone]:
             del self._mine[digest]
         for attempt in range(_UPDATES_MAX):
@@ -320,10 +325,22 @@ class OciBackend:
             try:
                 self._client.tag_referrers(subject_digest, [*kept, *missing])
             except InvalidInputError:
-                # Somebody deleted a manifest that we knew from before; or one of our own, which
-                # was replaced: only the newest of these is surely there.
-                self._mine = dict([*self._mine.items()][-1:])
+                # It names a manifest that is gone: its writer withdrew it, and another one, who
+                # had read the list before, wrote it back.
+                gone |= self._dangling([*kept, *missing])
+                for digest in gone & set(self._mine):
+                    del self._mine[digest]
         raise UnavailableError(f"{self.url}: others keep changing the list of its objects")
+
+    def _dangling(self, entries: Sequence[Any]) -> set[str]:
+        """Digests of our own kind of manifests that a list names and the registry lacks."""
+        found = set()
+        for stored in (o for versions in objects_by_key(entries).values() for o in versions):
+            try:
+                self._client.resolve(stored.manifest_digest)
+            except NotFoundError:
+                found.add(stored.manifest_digest)
+        return found
 
 
 def _is_old(when: float) -> bool:
@@ -332,7 +349,11 @@ def _is_old(when: float) -> bool:
 
 def _describe(client: RegistryClient, reference: Reference) -> Mapping[str, Any]:
     """The descriptor of the image's manifest; of an index, that of this machine's platform."""
-    document = client.manifest(reference.target)
+    try:
+        document = client.manifest(reference.target)
+    except NotFoundError as error:
+        # Not as the error that it is: this is no object that may yet come.
+        raise InvalidInputError(f"there is no image {reference} to keep a store beside") from error
     if document.media_type in _INDEX_TYPES and reference.digest is None:
         entries = parse_object(document.data, client.name).get("manifests")
         ranked: list[tuple[int, int, str]] = []

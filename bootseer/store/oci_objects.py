@@ -28,6 +28,7 @@ _KEY = "org.bootseer.key"
 _DIGEST = "org.bootseer.digest"
 _SIZE = "org.bootseer.size"
 _WRITTEN = "org.bootseer.written_ns"
+_REPLACES = "org.bootseer.replaces"
 _SHA256 = re.compile("sha256:[0-9a-f]{64}")
 _NUMBER = re.compile("[0-9]{1,19}")
 
@@ -41,6 +42,8 @@ class StoredObject:
     size_bytes: int
     written_ns: int
     """By the writer's clock."""
+    replaces: bool
+    """Whether it was to replace what was there, rather than to be the first."""
     manifest_digest: str
 
     @property
@@ -49,13 +52,21 @@ class StoredObject:
         return self.digest.partition(":")[2] in self.key
 
     @property
-    def order(self) -> tuple[int, str]:
-        """The newest object of a key is its greatest."""
-        return (self.written_ns, self.manifest_digest)
+    def order(self) -> tuple[bool, int, str]:
+        """The greatest object of a key counts: of replacements the newest, else of those that were
+        to be the first the oldest. So writers and readers agree on who was first."""
+        age = self.written_ns if self.replaces else -self.written_ns
+        return (self.replaces, age, self.manifest_digest)
 
 
 def encode_object(
-    key: str, digest: str, size_bytes: int, written_ns: int, subject: Mapping[str, Any]
+    key: str,
+    digest: str,
+    size_bytes: int,
+    written_ns: int,
+    subject: Mapping[str, Any],
+    *,
+    replaces: bool = False,
 ) -> tuple[bytes, dict[str, Any]]:
     """The manifest of an object, and the descriptor by which lists of referrers name it."""
     annotations = {
@@ -65,6 +76,8 @@ def encode_object(
         _WRITTEN: str(written_ns),
         "org.opencontainers.image.created": _rfc3339(written_ns),
     }
+    if replaces:
+        annotations[_REPLACES] = "true"
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
@@ -111,11 +124,12 @@ def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
             return None
     except InvalidInputError:
         return None
-    return StoredObject(key, digest, int(size), int(written), manifest_digest)
+    replaces = annotations.get(_REPLACES) == "true"
+    return StoredObject(key, digest, int(size), int(written), replaces, manifest_digest)
 
 
 def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[StoredObject]]:
-    """All objects in a list of referrers, the newest of each key last."""
+    """All objects in a list of referrers, the one that counts of each key last."""
     found: dict[str, list[StoredObject]] = {}
     for descriptor in descriptors:
         stored = decode_object(descriptor) if isinstance(descriptor, dict) else None

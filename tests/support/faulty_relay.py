@@ -1,15 +1,17 @@
 """An HTTP relay in front of a registry that does what broken networks and servers do."""
 
 import http.client
+import json
 import re
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+from urllib.parse import parse_qs
 
-from tests.support.registry import QuietHandler, serve
+from tests.support.registry import QuietHandler, serve, sha256
 
 _PIECE_BYTES = 64 * 1024
 
@@ -93,6 +95,10 @@ class FaultyRelay:
                     return fault
         return None
 
+    def _more_headers(self, handler: QuietHandler, body: bytes) -> dict[str, str]:
+        """What is added to the registry's answer."""
+        return {}
+
     def _handle(self, handler: QuietHandler) -> None:
         headers = {name.lower(): value for name, value in handler.headers.items()}
         body = handler.rfile.read(int(headers.get("content-length", "0")))
@@ -102,6 +108,9 @@ class FaultyRelay:
         if refused:
             handler.reply(401, b"{}", WWW_Authenticate=self.challenge)
             return
+        self._respond(handler, headers, body)
+
+    def _respond(self, handler: QuietHandler, headers: dict[str, str], body: bytes) -> None:
         fault = self._fault(f"{handler.command} {handler.path}") or Fault("")
         self._stopped.wait(fault.hang_s)
         if fault.status:
@@ -112,7 +121,10 @@ class FaultyRelay:
         connection = http.client.HTTPConnection(self.upstream, timeout=30)
         try:
             connection.request(handler.command, handler.path, body or None, headers)
-            self._answer(handler, connection.getresponse(), fault)
+            answer = connection.getresponse()
+            for name, value in self._more_headers(handler, body).items():
+                answer.headers[name] = value
+            self._answer(handler, answer, fault)
         except (OSError, http.client.HTTPException):
             handler.close_connection = True
         finally:
@@ -176,3 +188,48 @@ class FaultyRelay:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ReferrersRelay(FaultyRelay):
+    """Relays to a registry without the referrers API, and has it (distribution specification 1.1)
+    for the manifests that pass. In pages of two, as large lists come."""
+
+    _PAGE_COUNT = 2
+
+    def __init__(self, upstream: str) -> None:
+        super().__init__(upstream)
+        self._referrers: dict[str, dict[str, dict[str, Any]]] = {}
+        """Per subject: descriptors by digest."""
+
+    def _respond(self, handler: QuietHandler, headers: dict[str, str], body: bytes) -> None:
+        path, _, query = handler.path.partition("?")
+        if "/referrers/" in path and handler.command == "GET":
+            start = int(parse_qs(query).get("from", ["0"])[0])
+            found = list(self._referrers.get(path.rpartition("/")[2], {}).values())
+            document = {"schemaVersion": 2, "manifests": found[start : start + self._PAGE_COUNT]}
+            link = {}
+            if start + self._PAGE_COUNT < len(found):
+                link = {"Link": f'<{path}?from={start + self._PAGE_COUNT}>; rel="next"'}
+            handler.reply(200, json.dumps(document).encode(), **link)
+            return
+        super()._respond(handler, headers, body)
+        for descriptors in self._referrers.values():
+            if handler.command == "DELETE":
+                descriptors.pop(path.rpartition("/")[2], None)
+
+    def _more_headers(self, handler: QuietHandler, body: bytes) -> dict[str, str]:
+        if handler.command != "PUT" or "/manifests/" not in handler.path:
+            return {}
+        manifest = json.loads(body)
+        if "subject" not in manifest:
+            return {}
+        subject = manifest["subject"]["digest"]
+        digest = sha256(body)
+        self._referrers.setdefault(subject, {})[digest] = {
+            "mediaType": manifest["mediaType"],
+            "digest": digest,
+            "size": len(body),
+            "artifactType": manifest["artifactType"],
+            "annotations": manifest["annotations"],
+        }
+        return {"OCI-Subject": subject}
