@@ -111,6 +111,10 @@ class NodeCache:
             path.unlink(missing_ok=True)
             os.close(fd)
 
+    def replay_lock(self, bundle: str) -> Path:
+        """Of the servers that replay the bundle of this digest, one holds this file locked."""
+        return self._path(bundle).with_suffix(".replay")
+
     def streams(self) -> list[CachedStream]:
         """What is cached, the longest unused first."""
         found = []

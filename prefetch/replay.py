@@ -2,21 +2,25 @@
 
 Alone owns which frames of a bundle are still to come. Planning is pure; the executor moves the
 bytes. A bundle is a help, never a condition: the first thing wrong with it ends its use with one
-warning, and faults go to the blobs.
+warning, and faults go to the blobs. Of several servers on a node that replay one bundle at once,
+one fetches it and the others follow.
 
 Threading: `demand` and `is_cached` from any thread; `start` once.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bootseer.blob.tree import Extent
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
 from bootseer.prefetch.cache import StreamCache, sectors_of
+from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.hot_store import part_key
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
@@ -28,6 +32,18 @@ _FETCH_BYTES = ((8, 1), (24, 2**19), (None, 2**21))
 side and share the line, so large ones would all end together, and the first page would come with
 the last; small ones waste their latency. So: small while a start waits for its first pages, large
 when it is under way."""
+
+_DEADLINE_SHARE = 0.25
+_WAIT_S_MAX = 10.0
+"""A frame that somebody waits for and that has not come by then comes from a store that hangs."""
+
+_FOLLOW_S = 120.0
+_PATIENCE_S = 0.5
+"""All waits for another server's fetches together: what is lost when it is slow. At 1 Gbit it
+brings 60 MB meanwhile."""
+_POLL_S = 0.002
+_TURN_S = 0.02
+"""How often a follower looks whether the other one has finished."""
 
 
 def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
@@ -58,8 +74,15 @@ class Replay:
     """One bundle on its way into the cache."""
 
     def __init__(
-        self, bundle: Bundle, digest: str, caches: Sequence[StreamCache], executor: Executor
+        self,
+        bundle: Bundle,
+        digest: str,
+        caches: Sequence[StreamCache],
+        executor: Executor,
+        *,
+        lock: Path | None = None,
     ) -> None:
+        """`lock`: whoever holds this file fetches the bundle for all on this node."""
         self.bundle = bundle
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
@@ -75,27 +98,63 @@ class Replay:
         self._pending = bytearray(b"\1" * len(self._chunks))
         self._lock = threading.Lock()
         self._batch: Batch | None = None
+        self._lock_path = lock
+        self._lock_fd = -1
+        self._is_following = False
+        self._patience_s = _PATIENCE_S
+        self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Begin to fetch; returns at once."""
+        """Begin to fetch, or to follow whoever does; returns at once."""
         started_ns = time.monotonic_ns()
+        self._is_following = not self._takes_lead()
+        if self._is_following:
+            self._look_what_is_here()
+        else:
+            self._submit()
+        threading.Thread(target=self._watch, args=(started_ns,), name="replay", daemon=True).start()
+
+    def _takes_lead(self) -> bool:
+        if self._lock_path is None:
+            return True
+        try:
+            self._lock_fd = lock_file(self._lock_path, 0)
+        except TimeoutError:
+            return False
+        except OSError as error:
+            _log.debug("replaying without regard to others: %s", error)
+        return True
+
+    def _look_what_is_here(self) -> None:
         self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
+
+    def _submit(self) -> None:
+        self._look_what_is_here()
         fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
         try:
             self._batch = self._executor.submit(fetches, self._deliver)
         except BootseerError as error:
             self._give_up(error)
-            return
-        threading.Thread(
-            target=self._watch, args=(self._batch, started_ns), name="replay", daemon=True
-        ).start()
 
-    def _watch(self, batch: Batch, started_ns: int) -> None:
+    def _watch(self, started_ns: int) -> None:
+        until_s = time.monotonic() + _FOLLOW_S
+        while self._is_following:
+            if self._stopping.wait(_TURN_S):
+                return
+            if self._takes_lead() or time.monotonic() > until_s:
+                # The other one has finished, has died, or is too slow: the rest is ours.
+                self._is_following = False
+                self._submit()
         try:
-            batch.wait()
+            if self._batch is not None:
+                self._batch.wait()
         except (BootseerError, OSError) as error:
             self._give_up(error)
-        else:
+        finally:
+            if self._lock_fd >= 0 and self._lock_path is not None:
+                self._lock_path.unlink(missing_ok=True)
+                os.close(self._lock_fd)
+        if self.error is None:
             self.finished_after_ns = time.monotonic_ns() - started_ns
             # Also those that somebody else brought before their turn came.
             self._pending[:] = bytes(len(self._pending))
@@ -108,7 +167,13 @@ class Replay:
             self._pending[:] = bytes(len(self._pending))
         if self._batch is not None:
             self._batch.cancel()
+        if self._stopping.is_set():
+            return
         _log.warning("the bundle is not used any further, the image is read without it: %s", error)
+
+    def stop(self) -> None:
+        """The caches are about to be closed: touch them no more. Idempotent."""
+        self._stopping.set()
 
     @property
     def is_over(self) -> bool:
@@ -137,16 +202,31 @@ class Replay:
 
         False when there are none. Never raises: what did not come is for the caller to see.
         """
+        # The blobs are still to be asked within the deadline.
+        deadline_s = min(deadline_s * _DEADLINE_SHARE, _WAIT_S_MAX)
         waited = False
         for number in self._placement.frames_for(blob, offset, length):
             if not self._pending[number]:
                 continue
             waited = True
+            if self._is_following and self._comes_from_elsewhere(number):
+                continue
             try:
                 self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
             except (BootseerError, OSError) as error:
                 self._give_up(error)
         return waited
+
+    def _comes_from_elsewhere(self, number: int) -> bool:
+        """Wait a little for a frame that another server is about to bring."""
+        frame = self.bundle.frames[number]
+        while not self._all_here(frame):
+            if not self._is_following or self._patience_s <= 0:
+                return False
+            time.sleep(_POLL_S)
+            self._patience_s -= _POLL_S
+        self._pending[number] = 0
+        return True
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         number = self._numbers[chunk]

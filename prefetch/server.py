@@ -173,7 +173,16 @@ class ImageServer:
                     return
                 self._pointer, bundle = found
             digest = self._pointer.bundle_digest
-            replay = Replay(bundle, digest, self._streams.caches, self._streams.executor)
+            replay = Replay(
+                bundle,
+                digest,
+                self._streams.caches,
+                self._streams.executor,
+                # What is borrowed goes into the image's own streams: no other server brings it.
+                lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
+                    digest if self._pointer.index_digest == index else index
+                ),
+            )
             # Known to faults only once it knows itself what is here already.
             replay.start()
             self._streams.replay = replay

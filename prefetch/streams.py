@@ -308,6 +308,8 @@ class BlobStreams:
 
     def close(self) -> None:
         """End all transfers and let go of the cache. Idempotent."""
+        if self.replay is not None:
+            self.replay.stop()
         self.executor.close()
         for cache in self.caches:
             cache.close()

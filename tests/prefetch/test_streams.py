@@ -1,102 +1,28 @@
 """Faults, read-ahead, bundles and replay, on a real store and cache, without a mount."""
 
-import hashlib
-import io
 import os
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.blob.pack import pack_directory
-from bootseer.blob.tree import Blob, Tree
+from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
-from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
+from bootseer.prefetch.bundle import decode_header
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import part_key
-from bootseer.prefetch.replay import Replay, aim_of, plan_replay
+from bootseer.prefetch.replay import aim_of, plan_replay
 from bootseer.prefetch.streams import BlobStreams
-from bootseer.store import Store, open_store
 from bootseer.transfer.plan import Chunk
-
-INDEX = "sha256:" + "77" * 32
-SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
-
-
-@dataclass
-class Image:
-    """A packed directory in a store, and a reader of the store that counts."""
-
-    tree: Tree
-    store: Store
-    contents: dict[str, bytes]
-    reads: list[tuple[str, int, int]] = field(default_factory=list)
-    before_read: Callable[[str], None] = lambda key: None
-
-    def read_object(self, key: str, offset: int, length: int) -> bytes:
-        self.before_read(key)
-        self.reads.append((key, offset, length))
-        return self.store.read(key, offset, length)
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(length for _, _, length in self.reads)
-
-    def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
-        return BlobStreams(
-            self.tree.blobs, self.read_object, NodeCache(cache_dir), deadline_s=deadline_s
-        )
-
-    def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:
-        number = self.tree.resolve(name.encode())
-        assert number is not None
-        (extent,) = self.tree.inode(number).extents
-        return extent.blob, extent.blob_offset + offset, length
-
-    def publish_bundle(self, ranges: list[tuple[int, int, int]]) -> tuple[str, bytes]:
-        """(digest, header) of a bundle with these ranges."""
-        lengths = [blob.stream_length for blob in self.tree.blobs]
-        parts = [io.BytesIO() for _ in range(2)]
-        cache = self.streams(Path(self.store.url.removeprefix("file://")).parent / "build")
-        header = write_bundle(
-            INDEX,
-            plan_frames(ranges, lengths, 16384),
-            lambda *piece: bytes(cache.read(*piece)),
-            parts,
-        )
-        cache.close()
-        digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
-        for number, part in enumerate(parts):
-            self.store.publish(part_key(digest, number), part.getvalue())
-        self.reads.clear()
-        return digest, header
-
-    def replay(self, streams: BlobStreams, digest: str, header: bytes) -> Replay:
-        lengths = [blob.stream_length for blob in self.tree.blobs]
-        bundle = decode_header(header, INDEX, lengths)
-        replay = Replay(bundle, digest, streams.caches, streams.executor)
-        streams.replay = replay
-        return replay
+from tests.support.stored_image import INDEX, SIZES, Image, stored_image
 
 
 @pytest.fixture
 def image(tmp_path: Path) -> Image:
-    root = tmp_path / "root"
-    root.mkdir()
-    generator = random.Random(7)
-    contents = {name: generator.randbytes(size) for name, size in SIZES.items()}
-    for name, content in contents.items():
-        (root / name).write_bytes(content)
-    blob = tmp_path / "blob"
-    with blob.open("wb") as sink:
-        tree = pack_directory(root, sink)
-    store = open_store((tmp_path / "store").as_uri())
-    store.publish(blob_key(tree.blobs[0].digest), blob)
-    return Image(tree, store, contents)
+    return stored_image(tmp_path)
 
 
 def test_every_byte_is_right_and_fetched_once(image: Image, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""A packed directory in a store, without a mount, and what a test does with it."""
+
+import hashlib
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.pack import pack_directory
+from bootseer.blob.tree import Tree
+from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.hot_store import part_key
+from bootseer.prefetch.replay import Replay
+from bootseer.prefetch.streams import BlobStreams
+from bootseer.store import Store, open_store
+
+INDEX = "sha256:" + "77" * 32
+SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
+
+
+@dataclass
+class Image:
+    """A packed directory in a store, and a reader of the store that counts."""
+
+    tree: Tree
+    store: Store
+    contents: dict[str, bytes]
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    before_read: Callable[[str], None] = lambda key: None
+    change: Callable[[str, bytes], bytes] = lambda key, data: data
+    """What the network makes of what was read."""
+
+    def read_object(self, key: str, offset: int, length: int) -> bytes:
+        self.reads.append((key, offset, length))
+        self.before_read(key)
+        return self.change(key, self.store.read(key, offset, length))
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(length for _, _, length in self.reads)
+
+    def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
+        return BlobStreams(
+            self.tree.blobs, self.read_object, NodeCache(cache_dir), deadline_s=deadline_s
+        )
+
+    def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:
+        number = self.tree.resolve(name.encode())
+        assert number is not None
+        (extent,) = self.tree.inode(number).extents
+        return extent.blob, extent.blob_offset + offset, length
+
+    def publish_bundle(self, ranges: list[tuple[int, int, int]]) -> tuple[str, bytes]:
+        """(digest, header) of a bundle with these ranges."""
+        lengths = [blob.stream_length for blob in self.tree.blobs]
+        parts = [io.BytesIO() for _ in range(2)]
+        cache = self.streams(Path(self.store.url.removeprefix("file://")).parent / "build")
+        header = write_bundle(
+            INDEX,
+            plan_frames(ranges, lengths, 16384),
+            lambda *piece: bytes(cache.read(*piece)),
+            parts,
+        )
+        cache.close()
+        digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+        for number, part in enumerate(parts):
+            self.store.publish(part_key(digest, number), part.getvalue())
+        self.reads.clear()
+        return digest, header
+
+    def replay(
+        self, streams: BlobStreams, digest: str, header: bytes, lock: Path | None = None
+    ) -> Replay:
+        lengths = [blob.stream_length for blob in self.tree.blobs]
+        bundle = decode_header(header, INDEX, lengths)
+        replay = Replay(bundle, digest, streams.caches, streams.executor, lock=lock)
+        streams.replay = replay
+        return replay
+
+
+def stored_image(tmp_path: Path) -> Image:
+    """Three files of random bytes, packed and published."""
+    root = tmp_path / "root"
+    root.mkdir()
+    generator = random.Random(7)
+    contents = {name: generator.randbytes(size) for name, size in SIZES.items()}
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+    blob = tmp_path / "blob"
+    with blob.open("wb") as sink:
+        tree = pack_directory(root, sink)
+    store = open_store((tmp_path / "store").as_uri())
+    store.publish(blob_key(tree.blobs[0].digest), blob)
+    return Image(tree, store, contents)
