@@ -1,16 +1,16 @@
-"""`bootseer snapshot`: environments, captured once and restored everywhere."""
+"""`bootseer snapshot`: environments, captured once and restored everywhere.
 
-import signal
+Here is what a single snapshot is made, restored and shown by; running set-ups is in
+`snapshot_run_commands`.
+"""
+
 import stat
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bootseer.cli.output import (
-    Seconds,
     current_settings,
     emit_json,
     emit_table,
@@ -18,6 +18,8 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
+from bootseer.cli.snapshot_output import say, shown, summary, when
+from bootseer.cli.snapshot_run_commands import RUN_COMMANDS
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode
@@ -29,93 +31,8 @@ def snapshot() -> None:
     """Environments: capture once, restore everywhere."""
 
 
-def _say(sentence: str) -> None:
-    click.echo(f"bootseer: {sentence}", err=True)
-
-
-@snapshot.command(
-    # Behind its first word everything belongs to the command, "--" or not.
-    context_settings={"allow_interspersed_args": False},
-    epilog="Example: bootseer snapshot run --target /opt/env -- "
-    "sh -c 'python3 -m venv /opt/env && /opt/env/bin/pip install -r requirements.txt'",
-)
-@click.option(
-    "--target",
-    "targets",
-    metavar="DIR",
-    multiple=True,
-    help="A directory that the command makes or changes. Without: inferred, and printed.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    metavar="FILE",
-    multiple=True,
-    help="A file or directory that decides the result, besides those named in the command.",
-)
-@click.option(
-    "--env",
-    "variables",
-    metavar="NAME",
-    multiple=True,
-    help="An environment variable that decides the result.",
-)
-@click.option("--salt", metavar="TEXT", default="", help="Another salt, another snapshot.")
-@click.option("--base", metavar="DIGEST", default="", help="The image. Default: BOOTSEER_IMAGE.")
-@click.option(
-    "--wait",
-    "wait_s",
-    metavar="SECONDS",
-    type=Seconds(min=0, max=30 * 86_400),
-    default=1800.0,
-    show_default=True,
-    help="How long to wait for another node or process that runs the same set-up.",
-)
-@click.argument("command", nargs=-1, required=True)
-@json_option
-def run(
-    targets: tuple[str, ...],
-    inputs: tuple[str, ...],
-    variables: tuple[str, ...],
-    salt: str,
-    base: str,
-    wait_s: float,
-    command: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Run a set-up COMMAND once; later, and on other nodes, restore what it made.
-
-    Exits with the command's own code when it fails. Trouble with the store only costs the
-    restore: the command then runs as usual.
-    """
-    from bootseer.snapshots.request import Request
-    from bootseer.snapshots.run import run_setup
-
-    # As an exception it ends the command and gives the lease back.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    request = Request(
-        command=command,
-        targets=targets,
-        inputs=inputs,
-        variables=variables,
-        salt=salt,
-        base=base,
-    )
-    result = run_setup(current_settings(), request, report=_say, wait_s=wait_s)
-    if as_json:
-        emit_json(
-            {
-                "how": result.how,
-                "hit": result.hit,
-                "fingerprint": result.fingerprint,
-                "targets": result.targets,
-                "file_count": result.file_count,
-                "content_bytes": result.content_bytes,
-                "moved_bytes": result.moved_bytes,
-                "seconds": result.seconds,
-                "setup_seconds": result.setup_seconds,
-            }
-        )
+for _command in RUN_COMMANDS:
+    snapshot.add_command(_command)
 
 
 @snapshot.command(epilog="Example: bootseer snapshot create --target /opt/env --name base-env")
@@ -130,10 +47,10 @@ def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
 
     manifest = create_snapshot(current_settings(), targets, name)
     if as_json:
-        emit_json(_summary(manifest))
+        emit_json(summary(manifest))
     else:
         click.echo(manifest.fingerprint)
-        _say(
+        say(
             f"stored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}, "
             f"as {human_bytes(manifest.stored_bytes)}"
         )
@@ -158,9 +75,9 @@ def restore(key: str, directory: Path | None, as_json: bool) -> None:
 
     manifest = restore_snapshot(current_settings(), key, directory)
     if as_json:
-        emit_json(_summary(manifest))
+        emit_json(summary(manifest))
     else:
-        _say(f"restored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}")
+        say(f"restored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}")
 
 
 @snapshot.command("list", epilog="Example: bootseer snapshot list --json")
@@ -172,7 +89,7 @@ def list_(as_json: bool) -> None:
     with open_current_store() as store:
         manifests = list(list_all(store))
     if as_json:
-        emit_json([_summary(manifest) for manifest in manifests])
+        emit_json([summary(manifest) for manifest in manifests])
         return
     emit_table(
         ("key", "name", "targets", "files", "content", "stored", "set-up s", "created"),
@@ -180,12 +97,12 @@ def list_(as_json: bool) -> None:
             (
                 manifest.fingerprint[:12],
                 manifest.name,
-                ", ".join(_shown(target.path) for target in manifest.targets),
+                ", ".join(shown(target.path) for target in manifest.targets),
                 manifest.file_count,
                 human_bytes(manifest.content_bytes),
                 human_bytes(manifest.stored_bytes),
                 f"{manifest.setup_ns / 1e9:.1f}",
-                _when(manifest.created_ns),
+                when(manifest.created_ns),
             )
             for manifest in manifests
         ),
@@ -221,7 +138,7 @@ def show(key: str, files: bool, as_json: bool) -> None:
         ("target", "kind", "files", "deleted", "content", "stored"),
         (
             (
-                _shown(target.path),
+                shown(target.path),
                 "whole" if target.whole else "difference",
                 target.file_count,
                 len(target.deletions),
@@ -242,54 +159,32 @@ def show(key: str, files: bool, as_json: bool) -> None:
         )
 
 
-def _shown(path: bytes) -> str:
-    return path.decode("utf-8", "backslashreplace")
-
-
-def _when(created_ns: int) -> str:
-    return datetime.fromtimestamp(created_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
 def _file_row(target: bytes, path: bytes, inode: "Inode") -> tuple[Any, ...]:
     return (
-        _shown(target + b"/" + path if path else target),
+        shown(target + b"/" + path if path else target),
         inode.mode,
         inode.uid,
         inode.gid,
         inode.size_bytes,
         inode.mtime_ns,
-        _shown(inode.link_target),
+        shown(inode.link_target),
     )
-
-
-def _summary(manifest: "Manifest") -> dict[str, Any]:
-    return {
-        "fingerprint": manifest.fingerprint,
-        "name": manifest.name,
-        "targets": [_shown(target.path) for target in manifest.targets],
-        "file_count": manifest.file_count,
-        "content_bytes": manifest.content_bytes,
-        "stored_bytes": manifest.stored_bytes,
-        "setup_seconds": manifest.setup_ns / 1e9,
-        "created": _when(manifest.created_ns),
-        "node": manifest.node,
-    }
 
 
 def _details(manifest: "Manifest") -> dict[str, Any]:
     return {
-        **_summary(manifest),
+        **summary(manifest),
         "parts": {part.name: part.value for part in manifest.parts},
         "targets": [
             {
-                "path": _shown(target.path),
+                "path": shown(target.path),
                 "whole": target.whole,
                 "blob": target.blob.digest,
                 "blob_bytes": target.blob.size_bytes,
                 "index": target.index.digest,
                 "file_count": target.file_count,
                 "content_bytes": target.content_bytes,
-                "deletions": [_shown(path) for path in target.deletions],
+                "deletions": [shown(path) for path in target.deletions],
             }
             for target in manifest.targets
         ],
