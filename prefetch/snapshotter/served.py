@@ -8,6 +8,7 @@ here touches what is mounted: that could hang. Thread-safe.
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, UnavailableError
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount import serve_tree
 from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
@@ -25,6 +27,8 @@ from bootseer.prefetch.snapshotter.snapshot import TreeKey
 _log = logging.getLogger(__name__)
 
 PURPOSE = "snapshot"
+
+_ANSWER_S = 2.0
 
 
 class ServedTrees:
@@ -94,9 +98,9 @@ class ServedTrees:
         """What is mounted and served now."""
         there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
-        for _, state in live_mounts(self._settings):
+        for state_dir, state in live_mounts(self._settings):
             path = Path(state.directory)
-            if self._is_ours(state) and path in there:
+            if self._is_ours(state) and path in there and _serves(state_dir, state):
                 found[TreeKey(state.index_digest, state.workload)] = path
         return found
 
@@ -135,3 +139,17 @@ class ServedTrees:
         for path in unmounted - {mount.path for mount in mounts.fuse_mounts()}:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def _serves(state_dir: Path, state: MountState) -> bool:
+    """Whether that mount has a server. What its lock says is not enough: whoever tidies up after a
+    dead one holds it for a moment."""
+    try:
+        os.kill(state.pid, 0)
+    except ProcessLookupError:
+        # A worker serves on when its supervisor was killed.
+        try:
+            ask(state_dir, "status", timeout_s=_ANSWER_S)
+        except (UnavailableError, DeadlineError):
+            return False
+    return True

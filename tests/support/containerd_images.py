@@ -1,22 +1,24 @@
 """Images of several layers that run in a container, for the tests of the snapshotter."""
 
+import functools
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.images import Layout, Member, tar_of
 
 _PROGRAMS = ("sh", "cat", "ls", "sleep", "sha256sum", "stat", "rm", "mkdir", "tail")
 _FOLDERS = ("proc", "sys", "dev", "tmp", "etc", "root", "run")
-LARGE_BYTES = 8 * 2**20
+LARGE_BYTES = 2**20
 """Of a file that no start reads."""
 
 
-def shell_layer() -> list[Member]:
+@functools.cache
+def shell_layer() -> Sequence[Member]:
     """A root file system with a shell and a few tools of this machine."""
     files = {Path("/usr/bin") / name: shutil.which(name) for name in _PROGRAMS}
     sources = {target: Path(source).resolve() for target, source in files.items() if source}
@@ -36,20 +38,23 @@ def shell_layer() -> list[Member]:
     return members
 
 
-def layers(top: str = "top") -> list[Sequence[Member]]:
-    """A root with a shell, and two layers that change it."""
+def layers(name: str) -> list[Sequence[Member]]:
+    """A root with a shell, on top of a layer that no other image has, and below two more."""
     return [
+        [Member(f"opt/{name}", data=f"{name}\n".encode()), Member("opt/gone", data=b"hidden\n")],
         shell_layer(),
-        [Member("etc/base", data=b"base\n"), Member("etc/gone", data=b"hidden above\n")],
-        [Member("etc/top", data=f"{top}\n".encode()), Member("etc/.wh.gone")],
+        [Member("opt/base", data=b"base\n")],
+        [Member("opt/top", data=f"top of {name}\n".encode()), Member("opt/.wh.gone")],
     ]
 
 
-def add_image(layout: Layout, contents: Sequence[Sequence[Member]], tag: str) -> None:
-    """Add an image that runs a shell."""
-    layout.add_image(
+def add_image(
+    layout: Layout, contents: Sequence[Sequence[Member]], tag: str
+) -> Mapping[str, object]:
+    """Add an image that runs a shell; its manifest's descriptor."""
+    return layout.add_image(
         [tar_of(members) for members in contents],
         tag=tag,
-        compression="gzip",
+        compression="zstd",
         run={"Cmd": ["/bin/sh"], "Env": ["PATH=/usr/bin:/bin"]},
     )

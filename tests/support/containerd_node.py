@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from google.protobuf import descriptor_pool, message_factory
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE, describe
@@ -132,7 +134,8 @@ class Node:
         self._bin = programs() if with_containerd else Path("/usr/bin")
         # A socket's path must be short.
         self.base = Path(tempfile.mkdtemp(prefix="node-"))
-        self.settings: Settings = replace(settings_at(self.base), deadline_s=5.0, **changes)
+        changes = {"deadline_s": 5.0, **changes}
+        self.settings: Settings = replace(settings_at(self.base), **changes)
         self.root = self.base / "snapshotter"
         self._linger_s = linger_s
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -271,6 +274,14 @@ class Node:
         flags = ["run", "--rm", "--snapshotter", "bootseer", *options]
         return self.ctr(*flags, reference, name, *command).stdout
 
+    def run_succeeds(self, reference: str, name: str, *command: object) -> bool:
+        """Whether a container could be run: containerd waits before it tries a socket again."""
+        flags = ["run", "--rm", "--snapshotter", "bootseer", reference, name, *command]
+        done = self.ctr(*flags, check=False)
+        if done.returncode:
+            self.ctr("container", "rm", name, check=False)
+        return done.returncode == 0
+
     def start(self, reference: str, name: str, *command: object) -> None:
         """A container in the background."""
         self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
@@ -282,7 +293,8 @@ class Node:
 
     def remove(self, name: str) -> None:
         """End and remove a container."""
-        self.ctr("task", "kill", "--signal", "SIGKILL", name)
+        # Where its image is gone, its process may be, too.
+        self.ctr("task", "kill", "--signal", "SIGKILL", name, check=False)
         wait_for(lambda: self.ctr("task", "rm", name, check=False).returncode == 0)
         self.ctr("container", "rm", name)
 
@@ -304,6 +316,12 @@ class Node:
         (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
         self.cri("PullImage", image={"image": reference})
 
+    def pull_at_once(self, reference: str, count: int) -> None:
+        """Pull several times, at the same time."""
+        with ThreadPoolExecutor(count) as pool:
+            for future in [pool.submit(self.pull, reference) for _ in range(count)]:
+                future.result(TIMEOUT_S)
+
     def remove_image(self, reference: str) -> None:
         """Remove an image, and wait for what depends on it."""
         self.cri("RemoveImage", image={"image": reference})
@@ -315,6 +333,20 @@ class Node:
         except grpc.RpcError:
             return False
         return True
+
+    # ---- images' servers ----------------------------------------------------------------------
+
+    def status(self, state_dir: Path) -> dict[str, Any]:
+        """What the server of a mount says."""
+        return ask(state_dir, "status")
+
+    def kill_image_servers(self) -> None:
+        """As a machine's end does, but for the mounts."""
+        for _, state in list(live_mounts(self.settings)):
+            children = Path(f"/proc/{state.pid}/task/{state.pid}/children").read_text().split()
+            for pid in (state.pid, *map(int, children)):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not list(live_mounts(self.settings)))
 
     # ---- what is there ------------------------------------------------------------------------
 

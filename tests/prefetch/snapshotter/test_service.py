@@ -262,20 +262,11 @@ def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
     add_image(node, tmp_path)
     pull(node)
     first = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
-    kill_servers(node)
+    node.kill_image_servers()
     second = lower_of(node.call("Mounts", key="c1"))
     assert second != first
     assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
     wait_for(lambda: node.trees() == [second])
-
-
-def kill_servers(node: Node) -> None:
-    """As a machine's end does, but for the mounts."""
-    for _, state in list(live_mounts(node.settings)):
-        children = Path(f"/proc/{state.pid}/task/{state.pid}/children").read_text().split()
-        for pid in (state.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not list(live_mounts(node.settings)))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
@@ -298,7 +289,7 @@ def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path) ->
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
     node.stop(node.snapshotter, signal.SIGKILL)
-    kill_servers(node)
+    node.kill_image_servers()
     mounts.detach(lower, lazy=True)
     (node.root / "snapshots/999/fs").mkdir(parents=True)
     (node.root / "snapshots/new-garbage").mkdir()
