@@ -153,7 +153,10 @@ def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
     data = store.read(key, 0, _HOTSET_BYTES_MAX + 1)
     if hashlib.sha256(data).hexdigest() != _hex(pointer.hotset_digest):
         raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
-    return hotset.decode(data)
+    hot = hotset.decode(data)
+    if hot.index_digest != pointer.index_digest:
+        raise CorruptError(f"{store.url}/{key} is the hot set of another image")
+    return hot
 
 
 def publish_trace(store: Store, trace: Trace) -> str:
@@ -195,7 +198,10 @@ def read_trace(store: Store, key: str) -> Trace:
     data = store.read(key, 0, _TRACE_BYTES_MAX + 1)
     if hashlib.sha256(data).hexdigest()[:32] != key.rpartition("/")[2]:
         raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
-    return trace_format.decode(data)
+    trace = trace_format.decode(data)
+    if not key.startswith(trace_prefix(trace.index_digest, trace.workload)):
+        raise CorruptError(f"{store.url}/{key} is the trace of another image or workload")
+    return trace
 
 
 def workloads(store: Store, index_digest: str) -> list[str]:

@@ -13,7 +13,9 @@ import pytest
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.content_digest import content_digest
+from bootseer.errors import CorruptError
 from bootseer.prefetch import hot_store, hotset
+from bootseer.prefetch import trace as trace_format
 from bootseer.prefetch.bundle import decode_frame
 from bootseer.prefetch.catalogue import read_tree
 from bootseer.prefetch.hot_build import add_trace, is_worthwhile
@@ -212,6 +214,23 @@ def test_a_damaged_frame_is_mended_once(site: Site) -> None:
         assert len(decode_frame(frame, stored)) == frame.stream_length
 
 
+def test_damaged_hot_sets_are_refused(site: Site) -> None:
+    site.add(site.trace(1, 2))
+    pointer = site.pointer()
+    hot = hot_store.read_hotset(site.store, pointer)
+    foreign = hotset.encode(replace(hot, index_digest="sha256:" + "9" * 64))
+    digest = f"sha256:{hashlib.sha256(foreign).hexdigest()}"
+    site.store.publish(hot_store.hotset_key(digest), foreign)
+    with pytest.raises(CorruptError, match="another image"):
+        hot_store.read_hotset(site.store, replace(pointer, hotset_digest=digest))
+    path = site.path(hot_store.hotset_key(pointer.hotset_digest))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match="digest in its name"):
+        hot_store.read_hotset(site.store, pointer)
+
+
 def test_hostile_traces_are_left_out_or_bounded(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +239,9 @@ def test_hostile_traces_are_left_out_or_bounded(
     flipped = bytearray(site.store.read(hot_store.publish_trace(site.store, good)))
     flipped[len(flipped) // 2] ^= 1
     site.store.publish(prefix + "0" * 32, bytes(flipped))
+    other = replace(good, index_digest="sha256:" + "9" * 64)
+    foreign = trace_format.encode(other)
+    site.store.publish(prefix + hashlib.sha256(foreign).hexdigest()[:32], foreign)
     # It claims to have read all of the largest file that there can be.
     endless = replace(good, node="x", accesses=(Access(0, 0, 2**62 - 1, 0), *good.accesses))
     hot_store.publish_trace(site.store, endless)
@@ -227,7 +249,7 @@ def test_hostile_traces_are_left_out_or_bounded(
     hot_store.publish_trace(site.store, replace(good, node="y", files=(unknown,) * 2))
     assert site.add(replace(good, node="z")) is not None
     assert site.hot_files().count(b"f2") == 1
-    assert caplog.text.count("is left out") == 1
+    assert caplog.text.count("is left out") == 2
     lengths = [blob.stream_length for blob in site.tree.blobs]
     bundle = hot_store.read_bundle(site.store, site.pointer(), lengths)
     assert bundle.stream_bytes == 2 * FILE_BYTES
