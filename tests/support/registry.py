@@ -10,8 +10,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,8 +56,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_registry(root: Path, auth: dict[str, Any] | None = None) -> Iterator[Registry]:
-    """A registry that keeps its files under `root`; `auth` as in its configuration."""
+def running_registry(
+    root: Path, auth: dict[str, Any] | None = None, tls: dict[str, Any] | None = None
+) -> Iterator[Registry]:
+    """A registry that keeps its files under `root`; `auth` and `tls` as in its configuration."""
     program = shutil.which(PROGRAM)
     if program is None:
         pytest.skip(f"{PROGRAM} is not installed")
@@ -73,7 +73,7 @@ def running_registry(root: Path, auth: dict[str, Any] | None = None) -> Iterator
             "delete": {"enabled": True},
             "maintenance": {"uploadpurging": {"enabled": False}},
         },
-        "http": {"addr": host, "relativeurls": True},
+        "http": {"addr": host, "relativeurls": True, **({"tls": tls} if tls else {})},
     }
     if auth:
         config["auth"] = auth
@@ -104,12 +104,10 @@ def _wait(process: subprocess.Popen[bytes], host: str, log: Path) -> None:
     while time.monotonic() < ends:
         if process.poll() is not None:
             break
+        address, _, port = host.rpartition(":")
         try:
-            urllib.request.urlopen(f"http://{host}/v2/", timeout=5).close()
+            socket.create_connection((address, int(port)), timeout=5).close()
             return
-        except urllib.error.HTTPError as error:
-            error.close()
-            return  # it asks for a login
         except OSError:
             time.sleep(0.05)
     raise AssertionError(f"{PROGRAM} did not start: {log.read_text()}")
