@@ -54,6 +54,8 @@ class Settings:
     """At what rate the rest of a started image is fetched in the background; 0: it is not."""
     metrics_dir: Path | None
     """Where images' figures are written for Prometheus; None: nowhere."""
+    auto_index: bool
+    """Whether an image that had to be pulled is published in the background, for later starts."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
 
@@ -116,6 +118,12 @@ def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise InvalidInputError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 def _path_or_off(text: str) -> Path | None:
     return None if text == "off" else _path(text)
 
@@ -135,6 +143,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "memory_bytes": parse_size,
     "fill_bytes_per_s": parse_size,
     "metrics_dir": _path_or_off,
+    "auto_index": _switch,
     "registry_hosts_dir": _path,
 }
 
@@ -172,6 +181,7 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         # A thousand nodes then ask 5 GB/s of the store at most.
         "fill_bytes_per_s": "5MB",
         "metrics_dir": "off",
+        "auto_index": "on",
         "registry_hosts_dir": "/etc/containerd/certs.d",
     }
 

@@ -202,12 +202,12 @@ def keep_index(cache_dir: Path, digest: str, data: bytes) -> None:
     server look for it. Raises: NoSpaceError, BootseerError."""
     path = cache_dir / "indexes" / digest.partition(":")[2]
     try:
-        _write_atomically(path, data)
+        write_atomically(path, data)
     except OSError as error:
         raise from_oserror(error, f"keep the image's index in {path}") from error
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Not synced: it is verified whenever it is read."""
     make_private_directory(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:

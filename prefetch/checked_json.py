@@ -11,6 +11,8 @@ from typing import Any
 from bootseer.errors import CorruptError
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+ANY_DIGEST = re.compile(rf"{DIGEST.pattern}|blake3:[0-9a-f]{{64}}")
+"""Also of streams that no image names."""
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
 COUNT_MAX = 2**53

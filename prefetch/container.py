@@ -32,6 +32,7 @@ from bootseer.prefetch import namespaces
 from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
 from bootseer.prefetch.mount_state import make_private, new_mount_dir
+from bootseer.prefetch.obtained import ObtainedImage
 from bootseer.prefetch.process_spec import (
     ProcessSpec,
     arguments_of,
@@ -212,7 +213,7 @@ class Container:
 
 def prepare_container(
     settings: Settings,
-    reference: str,
+    image: str | ObtainedImage,
     *,
     workload: str | None = None,
     record: str = "auto",
@@ -233,9 +234,9 @@ def prepare_container(
         tree, root = state_dir / "tree", state_dir / "root"
         for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
             make_private(path)
-        image = mount_image(
+        mounted = mount_image(
             settings,
-            reference,
+            image,
             tree,
             workload=workload,
             record=record,
@@ -251,7 +252,7 @@ def prepare_container(
         with contextlib.suppress(OSError):
             scratch.rmdir()
         raise
-    return Container(image, root, scratch, rootless, parsed)
+    return Container(mounted, root, scratch, rootless, parsed)
 
 
 def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:

@@ -18,12 +18,15 @@ from pathlib import Path
 from bootseer.blob.extract import extract
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
-from bootseer.errors import AlreadyExistsError, BootseerError, from_oserror
+from bootseer.errors import AlreadyExistsError, BootseerError, NotFoundError, from_oserror
 from bootseer.fuse.kernel.mount import can_mount_directly
-from bootseer.prefetch.catalogue import find_image, load_tree
+from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
 from bootseer.prefetch.mount_state import make_private, remove_scratch
+from bootseer.prefetch.obtain import obtain_image
+from bootseer.prefetch.obtained import ObtainedImage, publish_later
+from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.records import ImageRecord
 from bootseer.store import open_store
 
@@ -52,7 +55,7 @@ class ExtractedImage:
 
 
 def prepare_extracted(
-    settings: Settings, reference: str, *, binds: Sequence[str] = ()
+    settings: Settings, image: str | ObtainedImage, *, binds: Sequence[str] = ()
 ) -> Container:
     """As `container.prepare_container`, without any mount outside the container.
 
@@ -60,22 +63,16 @@ def prepare_extracted(
     NoSpaceError.
     """
     parsed = [parse_bind(text) for text in binds]
+    obtained = obtain_image(settings, image) if isinstance(image, str) else image
+    record = obtained.record
     try:
         base = make_private(make_private(settings.cache_dir) / "extracted")
-        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
-            image = find_image(store, reference)
-            tree = load_tree(store, image, settings.cache_dir)
-            target = base / image.index_digest.partition(":")[2]
-            _remove_unused(base, keep=target)
-            if not target.exists():
-                keys = [blob_key(blob.digest) for blob in tree.blobs]
-                with contextlib.suppress(AlreadyExistsError):
-                    extract(
-                        tree,
-                        lambda blob, offset, length: store.read(keys[blob], offset, length),
-                        target,
-                        allow_devices=can_mount_directly(),
-                    )
+        # By what the image is, not by its index, which is another once it is published.
+        target = base / record.identity.partition(":")[2]
+        _remove_unused(base, keep=target)
+        if not target.exists():
+            with contextlib.suppress(AlreadyExistsError):
+                _extract(settings, record.index_digest, target)
         _lock(target)
         own = make_private(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
         _lock(own)
@@ -83,9 +80,37 @@ def prepare_extracted(
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
-        raise from_oserror(error, f"extract the image {reference}") from error
-    extracted = ExtractedImage(image, target, own)
+        raise from_oserror(error, f"extract the image {record.reference}") from error
+    finally:
+        obtained.release()
+    publish_later(settings, obtained)
+    extracted = ExtractedImage(record, target, own)
     return Container(extracted, root, own, not can_mount_directly(), parsed)
+
+
+def _extract(settings: Settings, index_digest: str, target: Path) -> None:
+    tree = load_local_tree(settings, index_digest)
+    keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
+    cache = NodeCache(settings.cache_dir)
+    with (
+        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
+        contextlib.ExitStack() as stack,
+    ):
+        local: dict[int, StreamCache] = {}
+        for number, blob in enumerate(tree.blobs):
+            if not blob.frames:
+                stream = cache.open_whole(blob.stream_digest)
+                if stream is None:
+                    raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")
+                stack.callback(stream.close)
+                local[number] = stream
+
+        def read(blob: int, offset: int, length: int) -> bytes:
+            if blob in local:
+                return local[blob].read(offset, length)
+            return store.read(keys[blob], offset, length)
+
+        extract(tree, read, target, allow_devices=can_mount_directly())
 
 
 def _lock(directory: Path) -> None:

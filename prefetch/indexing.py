@@ -8,7 +8,9 @@ Threading: one call is one indexing; several may run at once, also in several pr
 """
 
 import concurrent.futures
+import contextlib
 import logging
+import os
 import stat
 import tempfile
 import threading
@@ -22,9 +24,16 @@ from bootseer.blob.index import digest as digest_of
 from bootseer.blob.index import encode
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    NotFoundError,
+    from_oserror,
+)
 from bootseer.prefetch.catalogue import (
     check_replaceable,
+    find_image,
     publish_image,
     publish_layer,
     read_layer,
@@ -35,13 +44,17 @@ from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.private import make_private_directory
-from bootseer.store import Store
+from bootseer.store import Lease, Store
 
 logger = logging.getLogger(__name__)
 
 WORKERS = 2
 """Layers packed at once. Each packer compresses in threads of its own; two of them overlap one
 layer's parsing and publishing with the other's compression."""
+_LEASE_S = 120.0
+"""Renewed while a layer is packed; after a crash others begin anew when it is over."""
+_OTHER_NODE_S = 3600.0
+_OTHER_NODE_POLL_S = 1.0
 _PIECE_BYTES = 2**20
 """Small enough for an interrupt to take effect soon on a slow network."""
 
@@ -62,43 +75,72 @@ def index_image(
     workers: int = WORKERS,
     on_progress: OnProgress | None = None,
     on_layer: OnLayer | None = None,
+    lessee: str | None = None,
+    created_ns: int | None = None,
 ) -> ImageRecord:
     """Make the image mountable from `store` under `reference` (default: the source's own name);
     an image of that name is replaced. Layers that the store has are not read.
 
     `work_dir` holds `workers` blobs at a time, in files without names. `on_progress` gets counts
     of bytes done, which add up to the layers' sizes; `on_layer` each layer done and whether the
-    store had it already. Both are called from several threads.
+    store had it already. Both are called from several threads. With a `lessee`, this node's name,
+    one of all nodes that give theirs packs a layer, and the others wait for it. `created_ns`: when
+    the image was read, unless that is now; a record of the name that is younger stays.
 
     Raises: CorruptError, NotFoundError, NoSpaceError, UnavailableError, PermissionDeniedError,
     UnknownFormatError (the store was written by a newer release).
     """
     name = reference or source.reference
     check_replaceable(store, name)
-    layers = _index_layers(source.layers, store, work_dir, workers, on_progress, on_layer)
+    # Before anything is read: what changes meanwhile has changed.
+    read_ns = created_ns or time.time_ns()
+    packer = _Packer(store, work_dir, lessee)
+    layers = _index_layers(source.layers, packer, workers, on_progress, on_layer)
     diff_ids = [layer.digest for layer in source.layers if layer.digest is not None]
     if len(diff_ids) == len(source.layers):
         publish_chains(store, diff_ids)
     tree = merge([layer_tree for _, layer_tree in layers])
     data = encode(tree)
-    digest = digest_of(data)
-    store.publish(index_key(digest), data)
-    record = ImageRecord(
+    listed = [
+        ImageLayer(layer.digest, layer.blob_digest, layer.blob_size_bytes) for layer, _ in layers
+    ]
+    record = describe_image(source, name, tree, data, listed, read_ns)
+    _publish_index(store, record.index_digest, data)
+    if created_ns is None or not _has_younger(store, record):
+        publish_image(store, record)
+    return record
+
+
+def _has_younger(store: Store, record: ImageRecord) -> bool:
+    try:
+        return find_image(store, record.reference).created_ns > record.created_ns
+    except (NotFoundError, CorruptError):
+        return False
+
+
+def describe_image(
+    source: ImageSource,
+    name: str,
+    tree: Tree,
+    index: bytes,
+    layers: Sequence[ImageLayer],
+    created_ns: int,
+) -> ImageRecord:
+    """The record of an image that was read at `created_ns`; its merged tree is `tree`, encoded
+    `index`."""
+    return ImageRecord(
         reference=name,
-        identity=source.identity or digest,
-        index_digest=digest,
-        index_size_bytes=len(data),
+        # A directory has no configuration, and is one stream.
+        identity=source.identity or tree.blobs[0].stream_digest,
+        index_digest=digest_of(index),
+        index_size_bytes=len(index),
         config=source.config,
-        layers=tuple(
-            ImageLayer(layer.digest, layer.blob_digest, layer.blob_size_bytes)
-            for layer, _ in layers
-        ),
+        layers=tuple(layers),
         size_bytes=_content_bytes(tree),
         file_count=tree.name_count,
-        created_ns=time.time_ns(),
+        created_ns=created_ns,
+        manifest_digest=source.manifest_digest or "",
     )
-    publish_image(store, record)
-    return record
 
 
 def _content_bytes(tree: Tree) -> int:
@@ -108,8 +150,7 @@ def _content_bytes(tree: Tree) -> int:
 
 def _index_layers(
     layers: Sequence[Layer],
-    store: Store,
-    work_dir: Path,
+    packer: "_Packer",
     workers: int,
     on_progress: OnProgress | None,
     on_layer: OnLayer | None,
@@ -123,12 +164,11 @@ def _index_layers(
             on_progress(count_bytes)
 
     def finish(layer: Layer) -> tuple[LayerRecord, LayerTree]:
-        found = _stored_layer(store, layer)
-        if found and layer.size_bytes:
+        record, tree, is_new = packer.have(layer, advance)
+        if layer.size_bytes and not is_new:
             advance(layer.size_bytes)
-        record, tree = found or _pack_layer(store, layer, work_dir, advance)
         if on_layer:
-            on_layer(record, found is not None)
+            on_layer(record, not is_new)
         return record, tree
 
     # An image may hold one layer several times (empty ones, mostly).
@@ -153,8 +193,11 @@ def _raise_first_error(futures: Iterable[Future[Any]]) -> None:
             raise error
 
 
-def _stored_layer(store: Store, layer: Layer) -> tuple[LayerRecord, LayerTree] | None:
-    """What the store has of the layer, if it has all of it."""
+def stored_layer(store: Store, layer: Layer) -> tuple[LayerRecord, LayerTree] | None:
+    """What the store has of the layer, if it has all of it.
+
+    Raises: UnavailableError, DeadlineError, UnknownFormatError and others of the store.
+    """
     if layer.digest is None:
         return None
     record = read_layer(store, layer.digest)
@@ -166,9 +209,52 @@ def _stored_layer(store: Store, layer: Layer) -> tuple[LayerRecord, LayerTree] |
             raise CorruptError(f"the blob {record.blob_digest} has {size_bytes} bytes")
         tree = read_tree(store, record.index_digest)
     except (NotFoundError, CorruptError) as error:
-        logger.warning("the layer %s is packed again: %s", layer.digest, error)
+        logger.info("the store lacks the layer %s: %s", layer.digest, error)
         return None
     return record, LayerTree(tree, frozenset(record.implied), record.links)
+
+
+class _Packer:
+    """Puts layers into the store that it lacks. Thread-safe."""
+
+    def __init__(self, store: Store, work_dir: Path, lessee: str | None) -> None:
+        self._store = store
+        self._work_dir = work_dir
+        self._lessee = lessee
+
+    def have(self, layer: Layer, advance: OnProgress) -> tuple[LayerRecord, LayerTree, bool]:
+        """The layer as the store has it, and whether this call put it there."""
+        if found := stored_layer(self._store, layer):
+            return *found, False
+        if self._lessee is None or layer.digest is None:
+            return *_pack_layer(self._store, layer, self._work_dir, advance), True
+        deadline_s = time.monotonic() + _OTHER_NODE_S
+        while (lease := self._lease(layer.digest)) is None:
+            advance(0)
+            time.sleep(_OTHER_NODE_POLL_S)
+            if found := stored_layer(self._store, layer):
+                return *found, False
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"another node has been packing the layer {layer.digest} for "
+                    f"{_OTHER_NODE_S:.0f} s"
+                )
+        with lease:
+            if found := stored_layer(self._store, layer):
+                return *found, False
+
+            def advance_and_renew(count_bytes: int) -> None:
+                if 0 < lease.remaining_s < _LEASE_S / 2:
+                    # Losing it means that another node does the same work.
+                    with contextlib.suppress(BootseerError):
+                        lease.renew()
+                advance(count_bytes)
+
+            return *_pack_layer(self._store, layer, self._work_dir, advance_and_renew), True
+
+    def _lease(self, digest: str) -> Lease | None:
+        key = f"leases/layers/{digest.partition(':')[2]}"
+        return self._store.lease(key, ttl_s=_LEASE_S, owner=f"{self._lessee}:{os.getpid()}")
 
 
 def _pack_layer(

@@ -20,13 +20,11 @@ from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
     BusyError,
-    CorruptError,
     DeadlineError,
     InvalidInputError,
     NotFoundError,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.catalogue import check_blobs, find_image, load_tree
 from bootseer.prefetch.control import ask, new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
@@ -36,10 +34,11 @@ from bootseer.prefetch.mount_state import (
     new_mount_dir,
     wait_released,
 )
+from bootseer.prefetch.obtain import obtain_image
+from bootseer.prefetch.obtained import ObtainedImage, publish_later
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve import SUBTYPE, plan_to_json
 from bootseer.prefetch.server import RECORD_MODES, ServePlan
-from bootseer.store import open_store
 
 READAHEAD_BYTES = 32 * 1024
 """The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
@@ -100,7 +99,7 @@ class MountedImage:
 
 def mount_image(
     settings: Settings,
-    reference: str,
+    image: str | ObtainedImage,
     directory: Path,
     *,
     workload: str | None = None,
@@ -114,7 +113,8 @@ def mount_image(
     watch_pid: int | None = None,
     owner: tuple[int, int] | None = None,
 ) -> MountedImage:
-    """Mount the image `reference` on `directory`, an existing one. It works when this returns.
+    """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
+    this returns. What of it was pulled is published in the background, if settings say so.
 
     The bundle of `workload` (default: the settings') is on its way by then. `record`: "auto"
     records where there is no bundle yet or where it missed much; "always"; "never".
@@ -124,32 +124,29 @@ def mount_image(
     DeadlineError, CorruptError.
     """
     path = _check_mount_point(directory)
-    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
-        image = find_image(store, reference)
-        # Leaves the index in the node's cache, where the server takes it from without the store.
-        load_tree(store, image, settings.cache_dir)
-        try:
-            check_blobs(store, image)
-        except CorruptError as error:
-            # What this node's cache has of it still works, and may be all.
-            _log.warning("%s", error)
-    plan = serve_tree(
-        settings,
-        image.reference,
-        image.index_digest,
-        path,
-        workload=workload,
-        record=record,
-        prefetch=prefetch,
-        window_s=window_s,
-        readahead_bytes=readahead_bytes,
-        purpose=purpose,
-        state_dir=state_dir,
-        scratch=scratch,
-        watch_pid=watch_pid,
-        owner=owner,
-    )
-    return MountedImage(settings, image, plan.state, plan.state_dir, plan.ready_name)
+    obtained = obtain_image(settings, image) if isinstance(image, str) else image
+    try:
+        plan = serve_tree(
+            settings,
+            obtained.record.reference,
+            obtained.record.index_digest,
+            path,
+            workload=workload,
+            record=record,
+            prefetch=prefetch,
+            window_s=window_s,
+            readahead_bytes=readahead_bytes,
+            purpose=purpose,
+            state_dir=state_dir,
+            scratch=scratch,
+            watch_pid=watch_pid,
+            owner=owner,
+        )
+    finally:
+        # The server has the streams open by now.
+        obtained.release()
+    publish_later(settings, obtained)
+    return MountedImage(settings, obtained.record, plan.state, plan.state_dir, plan.ready_name)
 
 
 def serve_tree(

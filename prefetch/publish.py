@@ -1,9 +1,10 @@
-"""After a recorded start: trace, hot set and bundle, made and published in the background.
+"""After a start: the image that it pulled, and its trace, hot set and bundle, published in the
+background.
 
-Runs as a process of its own (`python -m bootseer.prefetch.publish`), at the lowest priority, so
-that it neither disturbs the job whose start it recorded nor ends with it. The recorder hands it a
-folder under `run_dir/publishing`, whose lock is held until all is published. Whatever happens
-here costs later launches their bundle and nothing else; nothing is visible that is not whole.
+Each runs as a process of its own (`python -m bootseer.prefetch.publish`), at the lowest priority,
+so that it neither disturbs the job whose start it follows nor ends with it. It is handed a folder
+under `run_dir/publishing`, whose lock is held until all is published. Whatever happens here costs
+later launches their bundle, or a pull, and nothing else; nothing is visible that is not whole.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from bootseer.background import python_environment
 from bootseer.blob.index import decode as decode_index
@@ -29,6 +31,7 @@ from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
+from bootseer.prefetch.publish_image import publish_node_image
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.prefetch.trace import Trace, accesses_of
 from bootseer.private import private_opener
@@ -85,33 +88,65 @@ def start_publisher(
     entries: Sequence[tuple[int, int, int, int]],
 ) -> subprocess.Popen[bytes]:
     """Hand a record to a new publisher process and return at once. Raises: OSError."""
+    with _new_job(settings, identity, {"info": asdict(info)}) as (directory, lock, log):
+        (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
+        return _start(_command(directory), lock, log)
+
+
+def start_image_publisher(settings: Settings, index_digest: str) -> None:
+    """Have an image that this node pulled published by a process that is nobody's child: whoever
+    calls this may become another program. Raises: OSError."""
+    identity = f"image-{index_digest.partition(':')[2][:16]}"
+    with contextlib.suppress(FileNotFoundError):
+        for directory in publishing_dir(settings).glob(f"{identity}-*"):
+            if is_alive(directory):
+                return
+    with _new_job(settings, identity, {"image": index_digest}) as (directory, lock, log):
+        # The shell ends at once, and what it began has no parent any more.
+        command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
+        _start(command, lock, log).wait()
+
+
+def _command(directory: Path) -> list[str]:
+    return [sys.executable, "-m", "bootseer.prefetch.publish", str(directory)]
+
+
+@contextlib.contextmanager
+def _new_job(
+    settings: Settings, identity: str, job: Mapping[str, Any]
+) -> Iterator[tuple[Path, int, BinaryIO]]:
+    """A job's folder, the lock that says that somebody is at it, and its log."""
+    make_private(settings.run_dir)
     make_private(publishing_dir(settings))
+    make_private(settings.run_dir / "logs")
     directory = make_private(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
     lock = take_lock(directory)
     try:
-        with open(directory / "accesses", "wb", opener=private_opener) as file:
-            file.write(b"".join(_ENTRY.pack(*entry) for entry in entries))
-        job = {"settings": settings_to_json(settings), "info": asdict(info)}
+        document = {"settings": settings_to_json(settings), **job}
         with open(directory / "job.json", "w", encoding="utf-8", opener=private_opener) as file:
-            json.dump(job, file)
+            json.dump(document, file)
         with open(log_path(settings, identity), "ab", opener=private_opener) as log:
-            return subprocess.Popen(
-                # The lock goes along: there is no moment at which nobody holds it.
-                [sys.executable, "-m", "bootseer.prefetch.publish", str(directory)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[lock],
-                start_new_session=True,
-                env=python_environment(),
-                cwd="/",
-            )
+            yield directory, lock, log
     finally:
         os.close(lock)
 
 
+def _start(command: Sequence[str], lock: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        # It goes along: there is no moment at which nobody holds it.
+        pass_fds=[lock],
+        start_new_session=True,
+        env=python_environment(),
+        cwd="/",
+    )
+
+
 def wait_published(settings: Settings, timeout_s: float) -> bool:
-    """Wait until no record of this node is being published; False when that takes too long.
+    """Wait until nothing of this node is being published; False when that takes too long.
 
     What dead publishers left is removed.
     """
@@ -134,14 +169,17 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
 def publish_record(
     settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
 ) -> HotPointer | None:
-    """Publish the trace, and what `hot_build.add_trace` makes of it.
+    """Publish the trace, and what `hot_build.add_trace` makes of it. A trace of an image that is
+    not published waits until it is.
 
     Raises: BootseerError.
     """
-    tree = load_local_tree(settings, info.index_digest)
+    index_digest = publish_node_image(settings, info.index_digest)
+    # Of the published image, whose inodes have the same numbers, and whose files have digests.
+    tree = load_local_tree(settings, index_digest)
     files, accesses = accesses_of(tree, entries)
     trace = Trace(
-        info.index_digest,
+        index_digest,
         info.workload,
         info.node,
         info.started_ns,
@@ -155,15 +193,19 @@ def publish_record(
 
 
 def main(directory: Path) -> int:
-    """Publish the record in `directory` and remove it."""
+    """Do the job in `directory` and remove it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
     os.nice(_NICENESS)
     try:
         job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
-        entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
-        publish_record(settings_from_json(job["settings"]), RecordInfo(**job["info"]), entries)
+        settings = settings_from_json(job["settings"])
+        if "image" in job:
+            publish_node_image(settings, job["image"])
+        else:
+            entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
+            publish_record(settings, RecordInfo(**job["info"]), entries)
     except BootseerError as error:
-        _log.warning("the record of this start is lost: %s", error)
+        _log.warning("nothing of this start is published: %s", error)
         return 1
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -6,12 +6,13 @@ taken apart with every value checked.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.checked_json import (
+    ANY_DIGEST,
     SHA256,
     count_in,
     digest_in,
@@ -78,7 +79,7 @@ class ImageRecord:
 
     reference: str
     identity: str
-    """Digest of the image's configuration, Docker's image ID; of a directory: of its index."""
+    """Digest of the image's configuration, Docker's image ID; of a directory: of its stream."""
     index_digest: str
     index_size_bytes: int
     config: ImageConfig
@@ -88,6 +89,8 @@ class ImageRecord:
     file_count: int
     """Names in the tree."""
     created_ns: int
+    manifest_digest: str = ""
+    """Of the platform's manifest in a registry; empty where it came from elsewhere."""
 
 
 def encode_image(record: ImageRecord) -> bytes:
@@ -111,7 +114,7 @@ def decode_image(data: bytes, where: str) -> ImageRecord:
         raise CorruptError(f"{where}: the reference names no image")
     return ImageRecord(
         reference,
-        digest_in(document, "identity", where),
+        digest_in(document, "identity", where, ANY_DIGEST),
         digest_in(document, "index_digest", where, SHA256),
         count_in(document, "index_size_bytes", where, INDEX_BYTES_MAX),
         _config(object_in(document, "config", where), where),
@@ -119,29 +122,49 @@ def decode_image(data: bytes, where: str) -> ImageRecord:
         count_in(document, "size_bytes", where, 2**63),
         count_in(document, "file_count", where),
         count_in(document, "created_ns", where, 2**63),
+        _digest_or_none(document, "manifest_digest", where),
     )
+
+
+def _digest_or_none(document: Mapping[str, Any], key: str, where: str) -> str:
+    """ "" where there is none."""
+    return digest_in(document, key, where) if document.get(key) else ""
 
 
 def encode_layer(record: LayerRecord) -> bytes:
     """The bytes of a record: the same layer gives the same bytes. Paths are text with surrogate
     escapes, since names need not be UTF-8."""
-    document = asdict(record)
-    document["implied"] = [_text(path) for path in record.implied]
-    document["links"] = [[_text(path) for path in link] for link in record.links]
-    return _encode(_LAYER, document)
+    return _encode(_LAYER, {**asdict(record), **encode_notes(record.implied, record.links)})
 
 
 def decode_layer(data: bytes, where: str) -> LayerRecord:
     """Raises: CorruptError, UnknownFormatError."""
     document = _document(data, _LAYER, where)
-    links = list_in(document, "links", list, _NOTE_MAX, where)
-    if any(len(link) != 2 or any(not isinstance(path, str) for path in link) for link in links):
-        raise CorruptError(f"{where}: a link is not a pair of paths")
     return LayerRecord(
         digest_in(document, "digest", where),
         digest_in(document, "blob_digest", where, SHA256),
         count_in(document, "blob_size_bytes", where),
         digest_in(document, "index_digest", where, SHA256),
+        *decode_notes(document, where),
+    )
+
+
+def encode_notes(implied: Sequence[bytes], links: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """What a layer leaves to those below it, as JSON values."""
+    return {
+        "implied": [_text(path) for path in implied],
+        "links": [[_text(path) for path in link] for link in links],
+    }
+
+
+def decode_notes(
+    document: Mapping[str, Any], where: str
+) -> tuple[tuple[bytes, ...], tuple[tuple[bytes, bytes], ...]]:
+    """(implied, links) of `LayerRecord`. Raises: CorruptError."""
+    links = list_in(document, "links", list, _NOTE_MAX, where)
+    if any(len(link) != 2 or any(not isinstance(path, str) for path in link) for link in links):
+        raise CorruptError(f"{where}: a link is not a pair of paths")
+    return (
         tuple(_path(p, where) for p in strings_in(document, "implied", _NOTE_MAX, where)),
         tuple((_path(path, where), _path(target, where)) for path, target in links),
     )

@@ -19,6 +19,7 @@ GROUP_BYTES = 2 * 1024 * 1024
 GROUP_FILES = 256
 PART_BYTES = 16 * 1024 * 1024
 """A larger file is written in parts of about this size, by several threads."""
+_PLAIN_CUT_BYTES = 128 * 1024
 
 Place = tuple[int, int, int, int]
 """(file offset, blob, offset in its stream, length)"""
@@ -163,9 +164,24 @@ def _groups(
 
 def _frame_number(blob: Blob, offset: int) -> int:
     frames = blob.frames
+    if not frames:
+        # Read as it is, so that it may be cut anywhere.
+        return offset // _PLAIN_CUT_BYTES
     if isinstance(frames, FrameTable):
         return bisect_right(frames.stream_offsets, offset) - 1
     return bisect_right(frames, offset, key=lambda frame: frame.stream_offset) - 1
+
+
+def _cut_near(blob: Blob, start: int, wanted: int) -> int:
+    """Where a frame begins, behind `start` and near `wanted`."""
+    if not blob.frames:
+        return wanted
+    frame = blob.frames[_frame_number(blob, wanted)]
+    return (
+        frame.stream_offset
+        if frame.stream_offset > start
+        else frame.stream_offset + frame.stream_length
+    )
 
 
 def _parts(tree: Tree, node: Node, places: list[Place]) -> Iterator[Part]:
@@ -178,11 +194,7 @@ def _parts(tree: Tree, node: Node, places: list[Place]) -> Iterator[Part]:
             wanted = blob_offset + PART_BYTES - part_bytes
             here = length
             if wanted < blob_offset + length:
-                frame = blob.frames[_frame_number(blob, wanted)]
-                cut = frame.stream_offset
-                if cut <= blob_offset:
-                    cut = frame.stream_offset + frame.stream_length
-                here = min(length, cut - blob_offset)
+                here = min(length, _cut_near(blob, blob_offset, wanted) - blob_offset)
             part.append((offset, blob_number, blob_offset, here))
             part_bytes += here
             offset, blob_offset, length = offset + here, blob_offset + here, length - here

@@ -1,4 +1,5 @@
-"""The content of a few files that lie close together: reads runs of frames, decodes each once.
+"""The content of a few files that lie close together: reads runs of frames, decodes each once. A
+stream that is stored nowhere is read as it is.
 
 Belongs to one thread. Holds the stored frames of one group of files, and a few decoded ones.
 """
@@ -28,6 +29,8 @@ class Source:
         for _, blob, offset, length in places:
             if blob == last[0] and last[1] <= offset and offset + length <= last[2]:
                 continue
+            if not tree.blobs[blob].frames:
+                continue
             numbers = frames_for(tree.blobs[blob], offset, length)
             needed.update((blob, number) for number in numbers)
             frame = tree.blobs[blob].frames[numbers[-1]]
@@ -41,6 +44,8 @@ class Source:
     def view(self, blob: int, offset: int, length: int) -> memoryview:
         """At least one and at most `length` bytes from `offset` of the stream."""
         current, start, end, content = self._current
+        if not self._tree.blobs[blob].frames:
+            return memoryview(self._read(blob, offset, min(length, _RUN_BYTES)))
         if current != blob or not start <= offset < end:
             number = frames_for(self._tree.blobs[blob], offset, 1)[0]
             start, data = self._frame(blob, number)

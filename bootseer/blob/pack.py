@@ -60,7 +60,7 @@ def pack_directory(
 
 def tar_directory(
     root: str | os.PathLike[str],
-    sink: Callable[[bytes], None],
+    sink: Callable[[bytes], object],
     *,
     one_file_system: bool = False,
     on_progress: Callable[[int], None] | None = None,

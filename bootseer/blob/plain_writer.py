@@ -34,7 +34,7 @@ class PlainWriter:
     """Gives each piece to `sink`. The blob of `finish` has no frames."""
 
     def __init__(
-        self, sink: Callable[[bytes], None], on_progress: Callable[[int], None] | None = None
+        self, sink: Callable[[bytes], object], on_progress: Callable[[int], None] | None = None
     ) -> None:
         """`on_progress` is called with counts of bytes."""
         self.frame_bytes = FRAME_BYTES

@@ -17,7 +17,8 @@ from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
-"""`read(blob, offset, length)`: exactly these stored bytes of blob number `blob` of the tree."""
+"""`read(blob, offset, length)`: exactly these stored bytes of blob number `blob` of the tree; of a
+blob without frames, which is stored nowhere, of its stream."""
 
 _ZEROS = bytes(1024 * 1024)
 _VERIFY_READ_BYTES = 4 * 1024 * 1024

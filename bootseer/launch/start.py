@@ -196,7 +196,8 @@ def _inside(container: "Container", request: "Request") -> "Request":
     container.enter()
     return replace(
         request,
-        base=container.image.record.index_digest,
+        # Not the index, which is another one once the image is published.
+        base=container.image.record.identity,
         root=container.root,
         directory=container.config.working_dir or "/",
         environ=container_environment(container),

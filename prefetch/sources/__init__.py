@@ -21,7 +21,14 @@ from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.prefetch.sources.stored_layout import open_stored_layout
 
-__all__ = ["ImageConfig", "ImageSource", "Layer", "is_source", "open_source"]
+__all__ = [
+    "ImageConfig",
+    "ImageSource",
+    "Layer",
+    "is_source",
+    "name_of_source",
+    "open_source",
+]
 
 REGISTRY = "registry://"
 _ARCHIVES = ("docker-archive:", "oci-archive:")
@@ -31,6 +38,17 @@ def is_source(text: str) -> bool:
     """Whether `text` says where an image is, rather than naming one in the store."""
     prefixes = (DOCKER, REGISTRY, oci_layout.PREFIX, *_ARCHIVES)
     return text.startswith(prefixes) or ("/" in text and Path(text).exists())
+
+
+def name_of_source(source: str) -> str | None:
+    """What the image in `source` is called in a store, where that can be told without asking the
+    source: for a registry. Raises: InvalidInputError."""
+    if not source.startswith(REGISTRY):
+        return None
+    from bootseer.prefetch.sources.registry import store_name
+    from bootseer.registry.reference import parse_reference
+
+    return store_name(parse_reference(source.removeprefix(REGISTRY)))
 
 
 def open_source(

@@ -1,0 +1,200 @@
+"""Pulls the layers of an image that no store serves into the node cache.
+
+The bytes go from the source through `sources.stream`, which verifies them, into a new stream of the
+node cache and through the parser that makes the layer's tree; nothing is compressed. A layer
+counts as here only when all of it had the right digests: a stream becomes visible after that, and
+its record in the node's catalogue after the stream. So a kill leaves nothing but what the next
+pull removes.
+
+Threading: one call is one pull, of several layers at once. Several processes may pull one layer:
+one does, the others wait for it and share it.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bootseer.errors import DeadlineError, NoSpaceError
+from bootseer.prefetch.cache import NodeCache, StreamCache
+from bootseer.prefetch.merge import LayerTree
+from bootseer.prefetch.node_catalogue import NodeCatalogue, stream_of
+from bootseer.prefetch.records import LayerRecord
+from bootseer.prefetch.sources.model import Layer
+
+_log = logging.getLogger(__name__)
+
+WORKERS = 3
+"""Layers pulled at once: while one is inflated and hashed, which takes two CPUs, others come over
+the network. Each holds at most some 30 MiB of pieces on their way."""
+_WAIT_S = 3600.0
+"""For another process that pulls the same layer. A dead one lets go at once, and a source has
+deadlines of its own; this ends the wait for one that is neither dead nor alive."""
+_POLL_S = 0.5
+
+OnProgress = Callable[[int], None]
+FindStored = Callable[[Layer], tuple[LayerRecord, LayerTree] | None]
+"""What a store has of the layer, if it has all of it."""
+
+
+class _StoppedError(Exception):
+    """Another layer failed, or the user interrupted: this one need not be finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class HadLayer:
+    """A layer that can be served now."""
+
+    digest: str
+    """The layer's own where it has one, else its stream's."""
+    tree: LayerTree
+    record: LayerRecord | None
+    """Of the store, which serves the layer; None: this node alone has it."""
+    stream: StreamCache | None
+    """Of a layer that this node alone has, whole. While open, the cache keeps it; close it."""
+
+
+def have_layers(
+    layers: Sequence[Layer],
+    cache: NodeCache,
+    catalogue: NodeCatalogue,
+    find_stored: FindStored,
+    *,
+    name: str,
+    on_pull: Callable[[], None] | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[HadLayer]:
+    """Each layer, served by the store, or else whole on this node: pulled, unless it was before.
+
+    `name` stands for layers without a digest when others pull them at once. `on_pull` is
+    called once, before the first layer is pulled; `on_progress` gets counts of the bytes that
+    were, from several threads.
+
+    Raises: CorruptError, NotFoundError, NoSpaceError, UnavailableError, DeadlineError.
+    """
+    stop = threading.Event()
+
+    def advance(count_bytes: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        if on_progress:
+            on_progress(count_bytes)
+
+    puller = _Puller(cache, catalogue, on_pull, advance)
+
+    def have(key: str, layer: Layer) -> HadLayer:
+        stored = find_stored(layer)
+        if stored is not None:
+            record, tree = stored
+            return HadLayer(record.digest, tree, record, None)
+        return puller.have(key, layer)
+
+    # An image may hold one layer several times (empty ones, mostly).
+    keys = [layer.digest or f"{name} {number}" for number, layer in enumerate(layers)]
+    unique = dict(zip(keys, layers, strict=True))
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="pull-layer") as pool:
+        futures = {key: pool.submit(have, key, layer) for key, layer in unique.items()}
+        try:
+            concurrent.futures.wait(
+                futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
+            )
+            for future in futures.values():
+                if future.done() and (error := future.exception()) is not None:
+                    raise error
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            for future in futures.values():
+                with contextlib.suppress(BaseException):
+                    release([future.result(0)])
+            raise
+    return [futures[key].result() for key in keys]
+
+
+def release(layers: Sequence[HadLayer]) -> None:
+    """Close the layers' streams: from now on the cache may remove them."""
+    for layer in layers:
+        if layer.stream is not None:
+            layer.stream.close()
+
+
+class _Puller:
+    def __init__(
+        self,
+        cache: NodeCache,
+        catalogue: NodeCatalogue,
+        on_pull: Callable[[], None] | None,
+        advance: OnProgress,
+    ) -> None:
+        self._cache = cache
+        self._catalogue = catalogue
+        self._on_pull = on_pull
+        self._advance = advance
+        self._lock = threading.Lock()
+
+    def have(self, key: str, layer: Layer) -> HadLayer:
+        """The layer, whole on this node."""
+        if layer.digest is not None and (found := self._find(layer.digest)):
+            return found
+        with self._alone(key):
+            # Whoever was at it has finished.
+            if layer.digest is not None and (found := self._find(layer.digest)):
+                return found
+            self._announce()
+            try:
+                return self._pull(layer)
+            except NoSpaceError as error:
+                freed_bytes = self._cache.trim(0)
+                if not freed_bytes:
+                    raise
+                _log.info("removed %d bytes that nobody uses: %s", freed_bytes, error)
+                return self._pull(layer)
+
+    def _announce(self) -> None:
+        with self._lock:
+            on_pull, self._on_pull = self._on_pull, None
+        if on_pull is not None:
+            on_pull()
+
+    def _find(self, digest: str) -> HadLayer | None:
+        """The layer, if it was pulled before and is here still."""
+        tree = self._catalogue.find_layer(digest)
+        if tree is None:
+            return None
+        stream = self._cache.open_whole(stream_of(tree).stream_digest)
+        return None if stream is None else HadLayer(digest, tree, None, stream)
+
+    def _pull(self, layer: Layer) -> HadLayer:
+        with self._cache.new_stream() as new:
+            tree = layer.pull(new.append, self._advance)
+            blob = stream_of(tree)
+            stream = new.commit(blob.stream_digest)
+        try:
+            digest = layer.digest or blob.stream_digest
+            self._catalogue.keep_layer(digest, tree)
+            return HadLayer(digest, tree, None, stream)
+        except BaseException:
+            stream.close()
+            raise
+
+    @contextlib.contextmanager
+    def _alone(self, key: str) -> Iterator[None]:
+        """While no other process pulls what is called `key`."""
+        lock = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+        deadline_s = time.monotonic() + _WAIT_S
+        while True:
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(self._cache.pulling(lock, _POLL_S))
+                except DeadlineError:
+                    if time.monotonic() > deadline_s:
+                        raise
+                    self._advance(0)
+                    continue
+                yield
+                return
