@@ -18,6 +18,7 @@ from bench.model import (
     Variant,
     Workspace,
 )
+from bench.peers.bootseer_containerd import BootseerSnapshotter
 from bench.peers.bootseer_image import Bootseer, Mode
 from bench.peers.containerd import Containerd, LocalContainerd
 from bench.peers.docker import Docker
@@ -27,6 +28,7 @@ OURS: tuple[Peer, ...] = (
     Bootseer("lazy", Mode.LAZY),
     Bootseer("record", Mode.RECORD),
     Bootseer("replay", Mode.REPLAY),
+    BootseerSnapshotter("replay containerd", "bookworm"),
     Bootseer("replay rebuilt", Mode.REBUILT),
     Bootseer("replay x8", Mode.REPLAY, count=8),
     Bootseer("all local", Mode.LOCAL),

@@ -5,7 +5,7 @@ import json
 import platform
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -16,7 +16,7 @@ _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), 
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
-_LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar+gzip"
+_LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _TAG = "org.opencontainers.image.ref.name"
 _TAR_BYTES = "tar_bytes"
 
@@ -29,6 +29,7 @@ class Layer:
     diff_id: str
     stored_bytes: int
     tar_bytes: int
+    compression: str = "gzip"
 
 
 class Layout:
@@ -42,20 +43,28 @@ class Layout:
         (self.folder / "blobs/sha256").mkdir(parents=True)
         (self.folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
-    def add_layer(self, tree: Path) -> Layer:
-        """Everything in the folder `tree`, sorted by name."""
-        partial = self.folder / "layer.partial"
-        with partial.open("wb") as sink:
-            writer = _GzipWriter(sink)
-            with tarfile.open(fileobj=cast(BinaryIO, writer), mode="w|", bufsize=2**20) as archive:
+    def add_tree(self, tree: Path) -> Layer:
+        """Everything in the folder `tree` as a gzip layer, sorted by name."""
+
+        def fill(writer: LayerWriter) -> None:
+            sink = _GzipSink(writer)
+            with tarfile.open(fileobj=cast(BinaryIO, sink), mode="w|", bufsize=2**20) as archive:
                 for entry in sorted(tree.iterdir()):
                     archive.add(entry, arcname=entry.name)
-            writer.end()
-        digest, diff_id = (
-            f"sha256:{hashed.hexdigest()}" for hashed in (writer.stored, writer.plain)
-        )
-        partial.rename(self._blob(digest))
-        return Layer(digest, diff_id, writer.stored_bytes, writer.plain_bytes)
+            sink.end()
+
+        return self.add_layer(fill)
+
+    def add_layer(self, fill: Callable[["LayerWriter"], None], compression: str = "gzip") -> Layer:
+        """What `fill` puts into its writer."""
+        partial = self.folder / "layer.partial"
+        with partial.open("wb") as sink:
+            writer = LayerWriter(sink)
+            fill(writer)
+        digest = f"sha256:{writer.stored.hexdigest()}"
+        diff_id = f"sha256:{writer.plain.hexdigest()}"
+        partial.rename(self.blob(digest))
+        return Layer(digest, diff_id, writer.stored_bytes, writer.plain_bytes, compression)
 
     def write_index(self, images: dict[str, Sequence[Layer]]) -> None:
         """Exactly these images, by tag."""
@@ -70,8 +79,8 @@ class Layout:
         """Of the image that `tag` names, the base first."""
         index = json.loads((self.folder / "index.json").read_bytes())
         named = {entry["annotations"][_TAG]: entry["digest"] for entry in index["manifests"]}
-        manifest = json.loads(self._blob(named[tag]).read_bytes())
-        config = json.loads(self._blob(manifest["config"]["digest"]).read_bytes())
+        manifest = json.loads(self.blob(named[tag]).read_bytes())
+        config = json.loads(self.blob(manifest["config"]["digest"]).read_bytes())
         return [
             Layer(entry["digest"], diff_id, entry["size"], int(entry["annotations"][_TAR_BYTES]))
             for entry, diff_id in zip(manifest["layers"], config["rootfs"]["diff_ids"], strict=True)
@@ -91,7 +100,7 @@ class Layout:
             "config": self._add_document(config, _CONFIG_TYPE),
             "layers": [
                 {
-                    "mediaType": _LAYER_TYPE,
+                    "mediaType": f"{_LAYER_TYPE}+{layer.compression}",
                     "digest": layer.digest,
                     "size": layer.stored_bytes,
                     "annotations": {_TAR_BYTES: str(layer.tar_bytes)},
@@ -104,32 +113,41 @@ class Layout:
     def _add_document(self, document: object, media_type: str) -> dict[str, Any]:
         data = json.dumps(document).encode()
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        self._blob(digest).write_bytes(data)
+        self.blob(digest).write_bytes(data)
         return {"mediaType": media_type, "digest": digest, "size": len(data)}
 
-    def _blob(self, digest: str) -> Path:
+    def blob(self, digest: str) -> Path:
+        """Where it is."""
         return self.folder / "blobs" / digest.replace(":", "/")
 
 
-class _GzipWriter:
-    """A file that hashes what is written to it and stores it compressed."""
+class LayerWriter:
+    """Takes a layer piece by piece, as it is and as it is stored."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
-        self._gzip = zlib.compressobj(GZIP_LEVEL, wbits=31)
         self.plain, self.stored = hashlib.sha256(), hashlib.sha256()
         self.plain_bytes = self.stored_bytes = 0
 
+    def put(self, plain: bytes, stored: bytes) -> None:
+        """The two need not begin and end at the same place."""
+        self.plain.update(plain)
+        self.plain_bytes += len(plain)
+        self.stored.update(stored)
+        self.stored_bytes += len(stored)
+        self._sink.write(stored)
+
+
+class _GzipSink:
+    """What tarfile writes to."""
+
+    def __init__(self, writer: LayerWriter) -> None:
+        self._writer = writer
+        self._gzip = zlib.compressobj(GZIP_LEVEL, wbits=31)
+
     def write(self, data: bytes) -> int:
-        self.plain.update(data)
-        self.plain_bytes += len(data)
-        self._put(self._gzip.compress(data))
+        self._writer.put(data, self._gzip.compress(data))
         return len(data)
 
     def end(self) -> None:
-        self._put(self._gzip.flush())
-
-    def _put(self, data: bytes) -> None:
-        self.stored.update(data)
-        self.stored_bytes += len(data)
-        self._sink.write(data)
+        self._writer.put(b"", self._gzip.flush())

@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ class Node:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._commands_cpu_s = 0.0
+        self._init_pid = 0
 
     def __enter__(self) -> Self:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -71,7 +73,11 @@ class Node:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._root.kill()
+        if self._init_pid:
+            # Its end is that of all in the namespace; only then does its parent see it.
+            os.kill(self._init_pid, signal.SIGKILL)
+        else:
+            self._root.kill()
         self._root.wait()
         if self._root.stdout is not None:
             self._root.stdout.close()
@@ -134,6 +140,11 @@ class Node:
             self.run(command, timeout_s=10.0)
             return True
         return False
+
+    def pids(self) -> list[int]:
+        """What lives here now, and those outside who hold it."""
+        roots = [self._root.pid, *(daemon.pid for daemon in self._daemons)]
+        return [pid for root in roots for pid in process_tree(root)]
 
     def cpu_s(self) -> float:
         """CPU seconds of all that ran or runs here."""

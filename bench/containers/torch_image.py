@@ -60,7 +60,7 @@ def _build(work: Path, layout: Layout, packages: Packages, say: Callable[[str], 
     say("image: layer 3 of 4: torch")
     with _overlay(work, [python, base], torch) as root:
         _pip(root, _TORCH)
-    common = [layout.add_layer(folder) for folder in (base, python, torch)]
+    common = [layout.add_tree(folder) for folder in (base, python, torch)]
     images: dict[str, Sequence[Layer]] = {}
     for revision, tag in enumerate(TAGS, 1):
         say(f"image: layer 4 of 4: pandas, data and scripts, {tag}")
@@ -70,7 +70,7 @@ def _build(work: Path, layout: Layout, packages: Packages, say: Callable[[str], 
             (root / "app").mkdir()
             (root / "app/data.csv").write_text(data_file())
             (root / "app/read_data.py").write_text(READ_DATA_SCRIPT.format(revision=revision))
-        images[tag] = [*common, layout.add_layer(top)]
+        images[tag] = [*common, layout.add_tree(top)]
     layout.write_index(images)
 
 

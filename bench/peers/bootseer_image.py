@@ -78,14 +78,18 @@ def _name(tag: str) -> str:
     return f"bench-torch:{tag}"
 
 
-def _command(site: Site, node: Node, *arguments: str) -> list[str]:
-    settings = {
+def settings(site: Site, node: Node) -> dict[str, str]:
+    """Bootseer's variables on a node."""
+    return {
         "BOOTSEER_STORE": site.store_url,
         "BOOTSEER_CACHE_DIR": str(node.folder / "cache"),
         "BOOTSEER_RUN_DIR": "/run/bootseer",
         "BOOTSEER_TIMELINE_DIR": str(node.folder / "timeline"),
     }
-    variables = [f"{name}={value}" for name, value in settings.items()]
+
+
+def _command(site: Site, node: Node, *arguments: str) -> list[str]:
+    variables = [f"{name}={value}" for name, value in settings(site, node).items()]
     return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
 
 

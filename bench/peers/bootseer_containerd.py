@@ -1,0 +1,44 @@
+"""Bootseer's snapshotter in containerd: a pull that asks for no layers, then `ctr run`.
+
+The pull is `ctr-remote image rpull`, which, as Kubernetes does, asks the snapshotter for each layer
+before it fetches it; containerd 1.6's own `ctr image pull` fetches first.
+"""
+
+from bench.containers.node import Node
+from bench.containers.site import Site
+from bench.peers.bootseer_image import Bootseer, Mode, settings
+from bench.peers.containerd import NAMESPACE, programs, run, shell, start_containerd
+from bench.processes import python_command
+
+_SOCKET = "/run/bootseer/snapshotter.sock"
+_CLIENT_SUITE = "bookworm"
+
+
+class BootseerSnapshotter(Bootseer):
+    """The replay of a record by way of containerd."""
+
+    def __init__(self, name: str, containerd_suite: str) -> None:
+        super().__init__(name, Mode.REPLAY)
+        self.description = "replay by the snapshotter: ctr-remote image rpull, then ctr run"
+        self.packages = (
+            (containerd_suite, "containerd"),
+            (_CLIENT_SUITE, "stargz-snapshotter"),
+        )
+        self._suite = containerd_suite
+
+    def start(self, site: Site, node: Node) -> None:
+        environment = {**settings(site, node), "BOOTSEER_WORKLOAD": site.workload.name}
+        root = node.folder / "snapshotter"
+        command = ["-m", "bootseer", "snapshotter", "--address", _SOCKET, "--root", str(root)]
+        node.start(
+            python_command(*command),
+            lambda: node.succeeds(["test", "-S", _SOCKET]),
+            environment,
+        )
+        start_containerd(site, node, self._suite, {"bootseer": _SOCKET})
+
+    def launch(self, site: Site, node: Node) -> list[str]:
+        folder = site.packages.unpacked(_CLIENT_SUITE, "stargz-snapshotter") / "usr/bin"
+        client = f"{folder / 'ctr-remote'} --namespace {NAMESPACE}"
+        pull = f"{client} image rpull --plain-http --snapshotter bootseer {site.reference()}"
+        return shell(pull, run(site, programs(site, self._suite), "--snapshotter=bootseer"))
