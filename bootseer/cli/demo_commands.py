@@ -152,8 +152,9 @@ def demo(
         _say("first launch, on a node that has nothing: pulls, installs, reads, and records")
         first = world.launch(1)
         if plan.with_image:
-            _say("the record of the first launch is being written")
+            _say("the image and the record of the first launch are being published")
             world.await_record()
+        published_bytes = world.bytes_written()
         _say("second launch, on another node that has nothing: replays")
         second = world.launch(2)
     finally:
@@ -161,7 +162,7 @@ def demo(
             _say(f"everything is left in {folder}")
         else:
             world.remove()
-    result = compare(first, second, world.image_bytes)
+    result = compare(first, second, image_bytes=world.image_bytes, published_bytes=published_bytes)
     if not result.identical:
         raise BootseerError("the two launches loaded different bytes; please report this")
     if as_json:

@@ -62,10 +62,17 @@ _fill_option = click.option(
 )
 
 
-def _with_fill(settings: Settings, fill_bytes_per_s: int | None) -> Settings:
-    if fill_bytes_per_s is None:
-        return settings
-    return replace(settings, fill_bytes_per_s=fill_bytes_per_s)
+_no_index_option = click.option(
+    "--no-index",
+    is_flag=True,
+    help="Do not publish what had to be pulled of the image for later starts.",
+)
+
+
+def _with(settings: Settings, fill_bytes_per_s: int | None, no_index: bool) -> Settings:
+    if fill_bytes_per_s is not None:
+        settings = replace(settings, fill_bytes_per_s=fill_bytes_per_s)
+    return replace(settings, auto_index=False) if no_index else settings
 
 
 @click.command(epilog="Example: bootseer image mount train:v1 /mnt/train")
@@ -75,6 +82,7 @@ def _with_fill(settings: Settings, fill_bytes_per_s: int | None) -> Settings:
 @_prefetch_option
 @_window_option
 @_fill_option
+@_no_index_option
 @click.option("--foreground", is_flag=True, help="Stay until unmounted; Ctrl-C unmounts.")
 def mount(
     reference: str,
@@ -83,16 +91,18 @@ def mount(
     prefetch: bool,
     window_s: float,
     fill_bytes_per_s: int | None,
+    no_index: bool,
     foreground: bool,
 ) -> None:
-    """Mount the image REF on the directory DIR, read-only.
+    """Mount the image REF, an indexed one or its source, on the directory DIR, read-only.
 
-    Returns at once: what is read is fetched when it is first touched, and what earlier starts of
+    An image that nobody has indexed is pulled first, and indexed in the background. Returns at once
+    otherwise: what is read is fetched when it is first touched, and what earlier starts of
     the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
     """
     from bootseer.prefetch.mount import mount_image
 
-    settings = _with_fill(current_settings(), fill_bytes_per_s)
+    settings = _with(current_settings(), fill_bytes_per_s, no_index)
     image = mount_image(
         settings,
         reference,
@@ -218,6 +228,7 @@ def _percent(share: float | None) -> str:
 @_prefetch_option
 @_window_option
 @_fill_option
+@_no_index_option
 def run(
     reference: str,
     command: tuple[str, ...],
@@ -229,8 +240,9 @@ def run(
     prefetch: bool,
     window_s: float,
     fill_bytes_per_s: int | None,
+    no_index: bool,
 ) -> int:
-    """Run CMD (default: the image's own command) in the image REF.
+    """Run CMD (default: the image's own command) in the image REF, an indexed one or its source.
 
     The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
     is the command's own; 126 and 127 where it cannot be started.
@@ -239,7 +251,7 @@ def run(
     from bootseer.prefetch.run import run_image
 
     return run_image(
-        _with_fill(current_settings(), fill_bytes_per_s),
+        _with(current_settings(), fill_bytes_per_s, no_index),
         reference,
         command,
         runtime=runtime,
@@ -255,18 +267,27 @@ def run(
 @click.command(epilog="Example: bootseer image warm train:v1")
 @click.argument("reference", metavar="REF")
 def warm(reference: str) -> None:
-    """Bring all of the image REF into this node's cache, so that it starts without the store."""
+    """Bring all of the image REF into this node's cache, so that it starts without the store.
+
+    REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
+    """
     from bootseer.prefetch.cache import NodeCache
-    from bootseer.prefetch.catalogue import find_image, load_tree
+    from bootseer.prefetch.obtain import obtain_image
+    from bootseer.prefetch.obtained import publish_later
+    from bootseer.prefetch.publish import load_local_tree
     from bootseer.prefetch.streams import BlobStreams
     from bootseer.progress import Progress
 
     settings = current_settings()
-    with open_current_store() as store:
-        record = find_image(store, reference)
-        tree = load_tree(store, record, settings.cache_dir)
+    obtained = obtain_image(settings, reference)
+    try:
+        record = obtained.record
+        tree = load_local_tree(settings, record.index_digest)
         size_bytes = sum(blob.size_bytes for blob in tree.blobs)
-        with Progress(f"warming {record.reference}", size_bytes) as progress:
+        with (
+            open_current_store() as store,
+            Progress(f"warming {record.reference}", size_bytes) as progress,
+        ):
             streams = BlobStreams(
                 tree.blobs,
                 store.read,
@@ -283,6 +304,9 @@ def warm(reference: str) -> None:
                     )
             finally:
                 streams.close()
+    finally:
+        obtained.release()
+    publish_later(settings, obtained)
 
 
 @click.group()

@@ -1,5 +1,7 @@
 """`bootseer run`: the entrypoint wrapper."""
 
+from dataclasses import replace
+
 import click
 
 from bootseer.cli.output import current_settings
@@ -15,6 +17,11 @@ def _say(sentence: str) -> None:
 )
 @click.option(
     "--image", metavar="REF", default="", help="Run in this image: an indexed one, or its source."
+)
+@click.option(
+    "--no-index",
+    is_flag=True,
+    help="Do not publish what had to be pulled of the image for later starts.",
 )
 @click.option(
     "--bind",
@@ -61,6 +68,7 @@ def _say(sentence: str) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     image: str,
+    no_index: bool,
     binds: tuple[str, ...],
     setups: tuple[str, ...],
     targets: tuple[str, ...],
@@ -80,6 +88,8 @@ def run(
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")
+    if no_index and not image:
+        raise click.UsageError("--no-index needs --image")
     if (targets or inputs or variables) and not setups:
         raise click.UsageError("--target, --input and --env describe a set-up: they need --setup")
     job = Job(
@@ -92,4 +102,5 @@ def run(
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
         binds=binds,
     )
-    launch(current_settings(), job, _say)
+    settings = current_settings()
+    launch(replace(settings, auto_index=False) if no_index else settings, job, _say)

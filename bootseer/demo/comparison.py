@@ -63,7 +63,7 @@ def _until_ready(launch: Launch) -> float:
 # An image costs what it takes to open it and what its files then cost the program that uses them:
 # a lazy image moves work from the one to the other. The same holds for a checkpoint.
 _STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "image": (("image", "import"), ("image index", "image served")),
+    "image": (("image", "import"), ("image pull", "image served")),
     "environment": (("environment",), ("environment",)),
     "checkpoint": (("checkpoint", "load"), ()),
 }
@@ -77,7 +77,7 @@ def _moved(launch: Launch, counted: tuple[str, ...]) -> int:
     return max(launch.bytes_read - others, 0)
 
 
-def compare(first: Launch, second: Launch, image_bytes: int) -> Comparison:
+def compare(first: Launch, second: Launch, *, image_bytes: int, published_bytes: int) -> Comparison:
     """Stages that neither launch had are left out."""
     rows: dict[str, Row] = {}
     for name, (timed, counted) in _STAGES.items():
@@ -94,6 +94,6 @@ def compare(first: Launch, second: Launch, image_bytes: int) -> Comparison:
         total=total,
         image_bytes=image_bytes,
         cpu_s=(first.machine_cpu_s, second.machine_cpu_s),
-        first_publish_bytes=first.bytes_written,
+        first_publish_bytes=published_bytes,
         identical=first.trainer["checksum"] == second.trainer["checksum"],
     )

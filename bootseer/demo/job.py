@@ -66,7 +66,6 @@ class Launch:
     """What the training job printed."""
     bytes_read: int
     """Over the "network", until the job had ended."""
-    bytes_written: int
     wall_s: float
     machine_cpu_s: float
     """Of the whole machine meanwhile: servers are not this process's children."""
@@ -218,13 +217,17 @@ class World:
             stages=tuple(read_start(timeline, "demo", number)),
             trainer=json.loads(lines[-1]),
             bytes_read=after.bytes_read - before.bytes_read,
-            bytes_written=after.bytes_written - before.bytes_written,
             wall_s=wall_s,
             machine_cpu_s=cpu_s,
         )
 
+    def bytes_written(self) -> int:
+        """Over the "network", by all launches so far, and what they left running."""
+        return read_account(self.account).bytes_written
+
     def await_record(self) -> None:
-        """Until the record of the first launch is in the store: it is made after the job ends."""
+        """Until image and record of the first launch are in the store: they are published while
+        the job runs, and after it has ended."""
         deadline_s = time.monotonic() + _RECORD_TIMEOUT_S
         with open_store((self.plan.folder / "store").as_uri()) as store:
             # The pointer is written last, when all that it names is there.
