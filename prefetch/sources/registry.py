@@ -60,8 +60,9 @@ def open_registry(
 
 def store_name(reference: Reference) -> str:
     """What the image is called in a store. Pure."""
-    # An IPv6 address is written in brackets, which no name in the store has.
-    return str(reference).replace("[", "").replace("]", "")
+    # No name in a store has the brackets of an IPv6 address, nor begins with a colon.
+    name = str(reference).replace("[", "").replace("]", "")
+    return f"0{name}" if name.startswith(":") else name
 
 
 def _manifest_of(client: RegistryClient, reference: Reference) -> tuple[str, Manifest]:

@@ -17,7 +17,9 @@ from bootseer.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
+from bootseer.prefetch.catalogue import check_reference
 from bootseer.prefetch.sources import ImageSource, is_source, open_source
+from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of, open_registry_client
 from bootseer.registry.reference import parse_reference
 from tests.support.faulty_relay import Fault, FaultyRelay
@@ -266,3 +268,15 @@ def test_names_that_are_none(text: str, tmp_path: Path) -> None:
 def test_an_image_that_is_not_there(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="MANIFEST_UNKNOWN"):
         opened(f"{registry.host}/{name()}:v1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("python:3.12", "docker.io/library/python:3.12"),
+        ("[::1]:5000/x", "0::1:5000/x:latest"),
+        ("[2001:db8::1]/x:v1", "2001:db8::1/x:v1"),
+    ],
+)
+def test_what_an_image_is_called_in_a_store(text: str, name: str) -> None:
+    assert check_reference(store_name(parse_reference(text))) == name
