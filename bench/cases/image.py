@@ -15,5 +15,7 @@ CASE = image_case(
         ratio("replay", "soci", "moved_bytes", "bytes", Target(Bound.AT_MOST, 1 / 3)),
         ratio("lazy", "soci", "wall_s", "time", Target(Bound.AT_MOST, 1)),
         ratio("record", "lazy", "wall_s", "time", Target(Bound.AT_MOST, 1.1)),
+        ratio("unindexed", "containerd 1.6", "wall_s", "time", Target(Bound.AT_MOST, 1.05)),
+        ratio("replay rebuilt", "replay", "wall_s", "time"),
     ),
 )

@@ -25,6 +25,7 @@ from bench.peers.docker import Docker
 from bench.peers.soci import Soci
 
 OURS: tuple[Peer, ...] = (
+    Bootseer("unindexed", Mode.UNINDEXED),
     Bootseer("lazy", Mode.LAZY),
     Bootseer("record", Mode.RECORD),
     Bootseer("replay", Mode.REPLAY),

@@ -56,14 +56,17 @@ class Node:
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost {HOST}\n")
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._root = subprocess.Popen(
-            [*namespaces, sys.executable, "-S", "-c", _INIT, str(state), str(hosts)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        with (self.folder / "init.log").open("wb") as log:
+            self._root = subprocess.Popen(
+                [*namespaces, sys.executable, "-S", "-c", _INIT, str(state), str(hosts)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
         assert self._root.stdout is not None
         if self._root.stdout.readline() != b"ready\n":
+            words = (self.folder / "init.log").read_text(errors="replace").strip()
             self.__exit__(None, None, None)
-            raise SkippedError("no namespaces for a node of its own")
+            raise SkippedError(f"no namespaces for a node of its own: {words[-300:]}")
         self._init_pid = process_tree(self._root.pid)[1]
         return self
 

@@ -5,7 +5,7 @@ mode says otherwise.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from bench.containers.node import Node
@@ -20,6 +20,7 @@ _V1, _REBUILT = TAGS
 class Mode(Enum):
     """What is there before the start, and what it does."""
 
+    UNINDEXED = "nobody has indexed the image: it is pulled whole, and indexed behind the start"
     LAZY = "lazy without a record: indexed; nothing is fetched ahead"
     RECORD = "the record run: indexed; what is read is recorded and published behind the start"
     REPLAY = "replay: an earlier start was recorded"
@@ -40,7 +41,8 @@ class Bootseer:
         self._records = 0
 
     def prepare(self, site: Site) -> None:
-        site.once("bootseer index", lambda: _index(site, _V1))
+        if self._mode is not Mode.UNINDEXED:
+            site.once("bootseer index", lambda: _index(site, _V1))
         if self._mode in (Mode.REPLAY, Mode.REBUILT):
             site.once("bootseer record", lambda: _record(site))
         if self._mode is Mode.REBUILT:
@@ -48,7 +50,7 @@ class Bootseer:
 
     def start(self, site: Site, node: Node) -> None:
         if self._mode is Mode.LOCAL:
-            command = _command(site, node, "image", "warm", _name(_V1))
+            command = _command(settings(site, node), "image", "warm", _name(_V1))
             node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
     def launch(self, site: Site, node: Node) -> list[str]:
@@ -61,12 +63,22 @@ class Bootseer:
             options += ["--no-prefetch"]
         elif self._mode is Mode.REBUILT:
             tag = _REBUILT
+        elif self._mode is Mode.UNINDEXED:
+            return self._launch_unindexed(site, node)
         one = _run(site, node, tag, workload, options)
         if self._count == 1:
             return one
         # `set -e` ends the script with the first exit code that is not 0.
         script = f'for i in $(seq {self._count}); do "$@" & all="$all $!"; done'
         return ["sh", "-ec", f'{script}; for one in $all; do wait "$one"; done', "sh", *one]
+
+    def _launch_unindexed(self, site: Site, node: Node) -> list[str]:
+        # A store that knows nothing yet.
+        self._records += 1
+        store = {"BOOTSEER_STORE": f"{site.store_url}-unindexed-{self._records}"}
+        image = f"registry://{site.reference()}"
+        start = ["image", "run", "--runtime", "runc", image, "--", *site.workload.command]
+        return _command({**settings(site, node), **store}, *start)
 
     def settle(self, site: Site, node: Node) -> dict[str, float]:
         if self._mode is Mode.RECORD:
@@ -88,20 +100,20 @@ def settings(site: Site, node: Node) -> dict[str, str]:
     }
 
 
-def _command(site: Site, node: Node, *arguments: str) -> list[str]:
-    variables = [f"{name}={value}" for name, value in settings(site, node).items()]
+def _command(variables_of: Mapping[str, str], *arguments: str) -> list[str]:
+    variables = [f"{name}={value}" for name, value in variables_of.items()]
     return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
 
 
 def _run(site: Site, node: Node, tag: str, workload: str, options: Sequence[str] = ()) -> list[str]:
     start = ["--workload", workload, "image", "run", "--runtime", "runc", *options, _name(tag)]
-    return _command(site, node, *start, "--", *site.workload.command)
+    return _command(settings(site, node), *start, "--", *site.workload.command)
 
 
 def _index(site: Site, tag: str) -> None:
     with site.node("bootseer-index") as node:
         source = f"oci:{site.layout}:{tag}"
-        command = _command(site, node, "image", "index", source, "--name", _name(tag))
+        command = _command(settings(site, node), "image", "index", source, "--name", _name(tag))
         node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
 
@@ -113,5 +125,5 @@ def _record(site: Site) -> None:
 
 
 def _wait_published(site: Site, node: Node) -> None:
-    wait = _command(site, node, "image", "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
+    wait = _command(settings(site, node), "image", "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
     node.run(wait, timeout_s=_WAIT_DEADLINE_S + 10)
