@@ -19,6 +19,7 @@ from pathlib import Path
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
 from bootseer.prefetch.cache_files import (
     HEADER_BYTES,
+    PRESENT,
     SECTOR_BYTES,
     boot_id,
     decode_header,
@@ -29,7 +30,14 @@ from bootseer.prefetch.cache_files import (
 from bootseer.prefetch.new_stream import NewStream, remove_abandoned
 from bootseer.prefetch.stream_cache import StreamCache
 
-__all__ = ["SECTOR_BYTES", "CachedStream", "NodeCache", "StreamCache", "sectors_of"]
+__all__ = [
+    "SECTOR_BYTES",
+    "CachedStream",
+    "NodeCache",
+    "StreamCache",
+    "StreamDetails",
+    "sectors_of",
+]
 
 _DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 _FOLDER = re.compile(r"(?:sha256|blake3)-[0-9a-f]{64}")
@@ -42,6 +50,16 @@ class CachedStream:
     digest: str
     size_bytes: int
     used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDetails:
+    """What a look into one stream's files tells."""
+
+    stream_length: int
+    present_bytes: int
+    is_used: bool
+    """By a process of this node, now."""
 
 
 class NodeCache:
@@ -133,6 +151,40 @@ class NodeCache:
                 continue
             found.append(CachedStream(entry.name.replace("-", ":"), size, used_ns))
         return sorted(found, key=lambda stream: stream.used_ns)
+
+    def details(self, digest: str) -> StreamDetails | None:
+        """What is in a stream's files, None where there are none that can be read. Read-only, but
+        for a lock in passing."""
+        path = self._path(digest)
+        try:
+            with (path / "present").open("rb") as file:
+                header = decode_header(file.read(HEADER_BYTES))
+                present = file.read().count(PRESENT) * SECTOR_BYTES
+            with (path / "data").open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_used = False
+                except BlockingIOError:
+                    is_used = True
+        except OSError:
+            return None
+        if header is None:
+            return None
+        length = header.stream_length
+        return StreamDetails(length, min(present, length), is_used)
+
+    def recheck(self, digest: str) -> int:
+        """Compare what is here of a stream with its checksums; how many bytes were damaged, and are
+        fetched again when they are needed. Raises: BootseerError."""
+        found = self.details(digest)
+        if found is None:
+            return 0
+        # Not a use: `trim` goes by those.
+        stream = StreamCache(self._path(digest), found.stream_length, self._boot)
+        try:
+            return stream.recheck()
+        finally:
+            stream.close()
 
     def trim(self, limit_bytes: int) -> int:
         """Remove streams that nobody uses, the longest unused first, until the rest is within

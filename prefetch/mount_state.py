@@ -135,13 +135,22 @@ def read_state(directory: Path) -> MountState | None:
 
 def live_mounts(settings: Settings) -> Iterator[tuple[Path, MountState]]:
     """Each mount whose server lives, the oldest first."""
+    yield from _known_mounts(settings, alive=True)
+
+
+def dead_mounts(settings: Settings) -> Iterator[tuple[Path, MountState]]:
+    """Each mount whose server died and that nobody has swept yet, the oldest first."""
+    yield from _known_mounts(settings, alive=False)
+
+
+def _known_mounts(settings: Settings, *, alive: bool) -> list[tuple[Path, MountState]]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for directory in mounts_dir(settings).iterdir():
             state = read_state(directory)
-            if state is not None and is_alive(directory):
+            if state is not None and is_alive(directory) is alive:
                 found.append((directory, state))
-    yield from sorted(found, key=lambda pair: pair[1].started_ns)
+    return sorted(found, key=lambda pair: pair[1].started_ns)
 
 
 def sweep(settings: Settings) -> int:

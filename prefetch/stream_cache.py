@@ -55,6 +55,9 @@ _VERIFY_BYTES = 8 * 2**20
 _LOG_BYTES_MAX = 2**28
 """Enough for 2 TB in whole records; what lies behind is fetched again after a crash."""
 
+_RECHECK_SECTORS = 4 * 2**20 // SECTOR_BYTES
+"""Not present for others for as long as it takes to read that much."""
+
 
 class StreamCache:
     """What this node has of one stream. Made by `NodeCache.open_stream`."""
@@ -224,6 +227,21 @@ class StreamCache:
         return True
 
     # ---- after a crash --------------------------------------------------------------------
+
+    def recheck(self) -> int:
+        """Compare all that is here with its checksums, as after a crash; how many bytes were
+        damaged, which are absent from then on. Readers may go on meanwhile."""
+        before = self.present_bytes()
+        # Should we be killed meanwhile, the next one to open it goes on.
+        self._map[SUSPECT_OFFSET] = 1
+        for start in range(HEADER_BYTES, self._map_bytes, _RECHECK_SECTORS):
+            end = min(start + _RECHECK_SECTORS, self._map_bytes)
+            with self._marking:
+                self._map[start:end] = self._map[start:end].replace(PRESENT, SUSPECT)
+            self._verify((start - HEADER_BYTES) * SECTOR_BYTES, (end - start) * SECTOR_BYTES)
+        self._is_suspect = True
+        self.verify_all()
+        return max(0, before - self.present_bytes())
 
     def verify_all(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Verify all that was written before a crash of the machine, if there was one.

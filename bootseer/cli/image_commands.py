@@ -12,8 +12,10 @@ from pathlib import Path
 import click
 
 from bootseer.blob.tree import Tree
+from bootseer.cli.cache_commands import cache
 from bootseer.cli.hints_commands import hints
 from bootseer.cli.image_run_commands import COMMANDS
+from bootseer.cli.image_status import status
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -39,7 +41,7 @@ def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 
 
-for _command in (*COMMANDS, hints):
+for _command in (*COMMANDS, status, cache, hints):
     image.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""`bootseer image mount | unmount | status | run | trace | warm`: images in use on this node.
+"""`bootseer image mount | unmount | run | trace | warm`: images in use on this node.
 
 `COMMANDS` are added to the group `image` by `image_commands`.
 """
@@ -27,8 +27,6 @@ from bootseer.cli.output import (
 )
 from bootseer.config import Settings
 from bootseer.errors import (
-    BootseerError,
-    DeadlineError,
     InvalidInputError,
     NoSpaceError,
     NotFoundError,
@@ -147,66 +145,6 @@ def unmount(directory: Path, timeout_s: float) -> None:
     from bootseer.prefetch.mount import unmount_image
 
     unmount_image(current_settings(), directory, timeout_s=timeout_s)
-
-
-@click.command(epilog="Example: bootseer image status /mnt/train --json")
-@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--wait",
-    "wait_s",
-    type=Seconds(0, 86_400),
-    metavar="SECONDS",
-    help="First wait until nothing is published.",
-)
-@json_option
-def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
-    """Show what is mounted, what was fetched ahead, and how well that met what was read.
-
-    With --json, all figures of each mount. Precision is the share of the prefetched bytes that was
-    used, recall the share of the bytes read that had been prefetched.
-    """
-    from bootseer.prefetch.control import ask
-    from bootseer.prefetch.mount import find_live_mount
-    from bootseer.prefetch.mount_state import live_mounts
-    from bootseer.prefetch.publish import wait_published
-
-    settings = current_settings()
-    if wait_s is not None and not wait_published(settings, wait_s):
-        raise DeadlineError(f"a record was still being published after {wait_s:g} s")
-    found = [find_live_mount(settings, directory)] if directory else list(live_mounts(settings))
-    statuses: list[dict[str, Any]] = []
-    for state_dir, state in found:
-        try:
-            statuses.append(ask(state_dir, "status"))
-        except BootseerError as error:
-            statuses.append({"directory": state.directory, "error": str(error)})
-    if as_json:
-        emit_json(statuses)
-        return
-    emit_table(
-        ("directory", "image", "workload", "moved", "faults", "precision", "recall", "record"),
-        (_status_row(one) for one in statuses),
-    )
-
-
-def _status_row(one: dict[str, Any]) -> tuple[str, ...]:
-    if "error" in one:
-        return (one["directory"], one["error"], "", "", "", "", "", "")
-    prefetch = one["prefetch"] or {}
-    return (
-        one["directory"],
-        one["reference"],
-        one["workload"],
-        human_bytes(one["moved"]["fetched_bytes"]),
-        str(one["faults"]["fault_count"]),
-        _percent(prefetch.get("precision")),
-        _percent(prefetch.get("recall")),
-        one["record"],
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 @click.command(
@@ -426,4 +364,4 @@ def _time(time_ns: int) -> str:
         return "-"
 
 
-COMMANDS = (mount, unmount, status, run, warm, trace)
+COMMANDS = (mount, unmount, run, warm, trace)

@@ -107,10 +107,18 @@ def test_mounted_images_and_traces(own_world: World) -> None:
         status = world("image", "status", "mnt", "--json").json
         agree("image status", status)
         assert status[0]["directory"] in world("image", "status").out
+        at_length = world("image", "status", "mnt").out
+        assert status[0]["directory"] in at_length
+        assert "from readahead" in at_length
         os.waitpid(os.spawnlp(os.P_NOWAIT, "cat", "cat", str(world.path("mnt/bin/program"))), 0)
     finally:
         assert world("image", "unmount", "mnt").code == 0
     assert world("image", "status", "--wait", "20", "--json").json == []
+    cached = world("image", "cache", "--verify", "--json").json
+    agree("image cache", cached, free=("folders",))
+    assert cached["damaged_bytes"] == 0
+    assert cached["streams"][0]["digest"][:19] in world("image", "cache").out
+    assert world("image", "cache", "--trim", "0", "--json").json["streams"] == []
     traces = world("image", "trace", "list", "image:1", "--json").json
     agree("image trace list", traces)
     assert traces[0]["id"][:12] in world("image", "trace", "list", "image:1").out

@@ -150,6 +150,28 @@ def test_trim_removes_the_longest_unused_and_nothing_in_use(tmp_path: Path) -> N
     opened[0].close()
 
 
+def test_a_check_finds_bit_rot_and_what_is_damaged_is_absent(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path)
+    serving = cache.open_stream(DIGEST, LENGTH)
+    serving.write(0, STREAM[: 8 * SECTOR_BYTES])
+    serving.write(8 * SECTOR_BYTES, STREAM[8 * SECTOR_BYTES :])
+    assert cache.recheck(DIGEST) == 0
+    assert serving.has(0, LENGTH)
+    with (tmp_path / "streams" / DIGEST.replace(":", "-") / "data").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"rot")
+    found = cache.details(DIGEST)
+    assert found is not None
+    assert (found.stream_length, found.present_bytes, found.is_used) == (LENGTH, LENGTH, True)
+    assert cache.recheck(DIGEST) == 8 * SECTOR_BYTES
+    assert list(serving.missing(0, LENGTH)) == [(0, 8 * SECTOR_BYTES)]
+    assert cache.recheck("sha256:" + "00" * 32) == 0
+    serving.close()
+    found = cache.details(DIGEST)
+    assert found is not None
+    assert not found.is_used
+
+
 def test_bad_digest_is_refused(tmp_path: Path) -> None:
     for digest in ("sha256:../../x", "md5:" + "a" * 64, "sha256:" + "g" * 64):
         with pytest.raises(InvalidInputError, match="not a digest"):

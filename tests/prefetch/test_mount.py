@@ -29,6 +29,7 @@ from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.store import open_store
 from tests.support.image_mounts import (
+    bootseer,
     checksums_outside,
     drop_cache,
     index,
@@ -246,6 +247,10 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
     assert list(live_mounts(node.settings)) == []
+    for arguments in ((), (directory,)):
+        shown = bootseer(node.settings, "image", "status", *arguments).stdout
+        assert "its server died" in shown
+        assert str(directory) in shown
     assert sweep(node.settings) == 1
     assert mounts.find_mount(directory) is None
     assert not image.state_dir.exists()
