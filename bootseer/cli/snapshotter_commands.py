@@ -8,10 +8,7 @@ from bootseer.cli.output import Seconds, current_settings
 from bootseer.errors import UnsupportedError
 
 
-@click.command(
-    epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter "
-    "--address /run/bootseer/snapshotter.sock --root /var/lib/bootseer/snapshotter"
-)
+@click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter")
 @click.option(
     "--address",
     type=click.Path(path_type=Path),
@@ -22,7 +19,8 @@ from bootseer.errors import UnsupportedError
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
-    default=Path("/var/lib/bootseer/snapshotter"),
+    # Where containerd itself would keep it, and where CRI tells a kubelet to look.
+    default=Path("/var/lib/containerd/io.containerd.snapshotter.v1.bootseer"),
     show_default=True,
     help="Where containers' writes and ordinary layers are kept; not on an overlay.",
 )

@@ -43,7 +43,8 @@ class ChainTrees:
         self._metadata = metadata
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._store: Store | None = None
+        # By the deadline of its calls.
+        self._stores: dict[float, Store] = {}
         self._paused_until_s = 0.0
         # diff_id -> when its objects were last seen whole, and its record.
         self._layers: dict[str, tuple[float, LayerRecord]] = {}
@@ -51,8 +52,8 @@ class ChainTrees:
     def close(self) -> None:
         """Let go of the store."""
         with self._lock:
-            store, self._store = self._store, None
-        if store is not None:
+            stores, self._stores = list(self._stores.values()), {}
+        for store in stores:
             store.close()
 
     def can_serve(self, chain_id: str) -> bool:
@@ -61,7 +62,7 @@ class ChainTrees:
             if time.monotonic() < self._paused_until_s:
                 return False
         try:
-            store = self._open()
+            store = self._open(min(self._settings.deadline_s, _STORE_S))
             diff_ids = read_chain(store, chain_id)
             if diff_ids is None:
                 return False
@@ -89,7 +90,7 @@ class ChainTrees:
             known = self._metadata.tree_of(chain_id)
             if known is not None and self._kept(known).exists():
                 return known
-            store = self._open()
+            store = self._open(self._settings.deadline_s)
             diff_ids = read_chain(store, chain_id)
             if diff_ids is None:
                 raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
@@ -101,12 +102,13 @@ class ChainTrees:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _open(self) -> Store:
+    def _open(self, deadline_s: float) -> Store:
         with self._lock:
-            if self._store is None:
-                deadline_s = min(self._settings.deadline_s, _STORE_S)
-                self._store = open_store(self._settings.store_url, deadline_s=deadline_s)
-            return self._store
+            store = self._stores.get(deadline_s)
+            if store is None:
+                store = open_store(self._settings.store_url, deadline_s=deadline_s)
+                self._stores[deadline_s] = store
+            return store
 
     def _layer(self, store: Store, diff_id: str) -> LayerRecord | None:
         """The record of a layer, if the store has its blob and index."""

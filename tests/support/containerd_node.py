@@ -254,7 +254,7 @@ class Node:
             done.kill()
             pytest.fail(f"ctr {arguments} did not end")
         if check:
-            assert done.returncode == 0, f"{arguments}: {err}"
+            assert done.returncode == 0, f"{arguments}: {err}\n{self.log()}\n{self.image_logs()}"
         return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
     def start_ctr(self, *arguments: object) -> "subprocess.Popen[str]":
@@ -339,6 +339,11 @@ class Node:
     def status(self, state_dir: Path) -> dict[str, Any]:
         """What the server of a mount says."""
         return ask(state_dir, "status")
+
+    def image_logs(self) -> str:
+        """What images' servers have said last."""
+        logs = sorted((self.settings.run_dir / "logs").glob("*.log"), key=os.path.getmtime)
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs[-3:])
 
     def kill_image_servers(self) -> None:
         """As a machine's end does, but for the mounts."""
