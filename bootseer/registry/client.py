@@ -1,8 +1,8 @@
 """`RegistryClient`: one repository of a registry, whichever of its servers answers.
 
-Alone owns the order of servers and when a request is tried again: every server that may answer is
-asked, those that failed lately last, in rounds with growing waits between. What a digest names is
-verified before it is returned, and asked for elsewhere where it is wrong. Thread-safe.
+Owns the requests, and what their answers mean. What a digest names is verified before it is
+returned, and asked for elsewhere where it is wrong; only streams and ranges are left to their
+readers. Thread-safe.
 
 The protocol: github.com/opencontainers/distribution-spec, version 1.1.
 """
@@ -10,20 +10,16 @@ The protocol: github.com/opencontainers/distribution-spec, version 1.1.
 import contextlib
 import hashlib
 import json
-import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from typing import Any, BinaryIO, Self, cast
 
 from bootseer.errors import (
-    BootseerError,
     CorruptError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
@@ -40,10 +36,9 @@ from bootseer.registry.download import (
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
 from bootseer.registry.reference import Reference
-from bootseer.registry.retry import ATTEMPTS_MAX, STALL_S, TransientError, backoff_s
+from bootseer.registry.retry import STALL_S
+from bootseer.registry.servers import Servers
 from bootseer.registry.session import Body, Session
-
-_log = logging.getLogger(__name__)
 
 MANIFEST_BYTES_MAX = 8 * 2**20
 """Twice what registries accept."""
@@ -60,8 +55,6 @@ _ACCEPTED = ", ".join(
 _PAGES_MAX = 1000
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +79,13 @@ class RegistryClient:
     ) -> None:
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
         longer than `deadline_s`, and no operation without progress."""
-        self.name = f"{hosts[-1].name}/{repository}"
-        """For messages."""
         self._deadline_s = deadline_s
         self._has_referrers = True
         """Until the registry says that it has no such thing."""
-        self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
+        self._servers = Servers(repository, hosts, find_login, deadline_s)
+        self._ask = self._servers.ask
+        self.name = self._servers.name
+        """For messages."""
 
     def manifest(self, target: str, *, for_update: bool = False) -> Document:
         """The manifest or index that a tag or a digest names. `for_update`: as a server says that
@@ -320,47 +314,9 @@ class RegistryClient:
         with contextlib.suppress(NotFoundError):
             self._ask("push", delete)
 
-    def _ask(self, capability: str, function: Callable[[Session], _Result]) -> _Result:
-        """What `function` returns for the first server that succeeds."""
-        started = time.monotonic()
-        able = [s for s in self._sessions if capability in s.host.capabilities]
-        if not able:
-            raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
-        for failures_count in range(1, ATTEMPTS_MAX + 1):
-            transient: BootseerError | None = None
-            final: BootseerError | None = None
-            wait_s = backoff_s(failures_count)
-            for session in sorted(able, key=lambda s: s.is_suspect):
-                try:
-                    return function(session)
-                except (UnavailableError, DeadlineError, CorruptError) as error:
-                    transient = error
-                    session.note_failure()
-                    if isinstance(error, TransientError):
-                        wait_s = max(wait_s, error.retry_after_s)
-                except BootseerError as error:
-                    # What the registry itself says counts more than what its mirrors say.
-                    if final is None or session is able[-1]:
-                        final = error
-                    if session is able[-1]:
-                        transient = None
-                        break
-            if transient is None and final is not None:
-                raise final
-            assert transient is not None
-            _log.info("attempt %d: %s", failures_count, transient)
-            left_s = started + self._deadline_s - time.monotonic()
-            # A bit may flip on its way; what is wrong twice is stored like that.
-            is_wrong = isinstance(transient, CorruptError) and failures_count > 1
-            if failures_count == ATTEMPTS_MAX or wait_s > left_s or is_wrong:
-                raise transient
-            time.sleep(wait_s)
-        raise AssertionError("unreachable")
-
     def close(self) -> None:
         """Close idle connections. Idempotent."""
-        for session in self._sessions:
-            session.close()
+        self._servers.close()
 
     def __enter__(self) -> Self:
         return self
