@@ -23,6 +23,14 @@ IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 """Stands for a directory that the archive does not mention; compare with `is`."""
 _SYMLINKS_MAX = 40
 """As the kernel's own limit for one path."""
+_STEPS_MAX = 4096
+"""Folders on the way to one member, those that links lead through included."""
+_MEMORY_BYTES_MAX = 4 * 2**30
+"""What the names and attributes of one archive may take while it is read: some four million files,
+or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
+_NAME_COST_BYTES = 800
+_EXTENT_COST_BYTES = 160
+_XATTR_COST_BYTES = 200
 
 
 def pack_tar(
@@ -146,12 +154,15 @@ class Unpacked:
     """What the members so far would have made on disk.
 
     `prefetch` derives from it for layers, which stand on others: it may override `add` and
-    `_remove`, and use `_locate`, `_names` (path -> inode number) and `_inodes`.
+    `_remove`, and use `_locate`, `_charge`, `_names` (path -> inode number) and `_inodes`.
     """
 
     def __init__(self) -> None:
         self._names: dict[bytes, int] = {b"": 0}
         self._inodes: list[Inode] = [IMPLIED_DIRECTORY]
+        self._inside: dict[bytes, set[bytes]] | None = None
+        """Folder -> paths in it. Made when the first folder is replaced; mostly none is."""
+        self._memory_bytes = 0
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_label:
@@ -167,16 +178,19 @@ class Unpacked:
                 )
             if known != target:
                 self._remove(path)
-                self._names[path] = target
+                self._set(path, target)
             return
         inode = _inode(member, extents, digest)
+        cost = len(extents) * _EXTENT_COST_BYTES + len(inode.link_target)
+        cost += sum(len(n) + len(v) + _XATTR_COST_BYTES for n, v in inode.xattrs)
+        self._charge(cost)
         if known is not None and self._is_directory(known) and stat.S_ISDIR(inode.mode):
             self._inodes[known] = inode
             return
         if not path:
             raise CorruptError("the tar archive replaces its root by something else")
         self._remove(path)
-        self._names[path] = len(self._inodes)
+        self._set(path, len(self._inodes))
         self._inodes.append(inode)
 
     def tree(self, blob: Blob) -> Tree:
@@ -184,7 +198,8 @@ class Unpacked:
         numbers: dict[int, int] = {}
         names = [
             (path, numbers.setdefault(self._names[path], len(numbers)))
-            for path in sorted(self._names, key=lambda path: path.split(b"/") if path else [])
+            # By their parts: a name holds no NUL, which is less than all that it may hold.
+            for path in sorted(self._names, key=lambda path: path.replace(b"/", b"\0"))
         ]
         try:
             return build_tree(names, [self._inodes[number] for number in numbers], [blob])
@@ -194,12 +209,38 @@ class Unpacked:
     def _is_directory(self, number: int | None) -> bool:
         return number is not None and stat.S_ISDIR(self._inodes[number].mode)
 
-    def _remove(self, path: bytes) -> None:
+    def _set(self, path: bytes, number: int) -> None:
+        self._charge(len(path) + _NAME_COST_BYTES)
+        self._names[path] = number
+        if self._inside is not None:
+            self._inside.setdefault(path.rpartition(b"/")[0], set()).add(path)
+
+    def _charge(self, memory_bytes: int) -> None:
+        self._memory_bytes += memory_bytes
+        if self._memory_bytes > _MEMORY_BYTES_MAX:
+            raise CorruptError(
+                "the tar archive's names and attributes would take more than "
+                f"{_MEMORY_BYTES_MAX >> 30} GiB of memory; split it into several layers"
+            )
+
+    def _remove(self, path: bytes) -> list[bytes]:
+        """Forget what is at `path` and below; returns the folders among that."""
         number = self._names.pop(path, None)
-        if self._is_directory(number):
-            prefix = path + b"/"
-            for below in [name for name in self._names if name.startswith(prefix)]:
-                del self._names[below]
+        if self._inside is not None:
+            self._inside.get(path.rpartition(b"/")[0], set()).discard(path)
+        if not self._is_directory(number):
+            return []
+        if self._inside is None:
+            self._inside = {}
+            for name in self._names:
+                if name:
+                    self._inside.setdefault(name.rpartition(b"/")[0], set()).add(name)
+        gone = [path]
+        for folder in gone:
+            for name in self._inside.pop(folder, ()):
+                if self._is_directory(self._names.pop(name)):
+                    gone.append(name)
+        return gone
 
     def _locate(self, path: bytes) -> bytes:
         """Where a member's path leads: its parent exists after this."""
@@ -217,22 +258,24 @@ class Unpacked:
         """Follow symbolic links inside the root, and make what is missing."""
         current: list[bytes] = []
         left = parts[::-1]
-        followed = 0
+        followed = steps = 0
         while left:
             part = left.pop()
+            steps += 1
+            if followed > _SYMLINKS_MAX or steps > _STEPS_MAX:
+                path = b"/".join(parts)
+                raise CorruptError(f"the tar archive's {path!r} leads through too many links")
             if part == b"..":
                 current = current[:-1]
                 continue
             path = b"/".join([*current, part])
             number = self._names.get(path)
             if number is None:
-                self._names[path] = len(self._inodes)
+                self._set(path, len(self._inodes))
                 self._inodes.append(IMPLIED_DIRECTORY)
             elif stat.S_ISLNK(self._inodes[number].mode):
                 target = self._inodes[number].link_target
                 followed += 1
-                if followed > _SYMLINKS_MAX:
-                    raise CorruptError(f"the tar archive's {path!r} leads through too many links")
                 if target.startswith(b"/"):
                     current = []
                 left += [p for p in target.split(b"/")[::-1] if p not in (b"", b".")]

@@ -15,7 +15,12 @@ from bootseer.blob.tar_header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
 
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
-"""Of one extended header, long name or sparse map: a hostile length must not fill the memory."""
+"""Of all extended headers and long names of one member, and of its sparse map: hostile lengths must
+not fill the memory."""
+PATH_BYTES_MAX = 4096
+"""PATH_MAX of Linux. Nothing unpacks what is longer, and each folder of a path costs its length."""
+SEGMENT_COUNT_MAX = 2**18
+"""Of one sparse file, for the same reason."""
 
 _READ_BYTES = 1024 * 1024
 _ZERO_BLOCK = bytes(BLOCK)
@@ -139,6 +144,7 @@ class TarReader:
         local: dict[bytes, bytes] = {}
         sparse: list[tuple[int, int]] = []
         long_name = long_link = b""
+        extended_bytes = 0
         while True:
             block = self.take_up_to(BLOCK)
             if not block or block == _ZERO_BLOCK:
@@ -157,6 +163,11 @@ class TarReader:
                 size = _number(block[124:136])
                 if not 0 <= size <= EXTENDED_BYTES_MAX:
                     raise CorruptError(f"an extended tar header claims {size} bytes")
+                extended_bytes += BLOCK + size
+                if extended_bytes > EXTENDED_BYTES_MAX:
+                    raise CorruptError(
+                        f"the extended tar headers at byte {self._position} are too long"
+                    )
                 raw.append(self.take(size + -size % BLOCK))
                 body = raw[-1][:size]
                 if kind == b"L":
@@ -170,6 +181,7 @@ class TarReader:
                 raise UnsupportedError("the tar archive is one of several volumes: join them first")
             member = self._member(block, raw, local, sparse, long_name, long_link)
             raw, local, sparse, long_name, long_link = [], {}, [], b"", b""
+            extended_bytes = 0
             yield member
 
     def _member(
@@ -228,6 +240,11 @@ class TarReader:
             self._pax_sparse(member, records, sparse, raw)
         if member.segments is not None:
             _check_segments(member)
+        if max(len(member.path), len(member.link)) > PATH_BYTES_MAX:
+            raise CorruptError(
+                f"a name or link in the tar archive is longer than {PATH_BYTES_MAX} bytes: "
+                f"{member.path[:80]!r}"
+            )
         member.raw = b"".join(raw)
         return member
 
@@ -240,7 +257,7 @@ class TarReader:
             raw.append(extension)
             segments += _sparse_entries(extension[:504])
             more = extension[504]
-            if len(segments) * 24 > EXTENDED_BYTES_MAX:
+            if len(segments) > SEGMENT_COUNT_MAX:
                 raise CorruptError(f"the sparse map of {member.path!r} is too long")
         member.size_bytes = _number(block[483:495])
         member.segments = segments
@@ -261,29 +278,35 @@ class TarReader:
         elif b"GNU.sparse.map" in records:
             text = records[b"GNU.sparse.map"]
             numbers = [_integer(number) for number in text.split(b",")] if text else []
-            if len(numbers) % 2:
-                raise CorruptError(f"the sparse map of {member.path!r} is cut off")
+            if len(numbers) % 2 or len(numbers) > 2 * SEGMENT_COUNT_MAX:
+                raise CorruptError(f"the sparse map of {member.path!r} is cut off or too long")
             member.segments = list(zip(numbers[::2], numbers[1::2], strict=True))
         else:
             member.segments = sparse
 
     def _sparse_map(self, member: Member, raw: list[bytes]) -> list[tuple[int, int]]:
-        text = b""
+        blocks: list[bytes] = []
+        length = found = 0
         wanted = 1
-        while text.count(b"\n") < wanted:
-            if len(text) >= min(member.stored_bytes, EXTENDED_BYTES_MAX):
-                raise CorruptError(f"the sparse map of {member.path!r} is too long")
+        while found < wanted:
+            # A number has at most 20 digits: without this, each block of a map without line ends
+            # would be searched again and again.
+            if length >= member.stored_bytes or length > (found + 1) * 21 + BLOCK:
+                raise CorruptError(f"the sparse map of {member.path!r} is malformed")
             # What is missing takes at least two bytes a number.
-            missing = max((wanted - text.count(b"\n")) * 2, 1)
+            missing = max((wanted - found) * 2, 1)
             block = self.take(
                 min(missing + -missing % BLOCK, member.stored_bytes + -member.stored_bytes % BLOCK)
             )
             raw.append(block)
-            text += block
-            if wanted == 1 and b"\n" in text:
-                wanted = 1 + 2 * _integer(text.split(b"\n", 1)[0])
-                if not 0 < wanted * 2 <= EXTENDED_BYTES_MAX:
+            blocks.append(block)
+            length += len(block)
+            found += block.count(b"\n")
+            if wanted == 1 and found:
+                wanted = 1 + 2 * _integer(b"".join(blocks).split(b"\n", 1)[0])
+                if wanted > 1 + 2 * SEGMENT_COUNT_MAX:
                     raise CorruptError(f"the sparse map of {member.path!r} is too long")
+        text = b"".join(blocks)
         member.stored_bytes -= len(text)
         numbers = [_integer(line) for line in text.split(b"\n", wanted)[1:wanted]]
         return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -16,9 +16,11 @@ from bootseer.blob.tar_header import BLOCK
 from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member, extents_of
 from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Extent
+from bootseer.errors import CorruptError
 from bootseer.prefetch.merge import LayerTree
 
 LEVEL = 3
+_LINK_COST_BYTES = 500
 
 
 class _Layer(Unpacked):
@@ -27,15 +29,21 @@ class _Layer(Unpacked):
     def __init__(self) -> None:
         super().__init__()
         self._below: dict[bytes, bytes] = {}
+        self._below_in: dict[bytes, set[bytes]] = {}
+        """The same links by the folders they lie in."""
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_hard_link:
             target = self._target(member.link)
             if target not in self._names:
                 path = self._locate(member.path)
+                if not path:
+                    raise CorruptError("the tar archive replaces its root by something else")
                 target = self._below.get(target, target)
                 self._remove(path)
+                self._charge(2 * len(path) + len(target) + _LINK_COST_BYTES)
                 self._below[path] = target
+                self._below_in.setdefault(path.rpartition(b"/")[0], set()).add(path)
                 return
         super().add(member, extents, digest)
         if member.is_hard_link:
@@ -66,11 +74,14 @@ class _Layer(Unpacked):
                 return self._locate(link)
         return b"/".join(parts)
 
-    def _remove(self, path: bytes) -> None:
-        super()._remove(path)
-        prefix = path + b"/"
-        for link in [p for p in self._below if p == path or p.startswith(prefix)]:
-            del self._below[link]
+    def _remove(self, path: bytes) -> list[bytes]:
+        gone = super()._remove(path)
+        if self._below.pop(path, None) is not None:
+            self._below_in[path.rpartition(b"/")[0]].discard(path)
+        for folder in gone:
+            for link in self._below_in.pop(folder, ()):
+                del self._below[link]
+        return gone
 
     @property
     def implied(self) -> frozenset[bytes]:

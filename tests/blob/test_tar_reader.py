@@ -15,6 +15,7 @@ from bootseer.blob.read import BlobReader, verify
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from tests.blob.trees import reader_of
+from tests.support.odd_tars import pax
 
 
 def entry(
@@ -28,10 +29,10 @@ def entry(
     return info
 
 
-def archive(*entries: tarfile.TarInfo | tuple[tarfile.TarInfo, bytes], pax: bool = True) -> bytes:
+def archive(*entries: tarfile.TarInfo | tuple[tarfile.TarInfo, bytes], gnu: bool = False) -> bytes:
     out = io.BytesIO()
     with tarfile.open(
-        fileobj=out, mode="w", format=tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
+        fileobj=out, mode="w", format=tarfile.GNU_FORMAT if gnu else tarfile.PAX_FORMAT
     ) as tar:
         for item in entries:
             info, content = item if isinstance(item, tuple) else (item, b"")
@@ -133,6 +134,38 @@ def test_what_is_refused(data: bytes, message: str) -> None:
         tree_of(data)
 
 
+def hostile_map(text: bytes) -> bytes:
+    records = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}
+    return archive((entry("a", pax_headers=records), text))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        # Three headers of 6 MiB for one member.
+        (pax({b"comment": b"x" * 6_000_000}) * 3, "too long"),
+        (archive(entry("d/" * 3000)), "longer than 4096"),
+        (archive(entry("l", b"2", pax_headers={"linkpath": "x" * 5000})), "longer than 4096"),
+        # Each block of it was once searched for line ends again and again.
+        (hostile_map(b"1" * 8_000_000), "sparse map"),
+        (hostile_map(b"300000\n" + b"1\n" * 600_000), "too long"),
+        (hostile_map(b"1000\n" + b"1" * 2_000_000), "sparse map"),
+        (archive(entry("a", pax_headers={"GNU.sparse.map": "1,1," * 300_000 + "1,1",
+                                         "GNU.sparse.size": "9"})), "too long"),
+    ],
+    ids=["headers", "path", "link", "map", "count", "cut", "pax map"],
+)  # fmt: skip
+def test_what_would_fill_memory_or_time(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptError, match=message):
+        tree_of(data)
+
+
+def test_links_through_many_folders_end() -> None:
+    chain = [entry(f"l{n}", b"2", link=f"l{n + 1}/" + "x/../" * 500) for n in range(30)]
+    with pytest.raises(CorruptError, match="too many links"):
+        tree_of(archive(*chain, entry("l30/", b"5"), entry("l30/x/", b"5"), entry("l0/file")))
+
+
 def test_multi_volume_archives_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="volumes"):
         tree_of(archive(entry("a", b"M")))
@@ -146,7 +179,7 @@ def test_times_numbers_and_global_headers() -> None:
     tree = tree_of(data)
     times = [tree.inode(tree.resolve(name) or 0).mtime_ns for name in (b"a", b"b", b"c")]
     assert times == [-1_500_000_000, 1_000_000_001, 0]
-    gnu = archive(entry("d", uid=2**31, mtime=-3), pax=False)
+    gnu = archive(entry("d", uid=2**31, mtime=-3), gnu=True)
     inode = tree_of(gnu).inode(1)
     assert (inode.uid, inode.mtime_ns) == (2**31, -3_000_000_000)
     out = io.BytesIO()

@@ -76,7 +76,8 @@ class Model:
             self.layer.setdefault(parent, Thing(None))
         if member.kind == "h":
             thing = self.layer.get(member.link) or self.state[member.link]
-            if member.link in self.layer and thing.member is not None:
+            is_below = any(thing is below for below in self.state.values())
+            if not is_below and thing.member is not None:
                 thing.member = replace(thing.member, uid=member.uid)
             if self.layer.get(path) is not thing:
                 remove(self.layer, path)
@@ -226,6 +227,24 @@ def test_a_link_that_hides_a_directory_below() -> None:
 def test_members_that_lead_astray(members: list[Member]) -> None:
     with pytest.raises(CorruptError):
         packed(members)
+
+
+def test_a_link_in_the_place_of_the_root() -> None:
+    with pytest.raises(CorruptError, match="root"):
+        packed([Member("./", "h", link="below")])
+
+
+def test_folders_that_are_replaced_again_and_again() -> None:
+    """Each replacement once went through all names of the layer, or all its links."""
+    members = [Member(f"many/{n}") for n in range(20_000)]
+    members += [Member(f"links/{n}", "h", link="below") for n in range(5_000)]
+    for n in range(5_000):
+        members += [Member("x/", "d"), Member("x/y", "h", link="below"), Member(f"x/{n}")]
+        members.append(Member("x", data=b"a file"))
+    layer = packed(members)
+    assert len(layer.links) == 5_000
+    assert layer.tree.name_count == 20_000 + 3
+    assert stat.S_ISREG(layer.tree.mode(layer.tree.resolve(b"x") or 0))
 
 
 def test_not_a_tar() -> None:
