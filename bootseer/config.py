@@ -20,6 +20,9 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 # What a file offset can hold.
 _SIZE_LIMIT_BYTES = 2**63
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
+_AGE_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_AGE_MAX_S = 100 * 365 * 86_400
 # Names that become file names or parts of store keys.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -58,6 +61,8 @@ class Settings:
     """Whether an image that had to be pulled is published in the background, for later starts."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
+    snapshot_max_age_s: float
+    """An older snapshot is made anew by the set-up that would use it; 0: none is too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,17 @@ def parse_size(text: str) -> int:
     if size_bytes >= _SIZE_LIMIT_BYTES:
         raise InvalidInputError(f"{text!r} is more than any disk holds; write for example 20GB")
     return int(size_bytes)
+
+
+def parse_age(text: str) -> float:
+    """Seconds from "7d", "12h", "30m", "2w" or "3600"; 0 from "off". Raises: InvalidInputError."""
+    if text == "off":
+        return 0.0
+    match = _AGE.fullmatch(text.strip().lower())
+    seconds = float(match[1]) * _AGE_UNITS_S[match[2]] if match else -1.0
+    if not 0 <= seconds <= _AGE_MAX_S:
+        raise InvalidInputError(f"{text!r} is not an age; write for example 12h, 7d, 4w or off")
+    return seconds
 
 
 def parse_name(text: str) -> str:
@@ -145,6 +161,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "metrics_dir": _path_or_off,
     "auto_index": _switch,
     "registry_hosts_dir": _path,
+    "snapshot_max_age_s": parse_age,
 }
 
 
@@ -183,6 +200,7 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         "metrics_dir": "off",
         "auto_index": "on",
         "registry_hosts_dir": "/etc/containerd/certs.d",
+        "snapshot_max_age_s": "off",
     }
 
 

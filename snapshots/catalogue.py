@@ -7,7 +7,7 @@ can be found can be restored. Thread-safe as the store is.
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bootseer.blob import index
@@ -95,8 +95,19 @@ def _keys(store: Store, prefix: str = "") -> Iterator[str]:
 
 def list_all(store: Store) -> Iterator[Manifest]:
     """Every snapshot that can be read, newest first; damaged ones are logged and left out."""
+    return _read_all(store, _keys(store))
+
+
+def list_newest(store: Store, count: int) -> Iterator[Manifest]:
+    """`list_all`, but only of the `count` that were published last."""
+    infos = sorted(store.list(_FOLDER), key=lambda info: info.modified_ns, reverse=True)
+    matches = [match for info in infos if (match := _MANIFEST_KEY.fullmatch(info.path))]
+    return _read_all(store, [match[1] for match in matches[:count]])
+
+
+def _read_all(store: Store, keys: Iterable[str]) -> Iterator[Manifest]:
     found = []
-    for key in _keys(store):
+    for key in keys:
         try:
             manifest = load(store, key)
         except BootseerError as error:

@@ -27,14 +27,16 @@ from bootseer.errors import (
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots import work as working
+from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.present import key_in_place
 from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
 from bootseer.snapshots.restore import place, restore
 from bootseer.snapshots.scan import Scan, base_digest, scan
-from bootseer.snapshots.state import load_state, remember
+from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import show
 from bootseer.store import Store, open_store
 
@@ -177,7 +179,7 @@ class _Run:
     def _locked(self, store: Store, resolved: Resolved) -> SetupResult:
         before = self._scan()
         bases = {target: base_digest(before[target]) for target in self.targets}
-        if self._is_in_place(resolved, before):
+        if self._is_in_place(store, resolved, before):
             self.report(f"snapshot {self.key[:12]} is in place already")
             return self._result("in place", file_count=sum(map(len, before.values())))
         self.key = resolved.key(bases)
@@ -185,10 +187,12 @@ class _Run:
         is_told = False
         while True:
             replace = False
+            too_old = None
             try:
                 manifest = catalogue.load(store, self.key)
-                if manifest is not None:
+                if manifest is not None and not self._is_too_old(manifest):
                     return self._restore(store, manifest, bases)
+                too_old = manifest
             except (CorruptError, NotFoundError) as error:
                 self.report(f"warning: {error}; running the set-up to replace the snapshot")
                 self._settle()
@@ -200,9 +204,14 @@ class _Run:
             if lease is not None:
                 with LeaseKeeper(lease, self.lease_s):
                     # It may have been published between our look and our lease.
-                    if not replace and catalogue.exists(store, self.key):
+                    if not replace and self._is_published(store, too_old):
                         continue
-                    return self._capture(store, resolved, before, bases, replace=replace)
+                    if too_old is not None:
+                        age = show_age(time.time_ns() - too_old.created_ns)
+                        self.report(f"snapshot {self.key[:12]} is {age} old; it is made anew")
+                    return self._capture(
+                        store, resolved, before, bases, replace=replace, renew=bool(too_old)
+                    )
             if time.monotonic() >= self.end:
                 return self.ordinary(
                     f"another node was still busy with it after {self.wait_s:.0f} s"
@@ -219,16 +228,30 @@ class _Run:
     def _scan(self) -> dict[bytes, Scan]:
         return {target: scan(path) for target, path in self.paths.items()}
 
-    def _is_in_place(self, resolved: Resolved, before: Mapping[bytes, Scan]) -> bool:
-        states = {
-            target: load_state(self.settings.cache_dir, self.paths[target], before[target])
-            for target in self.targets
-        }
-        bases = {target: state.base for target, state in states.items() if state is not None}
-        if len(bases) < len(self.targets):
+    def _is_in_place(self, store: Store, resolved: Resolved, before: Mapping[bytes, Scan]) -> bool:
+        found = key_in_place(self.settings.cache_dir, resolved, self.paths, before)
+        if found is None:
             return False
-        self.key = resolved.key(bases)
-        return {state.fingerprint for state in states.values() if state} == {self.key}
+        self.key = found[0]
+        if not self.settings.snapshot_max_age_s:
+            return True
+        try:
+            manifest = catalogue.load(store, self.key)
+        except BootseerError as error:
+            # What is here is what was asked for; that it may be too old is no reason to fail.
+            self.report(f"warning: cannot tell how old the snapshot in place is: {error}")
+            return True
+        return manifest is None or not self._is_too_old(manifest)
+
+    def _is_too_old(self, manifest: Manifest) -> bool:
+        return is_too_old(manifest, self.settings.snapshot_max_age_s)
+
+    def _is_published(self, store: Store, known: Manifest | None) -> bool:
+        """Whether there is a snapshot, and another one than `known`."""
+        if known is None:
+            return catalogue.exists(store, self.key)
+        manifest = catalogue.load(store, self.key)
+        return manifest is not None and manifest.created_ns != known.created_ns
 
     def _restore(self, store: Store, manifest: Manifest, bases: Mapping[bytes, str]) -> SetupResult:
         placed = place(manifest, self.request.root)
@@ -302,11 +325,16 @@ class _Run:
         bases: Mapping[bytes, str],
         *,
         replace: bool,
+        renew: bool,
     ) -> SetupResult:
-        self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
+        """`replace`: what is stored is damaged; `renew`: it is whole, but too old."""
+        if not renew:
+            self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
         setup_s = self._command()
         try:
-            manifest = self._publish(store, resolved, before, bases, setup_s, replace=replace)
+            manifest = self._publish(
+                store, resolved, before, bases, setup_s, replace=replace, renew=renew
+            )
         except Exception as error:
             if not isinstance(error, BootseerError | OSError):
                 logger.exception("unexpected error in a capture")
@@ -336,6 +364,7 @@ class _Run:
         setup_s: float,
         *,
         replace: bool,
+        renew: bool,
     ) -> Manifest:
         targets = []
         for target in self.targets:
@@ -356,7 +385,7 @@ class _Run:
             setup_ns=int(setup_s * 1e9),
             node=self.settings.node,
         )
-        catalogue.publish(store, manifest, replace=replace)
+        catalogue.publish(store, manifest, replace=replace or renew)
         return manifest
 
     def _result(

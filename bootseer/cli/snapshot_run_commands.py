@@ -1,46 +1,113 @@
-"""`bootseer snapshot run`: a set-up command, run once.
+"""`bootseer snapshot run` and `explain`: a set-up command, run once, and why it would run.
 
 `RUN_COMMANDS` are added to the group `snapshot` by `snapshot_commands`.
 """
 
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bootseer.cli.output import Seconds, current_settings, emit_json, json_option
-from bootseer.cli.snapshot_output import say
+from bootseer.cli.output import (
+    Seconds,
+    current_settings,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+)
+from bootseer.cli.snapshot_output import say, when
+from bootseer.config import Settings, parse_age
+from bootseer.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from bootseer.snapshots.explain import Explanation
+    from bootseer.snapshots.request import Request
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+# Behind its first word everything belongs to the command, "--" or not.
+_CONTEXT = {"allow_interspersed_args": False}
+_VALUE_CHARACTERS = 60
+"""Of a part's value in a table; `--json` has all of it."""
+
+
+class _Age(click.ParamType[float]):
+    """Seconds, from "7d"."""
+
+    name = "age"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_age(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+
+
+_OPTIONS = (
+    click.option(
+        "--target",
+        "targets",
+        metavar="DIR",
+        multiple=True,
+        help="A directory that the command makes or changes. Without: inferred, and printed.",
+    ),
+    click.option(
+        "--input",
+        "inputs",
+        metavar="FILE",
+        multiple=True,
+        help="A file or directory that decides the result, besides those named in the command.",
+    ),
+    click.option(
+        "--env",
+        "variables",
+        metavar="NAME",
+        multiple=True,
+        help="An environment variable that decides the result.",
+    ),
+    click.option("--salt", metavar="TEXT", default="", help="Another salt, another snapshot."),
+    click.option(
+        "--base", metavar="DIGEST", default="", help="The image. Default: BOOTSEER_IMAGE."
+    ),
+    click.option(
+        "--max-age",
+        "max_age_s",
+        metavar="AGE",
+        type=_Age(),
+        help="An older snapshot does not count: it is made anew. 12h, 7d, 4w or off.",
+    ),
+    click.argument("command", nargs=-1, required=True),
+)
+
+
+def _set_up_options(command: _F) -> _F:
+    """What `run` and `explain` take: a set-up command and what decides its result."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
+    """From the parameters that `_set_up_options` gives, which are taken out of `options`."""
+    from bootseer.snapshots.request import Request
+
+    settings = current_settings()
+    max_age_s = options.pop("max_age_s")
+    if max_age_s is not None:
+        settings = replace(settings, snapshot_max_age_s=max_age_s)
+    return settings, Request(**options)
 
 
 @click.command(
-    # Behind its first word everything belongs to the command, "--" or not.
-    context_settings={"allow_interspersed_args": False},
+    context_settings=_CONTEXT,
     epilog="Example: bootseer snapshot run --target /opt/env -- "
     "sh -c 'python3 -m venv /opt/env && /opt/env/bin/pip install -r requirements.txt'",
 )
-@click.option(
-    "--target",
-    "targets",
-    metavar="DIR",
-    multiple=True,
-    help="A directory that the command makes or changes. Without: inferred, and printed.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    metavar="FILE",
-    multiple=True,
-    help="A file or directory that decides the result, besides those named in the command.",
-)
-@click.option(
-    "--env",
-    "variables",
-    metavar="NAME",
-    multiple=True,
-    help="An environment variable that decides the result.",
-)
-@click.option("--salt", metavar="TEXT", default="", help="Another salt, another snapshot.")
-@click.option("--base", metavar="DIGEST", default="", help="The image. Default: BOOTSEER_IMAGE.")
 @click.option(
     "--wait",
     "wait_s",
@@ -50,37 +117,24 @@ from bootseer.cli.snapshot_output import say
     show_default=True,
     help="How long to wait for another node or process that runs the same set-up.",
 )
-@click.argument("command", nargs=-1, required=True)
+@click.option("--dry-run", is_flag=True, help="Only say what would happen; change nothing.")
+@_set_up_options
 @json_option
-def run(
-    targets: tuple[str, ...],
-    inputs: tuple[str, ...],
-    variables: tuple[str, ...],
-    salt: str,
-    base: str,
-    wait_s: float,
-    command: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def run(wait_s: float, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Run a set-up COMMAND once; later, and on other nodes, restore what it made.
 
     Exits with the command's own code when it fails. Trouble with the store only costs the
     restore: the command then runs as usual.
     """
-    from bootseer.snapshots.request import Request
+    settings, request = _request(options)
+    if dry_run:
+        _tell(settings, request, as_json)
+        return
     from bootseer.snapshots.run import run_setup
 
     # As an exception it ends the command and gives the lease back.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    request = Request(
-        command=command,
-        targets=targets,
-        inputs=inputs,
-        variables=variables,
-        salt=salt,
-        base=base,
-    )
-    result = run_setup(current_settings(), request, report=say, wait_s=wait_s)
+    result = run_setup(settings, request, report=say, wait_s=wait_s)
     if as_json:
         emit_json(
             {
@@ -97,4 +151,102 @@ def run(
         )
 
 
-RUN_COMMANDS = (run,)
+def _tell(settings: Settings, request: "Request", as_json: bool) -> None:
+    """A dry run: the keys of a run, with what it would come to."""
+    from bootseer.snapshots.explain import RESTORE, RUN, explain_setup
+
+    found = explain_setup(settings, request, say)
+    snapshot = found.snapshot if found.outcome != RUN else None
+    if as_json:
+        restored = snapshot if found.outcome == RESTORE else None
+        emit_json(
+            {
+                "how": found.outcome,
+                "hit": found.outcome != RUN,
+                "fingerprint": found.fingerprint,
+                "targets": found.targets,
+                "file_count": snapshot.file_count if snapshot else 0,
+                "content_bytes": snapshot.content_bytes if snapshot else 0,
+                "moved_bytes": restored.stored_bytes if restored else 0,
+                "seconds": 0.0,
+                "setup_seconds": snapshot.setup_ns / 1e9 if snapshot else 0.0,
+            }
+        )
+        return
+    click.echo(_sentence(found))
+
+
+def _sentence(found: "Explanation") -> str:
+    from bootseer.snapshots.explain import IN_PLACE, RESTORE
+
+    key = found.fingerprint[:12]
+    if found.outcome == IN_PLACE:
+        return f"snapshot {key} is in place: {found.reason}"
+    if found.outcome == RESTORE and found.snapshot is not None:
+        return (
+            f"would restore snapshot {key}: {found.snapshot.file_count} files, "
+            f"{human_bytes(found.snapshot.stored_bytes)} to fetch instead of a set-up of "
+            f"{found.snapshot.setup_ns / 1e9:.1f} s; {found.reason}"
+        )
+    return f"would run the set-up and store it as snapshot {key}: {found.reason}"
+
+
+@click.command(
+    context_settings=_CONTEXT,
+    epilog="Example: bootseer snapshot explain -- pip install -r requirements.txt",
+)
+@_set_up_options
+@json_option
+def explain(as_json: bool, **options: Any) -> None:
+    """Show what decides the result of a set-up COMMAND, and whether there is a snapshot of it.
+
+    Where there is none: what differs from the stored snapshot that comes nearest. Nothing is run
+    and nothing changes.
+    """
+    from bootseer.snapshots.explain import explain_setup
+
+    settings, request = _request(options)
+    found = explain_setup(settings, request, say)
+    if as_json:
+        emit_json(_document(found))
+        return
+    emit_table(("part", "value"), ((part.name, part.value) for part in found.parts))
+    click.echo()
+    click.echo(_sentence(found))
+    if found.nearest is not None:
+        click.echo(
+            f"nearest: {found.nearest.fingerprint[:12]} of {when(found.nearest.created_ns)}, "
+            f"made by {found.nearest.node}; it differs in"
+        )
+        emit_table(
+            ("part", "then", "now", "that is"),
+            (
+                (one.part, _short(one.stored), _short(one.now), one.note)
+                for one in found.differences
+            ),
+        )
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "-"
+    return value if len(value) <= _VALUE_CHARACTERS else f"{value[: _VALUE_CHARACTERS - 3]}..."
+
+
+def _document(found: "Explanation") -> dict[str, Any]:
+    return {
+        "outcome": found.outcome,
+        "reason": found.reason,
+        "fingerprint": found.fingerprint,
+        "targets": found.targets,
+        "parts": {part.name: part.value for part in found.parts},
+        "created": when(found.snapshot.created_ns) if found.snapshot else None,
+        "nearest": found.nearest.fingerprint if found.nearest else None,
+        "differences": [
+            {"part": one.part, "then": one.stored, "now": one.now, "note": one.note}
+            for one in found.differences
+        ],
+    }
+
+
+RUN_COMMANDS = (run, explain)

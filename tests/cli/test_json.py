@@ -149,6 +149,18 @@ def test_snapshots(own_world: World) -> None:
         agree("snapshot run", ran)
         assert ran["hit"] is hit
         target.rmdir()
+    would = world(
+        *("snapshot", "run", "--dry-run", "--target", target, "--json", "--", "mkdir", target)
+    ).json
+    agree("snapshot run", would)
+    assert (would["how"], would["fingerprint"]) == ("would restore", ran["fingerprint"])
+    for salt in ("", "other"):
+        explained = world(
+            *("snapshot", "explain", "--salt", salt, "--target", target, "--json"),
+            *("--", "mkdir", target),
+        ).json
+        agree("snapshot explain", explained, free=("parts",))
+        assert bool(explained["differences"]) == bool(salt)
 
 
 @pytest.mark.fuse

@@ -1,0 +1,153 @@
+"""Why a set-up would run, or would not: its parts, its snapshot, and the nearest one there is.
+
+`compare_parts` and `nearest` are pure; `explain_setup` looks at machine and store, and changes
+nothing. Stateless; any thread.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bootseer.config import Settings
+from bootseer.rooted import resolve_in_root
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.age import is_too_old, show_age
+from bootseer.snapshots.fingerprint import Part
+from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.present import key_in_place
+from bootseer.snapshots.request import Report, Request, resolve
+from bootseer.snapshots.scan import base_digest, scan
+from bootseer.store import open_store
+
+IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
+
+# Of the newest: an explanation should take a second, whatever the store holds.
+_COMPARED_MAX = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One part that is not as it was."""
+
+    part: str
+    stored: str | None
+    """Its value in the stored snapshot; None where that has no such part."""
+    now: str | None
+    note: str
+    """What that means, in plain words, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a set-up would do here and now."""
+
+    outcome: str
+    """IN_PLACE, RESTORE or RUN."""
+    reason: str
+    """One sentence."""
+    fingerprint: str
+    targets: tuple[str, ...]
+    parts: tuple[Part, ...]
+    snapshot: Manifest | None
+    """The stored snapshot with this fingerprint."""
+    nearest: Manifest | None
+    """Where there is none: the one that differs least."""
+    differences: tuple[Difference, ...]
+    """Between the nearest and this."""
+
+
+def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
+    """The parts that differ, sorted by name. Pure."""
+    before = {part.name: part.value for part in stored}
+    after = {part.name: part.value for part in now}
+    return tuple(
+        Difference(name, before.get(name), after.get(name), _note(name, before, after))
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    )
+
+
+def nearest(parts: Sequence[Part], manifests: Iterable[Manifest]) -> Manifest | None:
+    """The snapshot that differs least: of the same command and targets if there is one, then with
+    the fewest parts that differ, then the newest. Pure."""
+
+    def distance(manifest: Manifest) -> tuple[bool, bool, int, int]:
+        names = {difference.part for difference in compare_parts(manifest.parts, parts)}
+        is_other_target = any(name.startswith("target ") for name in names)
+        return ("command" in names, is_other_target, len(names), -manifest.created_ns)
+
+    return min(manifests, key=distance, default=None)
+
+
+def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
+    stored, now = before.get(name), after.get(name)
+    kind, _, what = name.partition(" ")
+    if kind == "target":
+        return "another list of targets"
+    if stored is None:
+        return "decides the result now, did not then"
+    if now is None:
+        return "decided the result then, does not now"
+    if name == "interpreter":
+        return _interpreter_note(stored, now)
+    if kind == "before":
+        if now == "nothing":
+            return f"{what} is missing or empty now"
+        return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
+    return {
+        "input": "its contents have changed",
+        "wheels": "other wheels lie there",
+        "env": "the variable has another value",
+        "command": "the command is another one",
+        "image": "the image is another one",
+        "salt": "the salt is another one",
+        "directory": "the working directory is another one",
+    }.get(kind, "")
+
+
+def _interpreter_note(stored: str, now: str) -> str:
+    """ "implementation version abi": which of them differ."""
+    before, after = stored.split(), now.split()
+    if len(before) < 2 or len(after) < 2 or before[0] != after[0]:
+        return "another interpreter"
+    if before[1].split(".")[:2] == after[1].split(".")[:2]:
+        if before[2:] == after[2:] and before[1] != after[1]:
+            return f"only the patch version differs: {before[1]} then, {after[1]} now"
+        return "another ABI"
+    return f"another version of Python: {before[1]} then, {after[1]} now"
+
+
+def explain_setup(settings: Settings, request: Request, report: Report) -> Explanation:
+    """What `run_setup` would do now. Changes nothing.
+
+    Raises: as `request.resolve`; UnavailableError, CorruptError, DeadlineError of the store.
+    """
+    resolved = resolve(request, report)
+    targets = tuple(text_of(target) for target in resolved.targets)
+    paths = {target: resolve_in_root(request.root, target) for target in resolved.targets}
+    scans = {target: scan(path) for target, path in paths.items()}
+    bases = {target: base_digest(scanned) for target, scanned in scans.items()}
+    found = key_in_place(settings.cache_dir, resolved, paths, scans)
+    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+        if found is not None:
+            key, bases = found
+            manifest = catalogue.load(store, key)
+            if manifest is None or not is_too_old(manifest, settings.snapshot_max_age_s):
+                parts = tuple(sorted(resolved.all_parts(bases)))
+                reason = "the targets hold it, untouched since it was put there"
+                return Explanation(IN_PLACE, reason, key, targets, parts, manifest, None, ())
+            bases = {target: base_digest(scanned) for target, scanned in scans.items()}
+        key = resolved.key(bases)
+        parts = tuple(sorted(resolved.all_parts(bases)))
+        manifest = catalogue.load(store, key)
+        if manifest is not None:
+            age = show_age(time.time_ns() - manifest.created_ns)
+            if is_too_old(manifest, settings.snapshot_max_age_s):
+                reason = f"its snapshot was made {age} ago, which is beyond the maximum age"
+                return Explanation(RUN, reason, key, targets, parts, manifest, None, ())
+            reason = f"its snapshot was made {age} ago by {manifest.node}"
+            return Explanation(RESTORE, reason, key, targets, parts, manifest, None, ())
+        near = nearest(parts, catalogue.list_newest(store, _COMPARED_MAX))
+    differences = compare_parts(near.parts, parts) if near else ()
+    reason = "there is no snapshot of it" if near else "the store has no snapshots"
+    return Explanation(RUN, reason, key, targets, parts, None, near, differences)
