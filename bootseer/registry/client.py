@@ -80,6 +80,8 @@ class RegistryClient:
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
         longer than `deadline_s`, and no operation without progress."""
         self._deadline_s = deadline_s
+        self._givers: dict[str, Callable[[], None]] = {}
+        """Per blob read from its start: notes a failure of the server that gave it."""
         self._has_referrers = True
         """Until the registry says that it has no such thing."""
         self._servers = Servers(repository, hosts, find_login, deadline_s)
@@ -155,10 +157,13 @@ class RegistryClient:
 
     def open_blob(self, digest: str, size_bytes: int) -> BinaryIO:
         """A whole blob of `size_bytes` for one read from start to end, which survives broken
-        connections. Its size is checked, its digest is not.
+        connections. Its size is checked, its digest is not: who finds it wrong opens it again,
+        and then another server is asked first.
 
         `read` raises as `manifest`.
         """
+        if blame := self._givers.pop(digest, None):
+            blame()
         if size_bytes < LARGE_BYTES:
             return cast(BinaryIO, self._stream(digest, size_bytes, 0, size_bytes))
         first = self._stream(digest, size_bytes, 0, FIRST_BYTES)
@@ -189,6 +194,8 @@ class RegistryClient:
                 raise CorruptError(
                     f"{session.name}: the blob {digest} has not the {size_bytes} bytes declared"
                 )
+            if start == 0:
+                self._givers[digest] = session.note_failure
             partial_answer = response.status == 206
             skip_bytes = 0 if partial_answer else start
             return OpenedRange(response, skip_bytes, partial_answer, session.note_failure)

@@ -133,6 +133,16 @@ def test_the_rest_comes_from_another_server(
     assert relay.seen[0].path.endswith(f"?ns={registry.host.replace(':', '%3A')}")
 
 
+def test_a_blob_that_is_read_again_comes_from_another_server(
+    connect: Connect, registry: Registry, relay: FaultyRelay
+) -> None:
+    push_blob(connect(registry.host), DATA)
+    relay.faults = [Fault("GET .*blobs", 1000, flip_at=7)]
+    client = connect(relay.host, registry.host)
+    assert read_all(client) != DATA
+    assert read_all(client) == DATA
+
+
 def test_a_mirror_that_is_down_is_passed_over(connect: Connect, registry: Registry) -> None:
     push_blob(connect(registry.host), DATA)
     assert read_all(connect(f"127.0.0.1:{free_port()}", registry.host)) == DATA
