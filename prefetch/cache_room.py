@@ -1,8 +1,8 @@
 """How much this node's cache holds, whatever lies in it, and making room below the limit.
 
-Knows which folders of `cache_dir` count (docs/format/cache.md); what lies in them is their owners'.
-Only streams and indexes are removed here, and no stream that is in use or on its way in. Any
-thread; several processes at once do no harm.
+Knows which folders of `cache_dir` count; what lies in them is their owners'. Only streams are
+removed here, none that is in use or on its way in, and by the node's catalogue what it has not
+needed for long. Any thread; several processes at once do no harm.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.node_catalogue import NodeCatalogue
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ _STREAMS = "streams"
 _PASSING = frozenset(("containers", "tmp", "work", "run"))
 """What containers write and what is being made: it goes with them, and is nobody's cache."""
 
-_INDEX_UNUSED_S = 30 * 86_400.0
 _OTHERS_S = 600.0
 """So often are folders walked that hold many files; streams are few, and counted each time."""
 _FREE_SHARE = 0.05
@@ -85,7 +85,7 @@ class CacheRoom:
         """
         with self._lock:
             if time.monotonic() >= self._others_again_s:
-                self._forget_indexes()
+                NodeCatalogue(self._cache_dir).trim()
                 self._others_bytes = sum(
                     one.size_bytes
                     for one in folders(self._cache_dir)
@@ -102,12 +102,3 @@ class CacheRoom:
         except OSError:
             return False
         return held <= allowed_bytes and disk.free - wanted_bytes > _FREE_SHARE * disk.total
-
-    def _forget_indexes(self) -> None:
-        """Remove indexes of images that were not started for long; they can be had again."""
-        before_s = time.time() - _INDEX_UNUSED_S
-        with contextlib.suppress(OSError):
-            for path in (self._cache_dir / "indexes").iterdir():
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime < before_s:
-                        path.unlink()

@@ -191,6 +191,8 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
     with contextlib.suppress(OSError):
         data = path.read_bytes()
         if digest_of(data) == record.index_digest:
+            # What nobody used for long is removed.
+            os.utime(path)
             return decode(data)
     data = _read_index(store, record.index_digest)
     keep_index(cache_dir, record.index_digest, data)

@@ -69,6 +69,8 @@ def load_local_tree(settings: Settings, index_digest: str) -> Tree:
     path = index_path(settings, index_digest)
     try:
         data = path.read_bytes()
+        # What nobody used for long is removed.
+        os.utime(path)
     except OSError as error:
         raise from_oserror(error, f"read the image's index {path}") from error
     if digest_of(data) != index_digest:

@@ -259,6 +259,30 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
         read_hot(node, directory)
 
 
+def test_a_crash_of_the_machine(node: Node) -> None:
+    """What was lost of the cache is fetched again; what is intact is not."""
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory, record="never")
+    right = [digest_of(node.source / name) for name in ("big", "hot-1")]
+    assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+    for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    sweep(node.settings)
+    (stream,) = (node.settings.cache_dir / "streams").glob("*-*")
+    with (stream / "present").open("r+b") as file:
+        file.seek(16)
+        file.write(b"another boot id!")
+    with (stream / "data").open("r+b") as file:
+        file.seek(3 * 2**20)
+        file.write(bytes(300_000))
+    with mounted(node.settings, "image:1", directory, record="never") as again:
+        assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+        fetched = again.status()["moved"]["fetched_bytes"]
+        assert 300_000 <= fetched < 1_500_000
+
+
 def test_unmount_of_a_dead_server(node: Node) -> None:
     directory = node.base / "mnt"
     directory.mkdir()
