@@ -150,10 +150,10 @@ class _Puller:
                 return self._pull(layer)
             except NoSpaceError as error:
                 freed_bytes = self._cache.trim(0)
-                if not freed_bytes:
-                    raise
                 _log.info("removed %d bytes that nobody uses: %s", freed_bytes, error)
-                return self._pull(layer)
+                if freed_bytes:
+                    return self._pull(layer)
+                raise
 
     def _announce(self) -> None:
         with self._lock:
@@ -170,17 +170,23 @@ class _Puller:
         return None if stream is None else HadLayer(digest, tree, None, stream)
 
     def _pull(self, layer: Layer) -> HadLayer:
-        with self._cache.new_stream() as new:
-            tree = layer.pull(new.append, self._advance)
-            blob = stream_of(tree)
-            stream = new.commit(blob.stream_digest)
         try:
-            digest = layer.digest or blob.stream_digest
-            self._catalogue.keep_layer(digest, tree)
-            return HadLayer(digest, tree, None, stream)
-        except BaseException:
-            stream.close()
-            raise
+            with self._cache.new_stream() as new:
+                tree = layer.pull(new.append, self._advance)
+                blob = stream_of(tree)
+                stream = new.commit(blob.stream_digest)
+            try:
+                digest = layer.digest or blob.stream_digest
+                self._catalogue.keep_layer(digest, tree)
+                return HadLayer(digest, tree, None, stream)
+            except BaseException:
+                stream.close()
+                raise
+        except NoSpaceError as error:
+            raise NoSpaceError(
+                f"cannot pull the layer {layer.digest or 'of the directory'} whole: {error}; free "
+                "space or set BOOTSEER_CACHE_DIR to a larger disk"
+            ) from error
 
     @contextlib.contextmanager
     def _alone(self, key: str) -> Iterator[None]:
