@@ -1,5 +1,6 @@
 """`image index --to registry`: what it pushes beside an image is a store to mount it from."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,7 +12,14 @@ import pytest
 
 from bootseer.store.oci_objects import ARTIFACT_TYPE
 from tests.support.faulty_relay import Fault, FaultyRelay
-from tests.support.image_mounts import skip_unless_fuse
+from tests.support.image_mounts import (
+    checksums_outside,
+    drop_cache,
+    mounted,
+    settings_at,
+    skip_unless_fuse,
+    wait_for,
+)
 from tests.support.images import NASTY, Member, run_tool, write_layout
 from tests.support.registry import Registry, htpasswd_auth, running_registry
 
@@ -102,6 +110,40 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
         assert read.stdout == big[0].data + b"and back again"
     finally:
         second.run("image", "unmount", mountpoint)
+
+
+def test_a_start_is_recorded_and_replayed_beside_the_image(
+    registry: Registry,
+    relay: FaultyRelay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trace, hot set and bundle are published by processes of their own, which log in alone."""
+    skip_unless_fuse()
+    files = [Member("cold", data=os.urandom(2_000_000)), Member("hot", data=os.urandom(500_000))]
+    layout = write_layout(tmp_path / "l", [files], tag="v1")
+    where = registry.push_layout(layout.directory, "v1", "team/rec:v1", f"{USER}:{PASSWORD}")
+    node = Node(tmp_path / "node", registry.host)
+    indexed = json.loads(
+        node.run("image", "index", f"registry://{where}", "--to", "registry", "--json")
+    )
+    for name in ("HOME", "DOCKER_CONFIG", "BOOTSEER_REGISTRY_HOSTS_DIR"):
+        monkeypatch.setenv(name, node.environ[name])
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+    settings = settings_at(tmp_path, store_url=indexed["store"])
+    with mounted(settings, where, tmp_path / "mnt") as image:
+        checksums_outside([image.directory / "hot"])
+        image.ready()
+        wait_for(lambda: image.status()["record"] == "published")
+    drop_cache(settings)
+    with mounted(settings, where, tmp_path / "mnt") as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        assert checksums_outside([image.directory / "hot"]) == [
+            hashlib.sha256(files[1].data).hexdigest()
+        ]
+        status = image.status()
+        assert status["faults"]["fault_count"] == 0
+        assert status["moved"]["fetched_bytes"] < 1_000_000
 
 
 def test_other_tools_see_artifacts_of_the_image(registry: Registry, tmp_path: Path) -> None:
