@@ -35,6 +35,7 @@ from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.replay import Aim, Replay, aim_of
+from bootseer.prefetch.second_source import second_source
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
@@ -92,6 +93,7 @@ class ImageServer:
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
+            repair=second_source(plan.settings, plan.state.reference),
         )
         self._aim_at_end: Aim | None = None
         self._keeper = Keeper(plan.settings, plan.state.id, self._streams, self._start_is_over)

@@ -1,0 +1,54 @@
+"""Where an image's bytes come from when the store has lost or damaged them: its registry.
+
+Only for images that are called as in a registry (`HOST/NAME:TAG`): a name of the user's own says
+nothing about where the image is. Thread-safe; bounded by the registry client's deadlines.
+"""
+
+import logging
+import re
+
+from bootseer.blob.tree import Blob
+from bootseer.config import Settings
+from bootseer.errors import NotFoundError
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.sources import REGISTRY, open_source
+from bootseer.prefetch.streams import Repair
+
+_log = logging.getLogger(__name__)
+
+_IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
+"""A first part that can only be a host, as Docker tells hosts from names."""
+_WAIT_S = 600.0
+"""For another server of this node that is at the same layer."""
+
+
+def second_source(settings: Settings, reference: str) -> Repair | None:
+    """What brings streams of the image `reference` whole into the node cache; None where it is not
+    known to be in a registry."""
+    if not _IN_REGISTRY.fullmatch(reference):
+        return None
+
+    def repair(blob: Blob) -> None:
+        """Raises: BootseerError."""
+        digest = blob.stream_digest
+        cache = NodeCache(settings.cache_dir)
+        with cache.pulling(digest, _WAIT_S):
+            whole = cache.open_whole(digest)
+            if whole is not None:
+                whole.close()
+                return
+            with open_source(
+                f"{REGISTRY}{reference}",
+                settings.cache_dir / "work",
+                registry_hosts_dir=settings.registry_hosts_dir,
+                deadline_s=settings.deadline_s,
+            ) as source:
+                layer = next((one for one in source.layers if one.digest == digest), None)
+                if layer is None:
+                    raise NotFoundError(f"{reference} has no layer {digest} any more")
+                with cache.new_stream() as new:
+                    # Verifies the stream against its digest before it returns.
+                    layer.pull(new.append, lambda count: None)
+                    new.commit(digest).close()
+
+    return repair
