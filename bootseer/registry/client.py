@@ -53,6 +53,9 @@ _ACCEPTED = ", ".join(
     )
 )
 _PAGES_MAX = 1000
+_UPLOAD_BYTES_PER_S = 5_000_000
+"""What an upload may be as slow as, including what the registry does with it at its end: those on
+object stores copy a blob then."""
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
 
@@ -273,6 +276,7 @@ class RegistryClient:
         Raises: PermissionDeniedError, UnavailableError, DeadlineError, InvalidInputError.
         """
         size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
+        more_s = size_bytes / _UPLOAD_BYTES_PER_S
         body: Body = partial(_open_file, data) if isinstance(data, Path) else data
 
         def push(session: Session) -> None:
@@ -293,9 +297,10 @@ class RegistryClient:
                 query={"digest": digest},
                 body=body,
                 content_length=size_bytes,
+                more_s=more_s,
             ).close()
 
-        self._ask("push", push)
+        self._ask("push", push, more_s=more_s)
 
     def push_manifest(self, target: str, media_type: str, data: bytes) -> bool:
         """Store a manifest under a tag or its digest; whether the registry says that it lists it

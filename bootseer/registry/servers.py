@@ -42,11 +42,15 @@ class Servers:
         self._deadline_s = deadline_s
         self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
 
-    def ask(self, capability: str, function: Callable[[Session], _Result]) -> _Result:
+    def ask(
+        self, capability: str, function: Callable[[Session], _Result], *, more_s: float = 0.0
+    ) -> _Result:
         """What `function` returns for the first server with `capability` for which it succeeds.
 
         What the registry itself says (not found, no access) is final; what a mirror says is so
-        only when nobody else knows better. Raises: what `function` raised; UnsupportedError where
+        only when nobody else knows better. No attempt begins later than the deadline and `more_s`.
+
+        Raises: what `function` raised; UnsupportedError where
         no server has the capability.
         """
         started = time.monotonic()
@@ -63,7 +67,7 @@ class Servers:
                 raise error
             _log.info("attempt %d: %s", failures_count, error)
             wait_s = max(wait_s, backoff_s(failures_count))
-            left_s = started + self._deadline_s - time.monotonic()
+            left_s = started + self._deadline_s + more_s - time.monotonic()
             # A bit may flip on its way; what is wrong twice is stored like that.
             is_wrong = isinstance(error, CorruptError) and failures_count > 1
             if failures_count == ATTEMPTS_MAX or wait_s > left_s or is_wrong:

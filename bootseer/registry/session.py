@@ -77,9 +77,10 @@ class Session:
         query: Mapping[str, str] | None = None,
         body: Body | None = None,
         content_length: int | None = None,
+        more_s: float = 0.0,
     ) -> Response:
         """The successful answer (2xx) to a request for `path`, relative to the repository's URL or
-        a URL that the registry gave. Close it.
+        a URL that the registry gave. Close it. Its head may take `more_s` beyond the deadline.
 
         Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError (with
         `retry_after_s` when it is a TransientError), DeadlineError, CorruptError.
@@ -91,7 +92,7 @@ class Session:
             sent["Content-Length"] = str(content_length)
         authorization = self._authorizer.header(action)
         for is_last in (False, True):
-            response = self._follow(method, url, sent, authorization, body)
+            response = self._follow(method, url, sent, authorization, body, more_s)
             if response.status != 401 or is_last:
                 break
             asked = response.headers.get("WWW-Authenticate", "")
@@ -119,6 +120,7 @@ class Session:
         headers: Mapping[str, str],
         authorization: str | None,
         body: Body | None,
+        more_s: float,
     ) -> Response:
         for _ in range(_REDIRECTS_MAX):
             own = self._is_own(url)
@@ -131,7 +133,7 @@ class Session:
                     sent.pop(name, None)
             with contextlib.ExitStack() as stack:
                 data = stack.enter_context(body()) if callable(body) else body
-                response = self._transport.request(method, url, sent, data)
+                response = self._transport.request(method, url, sent, data, more_s=more_s)
             if response.status not in _REDIRECTS:
                 if not own and response.status in (400, 401, 403):
                     # A signed URL that has expired is asked for anew.

@@ -153,8 +153,11 @@ class Transport:
         url: str,
         headers: Mapping[str, str],
         body: bytes | BinaryIO | None = None,
+        *,
+        more_s: float = 0.0,
     ) -> Response:
-        """Send one request and return whatever is answered, redirects included.
+        """Send one request and return whatever is answered, redirects included. The answer's head
+        may take the deadline and `more_s`.
 
         Raises: UnavailableError, DeadlineError; PermissionDeniedError for a certificate that is
         not trusted; InvalidInputError.
@@ -174,7 +177,7 @@ class Transport:
                 preload_content=False,
                 decode_content=False,
                 timeout=urllib3.Timeout(
-                    connect=min(CONNECT_S, self._deadline_s), read=self._deadline_s
+                    connect=min(CONNECT_S, self._deadline_s), read=self._deadline_s + more_s
                 ),
             )
         except (exceptions.HTTPError, OSError, ValueError) as error:
