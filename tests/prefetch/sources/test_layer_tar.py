@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.blob import tar_pack
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.prefetch.merge import LayerTree, merge
@@ -245,6 +246,21 @@ def test_folders_that_are_replaced_again_and_again() -> None:
     assert len(layer.links) == 5_000
     assert layer.tree.name_count == 20_000 + 3
     assert stat.S_ISREG(layer.tree.mode(layer.tree.resolve(b"x") or 0))
+
+
+def test_a_layer_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_pack, "_MEMORY_BYTES_MAX", 2**20)
+    deep = "/".join(["d"] * 1000)
+    for members in (
+        [Member(f"{n}") for n in range(2000)],
+        [Member("same", data=b"x") for n in range(2000)],
+        [Member(f"{n}", "h", link="below") for n in range(4000)],
+        [Member(f"{n}/{deep}") for n in range(3)],
+        [Member(f"{n}", xattrs={"user.x": "v" * 60_000}) for n in range(20)],
+        [Member(f"{n}", "l", link="x" * 4000) for n in range(500)],
+    ):
+        with pytest.raises(CorruptError, match="GiB of memory"):
+            packed(members)
 
 
 def test_not_a_tar() -> None:
