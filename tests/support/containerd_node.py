@@ -45,7 +45,7 @@ from tests.support.images import ARCHITECTURE
 BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
 """A folder with the `containerd`, `ctr` and shim of another version to test with."""
 
-_COMMON = """
+_ROOT = """
 version = {version}
 root = "{base}/root"
 state = "{base}/state"
@@ -54,40 +54,44 @@ disabled_plugins = [
   "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
   "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
 ]
+"""
+_COMMON = """
 [grpc]
 address = "{base}/containerd.sock"
-[proxy_plugins.bootseer]
-type = "snapshot"
-address = "{base}/snapshotter.sock"
 [plugins."io.containerd.internal.v1.opt"]
 path = "{base}/opt"
-"""
-_VERSION_1 = """
 [plugins."io.containerd.grpc.v1.cri"]
 stream_server_port = "0"
+"""
+_VERSION_2 = """
 netns_mounts_under_state_dir = true
 [plugins."io.containerd.grpc.v1.cri".cni]
 conf_dir = "{base}/cni"
 [plugins."io.containerd.grpc.v1.cri".registry]
 config_path = "{base}/certs.d"
-[plugins."io.containerd.grpc.v1.cri".containerd]
-snapshotter = "bootseer"
 """
-_VERSION_2 = """
-[plugins."io.containerd.grpc.v1.cri"]
-stream_server_port = "0"
+_VERSION_3 = """
 [plugins."io.containerd.cri.v1.runtime"]
 netns_mounts_under_state_dir = true
 [plugins."io.containerd.cri.v1.runtime".cni]
 conf_dir = "{base}/cni"
-[plugins."io.containerd.cri.v1.images"]
-snapshotter = "bootseer"
 [plugins."io.containerd.cri.v1.images".registry]
 config_path = "{base}/certs.d"
-[[plugins."io.containerd.transfer.v1.local".unpack_config]]
-platform = "linux/{architecture}"
-snapshotter = "bootseer"
 """
+
+
+def containerd_config(base: Path, version: int) -> str:
+    """What docs/containerd.md tells people to write, with folders and sockets below `base`."""
+    text = (REPOSITORY / "docs/containerd.md").read_text()
+    blocks = re.findall(rf"```toml\nversion = {version}\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 1
+    documented = str(blocks[0]).replace(
+        "/run/bootseer/snapshotter.sock", f"{base}/snapshotter.sock"
+    )
+    documented = documented.replace("linux/amd64", f"linux/{ARCHITECTURE}")
+    ours = _COMMON + (_VERSION_3 if version == 3 else _VERSION_2)
+    return _ROOT.format(base=base, version=version) + documented + ours.format(base=base)
+
 
 _CRI_MESSAGES = {
     "ImageSpec": ((1, "string", "image"),),
@@ -174,8 +178,7 @@ class Node:
 
     def start_containerd(self) -> "subprocess.Popen[bytes]":
         """Start it, and wait until CRI answers."""
-        text, version = (_VERSION_2, 3) if self.is_version("2") else (_VERSION_1, 2)
-        config = (_COMMON + text).format(base=self.base, version=version, architecture=ARCHITECTURE)
+        config = containerd_config(self.base, 3 if self.is_version("2") else 2)
         (self.base / "config.toml").write_text(config)
         with (self.base / "containerd.log").open("ab") as log:
             process = subprocess.Popen(
@@ -310,16 +313,18 @@ class Node:
 
     def pull(self, reference: str) -> None:
         """Pull as a kubelet does, over plain HTTP."""
+        self.pull_at_once(reference, 1)
+
+    def pull_at_once(self, reference: str, count: int) -> None:
+        """Pull several times, at the same time."""
         host = reference.partition("/")[0]
         folder = self.base / "certs.d" / host
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
-        self.cri("PullImage", image={"image": reference})
-
-    def pull_at_once(self, reference: str, count: int) -> None:
-        """Pull several times, at the same time."""
         with ThreadPoolExecutor(count) as pool:
-            for future in [pool.submit(self.pull, reference) for _ in range(count)]:
+            image = {"image": reference}
+            pulls = [pool.submit(self.cri, "PullImage", image=image) for _ in range(count)]
+            for future in pulls:
                 future.result(TIMEOUT_S)
 
     def remove_image(self, reference: str) -> None:

@@ -135,8 +135,7 @@ def test_trees_are_those_that_containerd_unpacks(site: Site, tmp_path: Path) -> 
     assert site.pulled("nasty") == set()
     top = chains_of(contents)[-1]
     ours = view(node, "bootseer", top, tmp_path / "ours")
-    local = ["--local"] if node.is_version("2") else []
-    node.ctr("images", "pull", *local, "--plain-http", "--snapshotter", "overlayfs", reference)
+    node.ctr("images", "pull", "--plain-http", "--snapshotter", "overlayfs", reference)
     theirs = view(node, "overlayfs", top, tmp_path / "theirs")
     assert ours == theirs
 
