@@ -21,6 +21,8 @@ QUIET_S = 5.0
 """Without a fault for so long, a job computes and does not load."""
 _FAILED_PAUSE_S = 5.0
 _FAILED_PAUSE_S_MAX = 300.0
+_WINDOW_BYTES = 64 * 2**20
+"""Planned at a time: an image may have millions of frames."""
 _ROOM_BYTES = 64 * 2**20
 """Between two looks at whether there is room."""
 
@@ -74,25 +76,31 @@ class Fill:
 
     def _pass(self) -> bool:
         """Fetch what is missing; whether to look once more."""
-        fetches = self._streams.fill_fetches()
-        if not fetches:
+        windows = [
+            (blob, start, min(_WINDOW_BYTES, stream.stream_length - start))
+            for blob, stream in enumerate(self._streams.blobs)
+            for start in range(0, stream.stream_length, _WINDOW_BYTES)
+        ]
+        # Nodes that were started together ask different servers of the store.
+        first = random.randrange(len(windows)) if windows else 0
+        is_complete = True
+        for window in windows[first:] + windows[:first]:
+            for fetch in self._streams.fill_fetches((window,)):
+                is_complete = False
+                if not self._is_quiet() or not self._has_room(fetch.length):
+                    return False
+                self.state = "filling"
+                try:
+                    self._streams.fill((fetch,))
+                except BootseerError as error:
+                    if not self._rest(error):
+                        return False
+                else:
+                    self._failures = 0
+        if is_complete:
             # What is stored nowhere is not missing from anywhere.
             self.state = "complete"
-            return False
-        # Nodes that were started together ask different servers of the store.
-        first = random.randrange(len(fetches))
-        for fetch in fetches[first:] + fetches[:first]:
-            if not self._is_quiet() or not self._has_room(fetch.length):
-                return False
-            self.state = "filling"
-            try:
-                self._streams.fill((fetch,))
-            except BootseerError as error:
-                if not self._rest(error):
-                    return False
-            else:
-                self._failures = 0
-        return True
+        return not is_complete
 
     def _is_quiet(self) -> bool:
         """Wait until there is no fault for a while; False: stop."""

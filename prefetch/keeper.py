@@ -60,11 +60,10 @@ class Keeper:
         if self._file is not None and self._figures is not None:
             self._file.write(self._figures())
 
-    def fill_figures(self) -> FillFigures:
-        """How far the background fill is."""
+    def fill_figures(self, cached_bytes: int) -> FillFigures:
+        """How far the background fill is, where `cached_bytes` are here."""
         state = "off" if self._fill is None else self._fill.state
-        missing = self._streams.image_bytes - self._streams.cached_bytes
-        return FillFigures(state, self._rate, missing)
+        return FillFigures(state, self._rate, self._streams.image_bytes - cached_bytes)
 
     def _run(self) -> None:
         self._streams.verify(lambda: not self._stopping.is_set())

@@ -280,6 +280,7 @@ class ImageServer:
 
     def _figures(self) -> LaunchFigures:
         state, streams = self._plan.state, self._streams
+        cached_bytes = streams.cached_bytes
         return LaunchFigures(
             mount=state.id,
             image=state.reference,
@@ -287,13 +288,13 @@ class ImageServer:
             started_ns=state.started_ns,
             is_mounted=self._is_mounted,
             image_bytes=streams.image_bytes,
-            cached_bytes=streams.cached_bytes,
+            cached_bytes=cached_bytes,
             cache_is_full=streams.is_full,
             faults=streams.figures(),
             sources=streams.sources(),
             moved=streams.statistics(),
             prefetch=self._prefetch_figures(),
-            fill=self._keeper.fill_figures(),
+            fill=self._keeper.fill_figures(cached_bytes),
         )
 
     def _prefetch_figures(self) -> PrefetchFigures | None:

@@ -55,6 +55,7 @@ _VERIFY_BYTES = 8 * 2**20
 _LOG_BYTES_MAX = 2**28
 """Enough for 2 TB in whole records; what lies behind is fetched again after a crash."""
 
+_COUNT_BYTES = 2**18
 _RECHECK_SECTORS = 4 * 2**20 // SECTOR_BYTES
 """Not present for others for as long as it takes to read that much."""
 
@@ -183,7 +184,10 @@ class StreamCache:
 
     def present_bytes(self) -> int:
         """How much of the stream is here and verified."""
-        here = self._map[HEADER_BYTES:].count(PRESENT) * SECTOR_BYTES
+        # In pieces: readers wait for none of them.
+        starts = range(HEADER_BYTES, self._map_bytes, _COUNT_BYTES)
+        sectors = sum(self._map[i : i + _COUNT_BYTES].count(PRESENT) for i in starts)
+        here = sectors * SECTOR_BYTES
         if self._sector_count and self._map[-1:] == PRESENT:
             here -= self._sector_count * SECTOR_BYTES - self.stream_length
         return here

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -217,15 +217,22 @@ class BlobStreams:
         frame = stored.frames[number]
         return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
 
-    def fill_fetches(self, priority: Priority = Priority.FILL) -> list[Fetch]:
-        """Fetches of everything that is stored and not here yet."""
-        chunks = (
-            self.chunk(blob, number)
-            for blob, cache in enumerate(self.caches)
-            for start, count in cache.missing(0, cache.stream_length)
+    def fill_fetches(
+        self,
+        ranges: Iterable[tuple[int, int, int]] | None = None,
+        priority: Priority = Priority.FILL,
+    ) -> list[Fetch]:
+        """Fetches of what is stored and not here yet of `ranges`, each (number of a blob, offset,
+        length); by default of everything, which takes half a kilobyte for each 128 KiB."""
+        if ranges is None:
+            ranges = [(blob, 0, one.stream_length) for blob, one in enumerate(self.blobs)]
+        wanted = {
+            (blob, number): None
+            for blob, offset, length in ranges
+            for start, count in self.caches[blob].missing(offset, length)
             for number in frames_for(self.blobs[blob], start, count)
-        )
-        return plan(chunks, lambda chunk: False, priority=priority)
+        }
+        return plan((self.chunk(*one) for one in wanted), lambda chunk: False, priority=priority)
 
     def fill(self, fetches: Sequence[Fetch] | None = None) -> None:
         """Bring `fetches`, by default everything, here in the background priority. Returns when

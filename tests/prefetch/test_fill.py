@@ -62,7 +62,10 @@ def yes(count: int = 0) -> bool:
     return True
 
 
-def test_it_begins_when_the_start_is_over_and_ends_when_all_is_here(streams: BlobStreams) -> None:
+def test_it_begins_when_the_start_is_over_and_ends_when_all_is_here(
+    streams: BlobStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_module, "_WINDOW_BYTES", 1_000_000)
     over = threading.Event()
     asked: list[int] = []
 
