@@ -69,6 +69,18 @@ def find(store: Store, text: str) -> Manifest:
 
     Raises: NotFoundError; InvalidInputError where several keys begin so.
     """
+    manifest = load(store, fingerprint_of(store, text))
+    if manifest is None:
+        raise _no_snapshot(store, text)
+    return manifest
+
+
+def _no_snapshot(store: Store, text: str) -> NotFoundError:
+    return NotFoundError(f"there is no snapshot {text} in {store.url}; see `snapshot list`")
+
+
+def fingerprint_of(store: Store, text: str) -> str:
+    """The key that `find` would load. Raises: as `find`."""
     key = text
     if is_name(text):
         named = _read_name(store, text)
@@ -78,16 +90,16 @@ def find(store: Store, text: str) -> Manifest:
             raise NotFoundError(f"there is no snapshot called {text!r} in {store.url}")
     if not _PREFIX.fullmatch(key):
         raise InvalidInputError(f"{text!r} is neither a snapshot's name nor the start of its key")
-    keys = [key] if _HEX.fullmatch(key) else list(_keys(store, key))
+    keys = [key] if _HEX.fullmatch(key) else list(fingerprints(store, key))
     if len(keys) > 1:
         raise InvalidInputError(f"{len(keys)} snapshots begin with {key}; give more digits")
-    manifest = load(store, keys[0]) if keys else None
-    if manifest is None:
-        raise NotFoundError(f"there is no snapshot {text} in {store.url}; see `snapshot list`")
-    return manifest
+    if not keys:
+        raise _no_snapshot(store, text)
+    return keys[0]
 
 
-def _keys(store: Store, prefix: str = "") -> Iterator[str]:
+def fingerprints(store: Store, prefix: str = "") -> Iterator[str]:
+    """The keys of all snapshots, readable or not, that begin with `prefix`, sorted."""
     for info in store.list(_FOLDER + prefix):
         if match := _MANIFEST_KEY.fullmatch(info.path):
             yield match[1]
@@ -95,7 +107,7 @@ def _keys(store: Store, prefix: str = "") -> Iterator[str]:
 
 def list_all(store: Store) -> Iterator[Manifest]:
     """Every snapshot that can be read, newest first; damaged ones are logged and left out."""
-    return _read_all(store, _keys(store))
+    return _read_all(store, fingerprints(store))
 
 
 def list_newest(store: Store, count: int) -> Iterator[Manifest]:

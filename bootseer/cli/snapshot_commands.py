@@ -5,6 +5,7 @@ Here is what a single snapshot is made, restored and shown by; running set-ups i
 """
 
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
+from bootseer.cli.snapshot_check_commands import CHECK_COMMANDS
 from bootseer.cli.snapshot_output import say, shown, summary, when
 from bootseer.cli.snapshot_run_commands import RUN_COMMANDS
 
@@ -31,7 +33,7 @@ def snapshot() -> None:
     """Environments: capture once, restore everywhere."""
 
 
-for _command in RUN_COMMANDS:
+for _command in (*RUN_COMMANDS, *CHECK_COMMANDS):
     snapshot.add_command(_command)
 
 
@@ -81,18 +83,34 @@ def restore(key: str, directory: Path | None, as_json: bool) -> None:
 
 
 @snapshot.command("list", epilog="Example: bootseer snapshot list --json")
+@click.option(
+    "--sort",
+    type=click.Choice(("age", "size", "name", "targets")),
+    default="age",
+    show_default=True,
+    help="Newest first, largest in the store first, or by text.",
+)
 @json_option
-def list_(as_json: bool) -> None:
-    """List the snapshots in the store, newest first."""
+def list_(sort: str, as_json: bool) -> None:
+    """List the snapshots in the store, with their sizes and ages."""
+    from bootseer.snapshots.age import show_age
     from bootseer.snapshots.catalogue import list_all
 
     with open_current_store() as store:
         manifests = list(list_all(store))
+    # Stable: equal ones stay newest first.
+    if sort == "size":
+        manifests.sort(key=lambda manifest: -manifest.stored_bytes)
+    elif sort == "name":
+        manifests.sort(key=lambda manifest: (not manifest.name, manifest.name))
+    elif sort == "targets":
+        manifests.sort(key=lambda manifest: [target.path for target in manifest.targets])
+    now_ns = time.time_ns()
     if as_json:
         emit_json([summary(manifest) for manifest in manifests])
         return
     emit_table(
-        ("key", "name", "targets", "files", "content", "stored", "set-up s", "created"),
+        ("key", "name", "targets", "files", "content", "stored", "set-up s", "created", "age"),
         (
             (
                 manifest.fingerprint[:12],
@@ -103,6 +121,7 @@ def list_(as_json: bool) -> None:
                 human_bytes(manifest.stored_bytes),
                 f"{manifest.setup_ns / 1e9:.1f}",
                 when(manifest.created_ns),
+                show_age(now_ns - manifest.created_ns),
             )
             for manifest in manifests
         ),

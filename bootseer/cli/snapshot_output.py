@@ -35,5 +35,6 @@ def summary(manifest: "Manifest") -> dict[str, Any]:
         "stored_bytes": manifest.stored_bytes,
         "setup_seconds": manifest.setup_ns / 1e9,
         "created": when(manifest.created_ns),
+        "created_ns": manifest.created_ns,
         "node": manifest.node,
     }

@@ -143,6 +143,14 @@ def test_snapshots(own_world: World) -> None:
         assert ("files" in shown) == bool(arguments)
     restored = world("snapshot", "restore", "x", "--to", "to", "--json").json
     agree("snapshot create", restored)
+    (world.path("src/bin/program")).write_bytes(b"other\n")
+    for other in ((), ("src/",), ("x",)):
+        compared = world("snapshot", "diff", "x", *other, "--json")
+        agree("snapshot diff", compared.json)
+        assert compared.json["equal"] == bool(other and other[0] == "x")
+    checked = world("snapshot", "verify", "--all", "--json").json
+    agree("snapshot verify", checked)
+    assert all(one["ok"] for one in checked)
     target = world.path("made")
     for hit in (False, True):
         ran = world("snapshot", "run", "--target", target, "--json", "--", "mkdir", target).json
