@@ -11,8 +11,8 @@ from bootseer.blob.tree import Blob
 from bootseer.config import Settings
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.repairs import Repair
 from bootseer.prefetch.sources import REGISTRY, open_source
-from bootseer.prefetch.streams import Repair
 
 _log = logging.getLogger(__name__)
 

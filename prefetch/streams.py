@@ -6,8 +6,6 @@ verified. Where the cache's disk is full, frames are kept in a small memory inst
 call `read`; no wait is without a deadline.
 """
 
-import logging
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -22,24 +20,17 @@ from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
 from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.frame_memory import FrameMemory
 from bootseer.prefetch.readahead import ReadAhead
+from bootseer.prefetch.repairs import Repair, Repairs
 from bootseer.prefetch.replay import Replay
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 from bootseer.transfer.statistics import Statistics
 
-_log = logging.getLogger(__name__)
-
 ReadObject: TypeAlias = Callable[[str, int, int], bytes]
 """`read(key, offset, length)` of the store."""
 
-Repair: TypeAlias = Callable[[Blob], None]
-"""Bring all of a blob's stream into the node cache from elsewhere. Raises: BootseerError."""
-
 _MEMORY_BYTES = 64 * 2**20
 """Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
-
-_REPAIR_PAUSE_S = 60.0
-"""After a failed one; until then, readers get their errors at once."""
 
 
 class BlobStreams:
@@ -68,9 +59,7 @@ class BlobStreams:
         self._numbers = {
             blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
         }
-        self._repair = repair
-        self._repair_lock = threading.Lock()
-        self._repair_again_s: dict[int, float] = {}
+        self._repairs = Repairs(repair)
         self.caches = []
         try:
             for blob in blobs:
@@ -126,7 +115,7 @@ class BlobStreams:
         try:
             self._fetch(blob, offset, length, reader, end)
         except BootseerError as error:
-            self._bring_whole(blob, error)
+            self._repairs.bring(self.blobs[blob], cache, error)
         if cache.has(offset, length):
             return cache.read(offset, length)
         return self._assemble(blob, offset, length)
@@ -141,24 +130,6 @@ class BlobStreams:
         if numbers:
             self._read_ahead(blob, numbers, reader, end)
             self._fetch_now(blob, numbers)
-
-    def _bring_whole(self, blob: int, error: BootseerError) -> None:
-        """Have a second source bring the stream. Raises: `error` where there is none."""
-        if self._repair is None:
-            raise error
-        stream = self.blobs[blob].stream_digest
-        with self._repair_lock:
-            if self.caches[blob].has(0, self.blobs[blob].stream_length):
-                return  # Another reader had it brought.
-            if time.monotonic() < self._repair_again_s.get(blob, 0):
-                raise error
-            _log.warning("fetching the whole stream %s from elsewhere: %s", stream, error)
-            try:
-                self._repair(self.blobs[blob])
-            except BootseerError as second:
-                self._repair_again_s[blob] = time.monotonic() + _REPAIR_PAUSE_S
-                _log.warning("%s cannot be had from elsewhere either: %s", stream, second)
-                raise error from second
 
     def _missing_frames(self, blob: int, offset: int, length: int) -> list[int]:
         found: dict[int, None] = {}
