@@ -71,6 +71,21 @@ class NodeImage:
         return not self.layer_digests
 
 
+@dataclass(frozen=True, slots=True)
+class NodeLayer:
+    """A layer that was pulled here."""
+
+    tree: LayerTree
+    """Its only blob is a stream of this node."""
+    content_digest: str
+    """Of that stream by BLAKE3: verifying it once more takes a tenth of what SHA-256 does."""
+
+    @property
+    def blob(self) -> Blob:
+        """The stream."""
+        return self.tree.tree.blobs[0]
+
+
 class NodeCatalogue:
     """The catalogue below one cache folder."""
 
@@ -137,9 +152,8 @@ class NodeCatalogue:
 
     # ---- layers -------------------------------------------------------------------------------
 
-    def find_layer(self, digest: str) -> LayerTree | None:
-        """The tree of an unpublished layer, whose only blob is a stream of this node; whether the
-        node still has the stream is for the caller to see."""
+    def find_layer(self, digest: str) -> NodeLayer | None:
+        """An unpublished layer; whether the node still has its stream is for the caller to see."""
         path = self._path("layers", digest)
         where = str(path)
         document = _document(self._read(path), _LAYER, where)
@@ -149,16 +163,19 @@ class NodeCatalogue:
             if digest_in(document, "digest", where, ANY_DIGEST) != digest:
                 raise CorruptError(f"{where} is the record of another layer")
             implied, links = decode_notes(document, where)
+            content_digest = digest_in(document, "content_digest", where, ANY_DIGEST)
             tree = self._read_tree(digest_in(document, "index_digest", where, SHA256))
         except BootseerError as error:
             _log.warning("the layer %s is pulled again: %s", digest, error)
             return None
-        if tree is None or len(tree.blobs) > 1 or any(blob.frames for blob in tree.blobs):
+        if tree is None or len(tree.blobs) != 1 or tree.blobs[0].frames:
             return None
         changeset = document.get("is_changeset") is not False
-        return LayerTree(tree, frozenset(implied), links, is_changeset=changeset)
+        return NodeLayer(
+            LayerTree(tree, frozenset(implied), links, is_changeset=changeset), content_digest
+        )
 
-    def keep_layer(self, digest: str, layer: LayerTree) -> None:
+    def keep_layer(self, digest: str, layer: LayerTree, content_digest: str) -> None:
         """Remember an unpublished layer, whose stream the node cache has whole and verified.
 
         Raises: NoSpaceError, BootseerError.
@@ -171,6 +188,7 @@ class NodeCatalogue:
             "version": _VERSION,
             "digest": digest,
             "index_digest": index_digest,
+            "content_digest": content_digest,
             "is_changeset": layer.is_changeset,
             **encode_notes(tuple(sorted(layer.implied)), layer.links),
         }
@@ -240,13 +258,6 @@ class NodeCatalogue:
         if digest_of(data) != index_digest:
             raise CorruptError(f"{path} does not match the digest in its name")
         return decode(data)
-
-
-def stream_of(layer: LayerTree) -> Blob:
-    """The stream of a layer that this node has. Raises: CorruptError where it has none."""
-    if len(layer.tree.blobs) != 1:
-        raise CorruptError("the index of a layer names no stream")
-    return layer.tree.blobs[0]
 
 
 def _encode_node_image(image: NodeImage) -> bytes:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from bootseer.blob.pack import pack_tar
-from bootseer.blob.tree import Blob
 from bootseer.config import Settings
+from bootseer.content_digest import ContentHasher
 from bootseer.errors import (
     CorruptError,
     DeadlineError,
@@ -24,13 +24,12 @@ from bootseer.errors import (
     NotFoundError,
     from_oserror,
 )
-from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.catalogue import load_tree
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.merge import LayerTree
-from bootseer.prefetch.node_catalogue import NodeCatalogue, stream_of
+from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeLayer
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
@@ -38,7 +37,6 @@ from bootseer.store import open_store
 
 _log = logging.getLogger(__name__)
 
-_SHA256 = "sha256:"
 _PIECE_BYTES = 2**20
 _WAIT_S = 3600.0
 """For another process of this node that publishes the image. A dead one lets go at once."""
@@ -60,7 +58,12 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
             if record is None:
                 cache = NodeCache(settings.cache_dir)
                 layers = [
-                    _node_layer(catalogue, cache, digest, image.record.config.diff_ids)
+                    _CachedLayer(
+                        cache,
+                        digest,
+                        catalogue.find_layer(digest),
+                        digest if digest in image.record.config.diff_ids else None,
+                    )
                     for digest in image.layer_digests
                 ]
                 source = ImageSource(
@@ -102,94 +105,73 @@ def _alone(settings: Settings, index_digest: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _node_layer(
-    catalogue: NodeCatalogue, cache: NodeCache, digest: str, diff_ids: tuple[str, ...]
-) -> "_NodeLayer":
-    tree = catalogue.find_layer(digest)
-    blob = None if tree is None else stream_of(tree)
-    return _NodeLayer(
-        cache,
-        digest,
-        blob,
-        digest if digest in diff_ids else None,
-        is_changeset=tree is None or tree.is_changeset,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _NodeLayer:
+class _CachedLayer:
     """A layer in the node's cache, if it is there. Implements `Layer`."""
 
     cache: NodeCache
     name: str
-    blob: Blob | None
+    known: NodeLayer | None
     digest: str | None
-    is_changeset: bool
 
     @property
     def size_bytes(self) -> int | None:
         """Of the stream."""
-        return None if self.blob is None else self.blob.stream_length
+        return None if self.known is None else self.known.blob.stream_length
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`. What was verified when it came is verified again: from the store every
         node will have it."""
-        blob, stream = self._open()
+        known, stream = self._open()
         try:
-            ahead = ReadAhead(_verified(blob, stream, on_progress), "layer-reader")
+            ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")
             try:
-                if self.is_changeset:
-                    known = blob.stream_digest if blob.stream_digest.startswith(_SHA256) else None
-                    layer = pack_layer(ahead, sink, diff_id=known)
+                if known.tree.is_changeset:
+                    # Of the two kinds of digest, the packer computes what it is not given.
+                    digest = known.blob.stream_digest
+                    layer = pack_layer(
+                        ahead, sink, diff_id=digest if digest.startswith("sha256:") else None
+                    )
                 else:
                     layer = LayerTree(pack_tar(ahead, sink), is_changeset=False)
                 # The digest is compared at the very end, which is reached only by asking for more.
                 while ahead.read(_PIECE_BYTES):
                     pass
+                return layer
             finally:
                 ahead.close()
         finally:
             stream.close()
-        found = stream_of(layer).stream_digest
-        if found != blob.stream_digest:
-            raise _damaged(blob, found)
-        return layer
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pull`."""
         raise InvalidInputError(f"the layer {self.name} is on this node already")
 
-    def _open(self) -> tuple[Blob, StreamCache]:
-        stream = None if self.blob is None else self.cache.open_whole(self.blob.stream_digest)
-        if self.blob is None or stream is None:
+    def _open(self) -> tuple[NodeLayer, StreamCache]:
+        known = self.known
+        stream = None if known is None else self.cache.open_whole(known.blob.stream_digest)
+        if known is None or stream is None:
             raise NotFoundError(
                 f"the layer {self.name} is neither in the store nor on this node any more; start "
                 "the image from its source again"
             )
-        return self.blob, stream
+        return known, stream
 
 
 def _verified(
-    blob: Blob, stream: StreamCache, on_progress: Callable[[int], None]
+    known: NodeLayer, stream: StreamCache, on_progress: Callable[[int], None]
 ) -> Iterator[bytes]:
     """The stream in pieces. Raises: CorruptError at its end."""
-    # A digest of ours is computed by the packer, which is then compared with.
-    sha = OrderedHash("sha256") if blob.stream_digest.startswith(_SHA256) else None
-    try:
-        for offset in range(0, blob.stream_length, _PIECE_BYTES):
-            piece = stream.read(offset, min(_PIECE_BYTES, blob.stream_length - offset))
-            if sha is not None:
-                sha.update(piece)
-            on_progress(len(piece))
-            yield piece
-        if sha is not None and (found := sha.finish()) != blob.stream_digest:
-            raise _damaged(blob, found)
-    finally:
-        if sha is not None:
-            sha.close()
-
-
-def _damaged(blob: Blob, found: str) -> CorruptError:
-    return CorruptError(
-        f"the cached stream {blob.stream_digest} has the digest {found}: the disk has damaged it"
-    )
+    content = ContentHasher()
+    length = known.blob.stream_length
+    for offset in range(0, length, _PIECE_BYTES):
+        piece = stream.read(offset, min(_PIECE_BYTES, length - offset))
+        content.update(piece)
+        on_progress(len(piece))
+        yield piece
+    found = f"blake3:{content.hexdigest()}"
+    if found != known.content_digest:
+        raise CorruptError(
+            f"the cached stream {known.blob.stream_digest} has the content {found}, not "
+            f"{known.content_digest} as when it came: the disk has damaged it"
+        )

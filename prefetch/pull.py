@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from bootseer.content_digest import ContentHasher
 from bootseer.errors import DeadlineError, NoSpaceError
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.merge import LayerTree
-from bootseer.prefetch.node_catalogue import NodeCatalogue, stream_of
+from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.records import LayerRecord
 from bootseer.prefetch.sources.model import Layer
 
@@ -163,21 +164,27 @@ class _Puller:
 
     def _find(self, digest: str) -> HadLayer | None:
         """The layer, if it was pulled before and is here still."""
-        tree = self._catalogue.find_layer(digest)
-        if tree is None:
+        known = self._catalogue.find_layer(digest)
+        if known is None:
             return None
-        stream = self._cache.open_whole(stream_of(tree).stream_digest)
-        return None if stream is None else HadLayer(digest, tree, None, stream)
+        stream = self._cache.open_whole(known.blob.stream_digest)
+        return None if stream is None else HadLayer(digest, known.tree, None, stream)
 
     def _pull(self, layer: Layer) -> HadLayer:
         try:
+            content = ContentHasher()
             with self._cache.new_stream() as new:
-                tree = layer.pull(new.append, self._advance)
-                blob = stream_of(tree)
+
+                def keep(data: bytes) -> None:
+                    content.update(data)
+                    new.append(data)
+
+                tree = layer.pull(keep, self._advance)
+                (blob,) = tree.tree.blobs
                 stream = new.commit(blob.stream_digest)
             try:
                 digest = layer.digest or blob.stream_digest
-                self._catalogue.keep_layer(digest, tree)
+                self._catalogue.keep_layer(digest, tree, f"blake3:{content.hexdigest()}")
                 return HadLayer(digest, tree, None, stream)
             except BaseException:
                 stream.close()

@@ -19,7 +19,7 @@ from bootseer.prefetch.catalogue import check_blobs, find_image, list_images, re
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue
-from bootseer.prefetch.publish_image import _NodeLayer, publish_node_image
+from bootseer.prefetch.publish_image import _CachedLayer, publish_node_image
 from bootseer.prefetch.records import ImageRecord, decode_layer
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
@@ -394,13 +394,13 @@ def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
     nodes = [Node(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]
     indexes = [node.start(source_of(layout))[0].record.index_digest for node in nodes]
     packed: list[str | None] = []
-    pack = _NodeLayer.pack
+    pack = _CachedLayer.pack
 
-    def counted(self: _NodeLayer, *arguments: Any) -> LayerTree:
+    def counted(self: _CachedLayer, *arguments: Any) -> LayerTree:
         packed.append(self.digest)
         return pack(self, *arguments)
 
-    monkeypatch.setattr(_NodeLayer, "pack", counted)
+    monkeypatch.setattr(_CachedLayer, "pack", counted)
     with ThreadPoolExecutor(3) as pool:
         published = list(pool.map(publish_node_image, (n.settings for n in nodes), indexes))
     assert len(set(published)) == 1
