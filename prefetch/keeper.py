@@ -13,6 +13,7 @@ from bootseer.prefetch.cache_room import CacheRoom
 from bootseer.prefetch.figures_file import FiguresFile
 from bootseer.prefetch.fill import Fill
 from bootseer.prefetch.launch_figures import FillFigures, LaunchFigures
+from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.streams import BlobStreams
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Keeper:
         start_is_over: Callable[[], bool],
     ) -> None:
         """`start_is_over` says when the background fill may begin."""
+        self._settings = settings
         self._streams = streams
         self._rate = settings.fill_bytes_per_s
         self._room = CacheRoom(settings.cache_dir, settings.cache_limit_bytes)
@@ -66,6 +68,8 @@ class Keeper:
         return FillFigures(state, self._rate, self._streams.image_bytes - cached_bytes)
 
     def _run(self) -> None:
+        # What publishers left that were killed goes as it looks whether any is at work.
+        wait_published(self._settings, 0)
         self._streams.verify(lambda: not self._stopping.is_set())
         trimmed_at_bytes = -_GROWN_BYTES
         while not self._stopping.is_set():

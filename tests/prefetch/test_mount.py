@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,6 +282,16 @@ def test_a_crash_of_the_machine(node: Node) -> None:
         assert checksums_outside([directory / "big", directory / "hot-1"]) == right
         fetched = again.status()["moved"]["fetched_bytes"]
         assert 300_000 <= fetched < 1_500_000
+
+
+def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
+    left = node.settings.run_dir / "publishing" / "0123-4567"
+    left.mkdir(parents=True)
+    (left / "job.json").write_text("{}")
+    an_hour_ago_s = time.time() - 3600
+    os.utime(left, (an_hour_ago_s, an_hour_ago_s))
+    with mounted(node.settings, "image:1", node.base / "mnt", record="never"):
+        wait_for(lambda: not left.exists())
 
 
 def test_unmount_of_a_dead_server(node: Node) -> None:
