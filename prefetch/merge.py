@@ -74,6 +74,8 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
     for number, layer in enumerate(layers):
         _apply(root, number, layer)
     result = _collect(root, layers)
+    # It takes more than the tree will.
+    del root
     blobs, positions = _used_blobs(result, layers)
     for (layer_number, _), number in result.numbers.items():
         inode = result.inodes[number]

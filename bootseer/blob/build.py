@@ -47,6 +47,8 @@ def build_tree(
             )
         entries.append((parent, name, number))
     entries.sort()
+    # The paths take more than the tree will.
+    by_path.clear()
     try:
         tree = Tree(_columns_from(entries, inodes, blobs), tuple(blobs))
         tree.validate()
@@ -64,38 +66,31 @@ def _columns_from(
     digests: dict[bytes, int] = {}
     extents = [extent for inode in inodes for extent in inode.extents]
     frames = [frame for blob in blobs for frame in blob.frames]
-    numbers: dict[str, list[int]] = {
-        "blob_size_bytes": [blob.size_bytes for blob in blobs],
-        "blob_frame_count": [len(blob.frames) for blob in blobs],
-        "blob_stream_length": [blob.stream_length for blob in blobs],
-        "frame_length": [frame.length for frame in frames],
-        "frame_stream_length": [frame.stream_length for frame in frames],
-        "name_parent": [parent for parent, _, _ in entries],
-        "name_inode": [number for _, _, number in entries],
-        "mode": [inode.mode for inode in inodes],
-        "uid": [inode.uid for inode in inodes],
-        "gid": [inode.gid for inode in inodes],
-        "mtime_ns": [inode.mtime_ns for inode in inodes],
-        "size_bytes": [inode.size_bytes for inode in inodes],
-        "rdev": [inode.rdev for inode in inodes],
-        "link": [_number(links, inode.link_target) for inode in inodes],
-        "xattr": [_number(xattrs, inode.xattrs) for inode in inodes],
-        "extent_count": [len(inode.extents) for inode in inodes],
-        "extent_file_offset": [extent.file_offset for extent in extents],
-        "extent_blob": [extent.blob for extent in extents],
-        "extent_blob_offset": [extent.blob_offset for extent in extents],
-        "extent_length": [extent.length for extent in extents],
-        "digest": [_number(digests, inode.digest or b"") for inode in inodes],
+    # One column at a time: as lists of numbers they would take several times what the tree does.
+    numbers: dict[str, Iterable[int]] = {
+        "blob_size_bytes": (blob.size_bytes for blob in blobs),
+        "blob_frame_count": (len(blob.frames) for blob in blobs),
+        "blob_stream_length": (blob.stream_length for blob in blobs),
+        "frame_length": (frame.length for frame in frames),
+        "frame_stream_length": (frame.stream_length for frame in frames),
+        "name_parent": (parent for parent, _, _ in entries),
+        "name_inode": (number for _, _, number in entries),
+        "mode": (inode.mode for inode in inodes),
+        "uid": (inode.uid for inode in inodes),
+        "gid": (inode.gid for inode in inodes),
+        "mtime_ns": (inode.mtime_ns for inode in inodes),
+        "size_bytes": (inode.size_bytes for inode in inodes),
+        "rdev": (inode.rdev for inode in inodes),
+        "link": (_number(links, inode.link_target) for inode in inodes),
+        "xattr": (_number(xattrs, inode.xattrs) for inode in inodes),
+        "extent_count": (len(inode.extents) for inode in inodes),
+        "extent_file_offset": (extent.file_offset for extent in extents),
+        "extent_blob": (extent.blob for extent in extents),
+        "extent_blob_offset": (extent.blob_offset for extent in extents),
+        "extent_length": (extent.length for extent in extents),
+        "digest": (_number(digests, inode.digest or b"") for inode in inodes),
     }
-    sections = {
-        "blob_digests": b"".join(encode_digest(blob.digest) for blob in blobs),
-        "blob_stream_digests": b"".join(encode_digest(blob.stream_digest) for blob in blobs),
-        "frame_digests": b"".join(frame.digest for frame in frames),
-        "names": b"".join(name + b"\0" for _, name, _ in entries),
-        "links": b"".join(target + b"\0" for target in links),
-        "xattrs": encode_xattrs(list(xattrs)),
-        "digests": b"".join(digests),
-    }
+    sections: dict[str, bytes] = {}
     for section, values in numbers.items():
         try:
             column = array(SECTIONS[section][1], values)
@@ -104,6 +99,16 @@ def _columns_from(
         if sys.byteorder == "big":
             column.byteswap()
         sections[section] = column.tobytes()
+    # `links`, `xattrs` and `digests` were filled on the way.
+    sections |= {
+        "blob_digests": b"".join(encode_digest(blob.digest) for blob in blobs),
+        "blob_stream_digests": b"".join(encode_digest(blob.stream_digest) for blob in blobs),
+        "frame_digests": b"".join(frame.digest for frame in frames),
+        "names": b"".join(name + b"\0" for _, name, _ in entries),
+        "links": b"".join(target + b"\0" for target in links),
+        "xattrs": encode_xattrs(list(xattrs)),
+        "digests": b"".join(digests),
+    }
     columns = Columns(len(inodes), len(entries), sections.__getitem__)
     _check_frames(blobs)
     check_names(columns)

@@ -196,11 +196,11 @@ class Unpacked:
     def tree(self, blob: Blob) -> Tree:
         """Inodes are numbered in the order of `Tree.walk`, whatever the archive's order was."""
         numbers: dict[int, int] = {}
-        names = [
-            (path, numbers.setdefault(self._names[path], len(numbers)))
-            # By their parts: a name holds no NUL, which is less than all that it may hold.
-            for path in sorted(self._names, key=lambda path: path.replace(b"/", b"\0"))
-        ]
+        # By their parts: a name holds no NUL, which is less than all that it may hold.
+        paths = sorted(self._names, key=lambda path: path.replace(b"/", b"\0"))
+        for path in paths:
+            numbers.setdefault(self._names[path], len(numbers))
+        names = ((path, numbers[self._names[path]]) for path in paths)
         try:
             return build_tree(names, [self._inodes[number] for number in numbers], [blob])
         except InvalidInputError as error:

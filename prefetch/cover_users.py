@@ -1,0 +1,132 @@
+"""Who uses an overlay over a served tree (`covers`), and so how long it stays.
+
+Alone owns the folder `users` in a mount's own (`mount_state`): a file per process for which the
+cover is kept, or one for all times. A cover without any such file is not finished. The server takes
+the cover off when the last of them has ended. Any thread, and every process of the node.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.prefetch.covers import Cover, covers, uncover
+from bootseer.prefetch.mount_state import is_alive, make_private, mounts_dir
+
+_log = logging.getLogger(__name__)
+
+_KEEP = "keep"
+
+
+def sweep_covers(settings: Settings) -> int:
+    """Take off covers whose server died: they answer nothing any more. Returns how many."""
+    count = 0
+    for cover in reversed(covers()):
+        state_dir = mounts_dir(settings) / cover.id
+        # What another run folder knows is not for us to judge.
+        if not state_dir.is_dir() or is_alive(state_dir):
+            continue
+        try:
+            uncover(cover)
+            count += 1
+        except BootseerError as error:
+            _log.warning("cannot unmount %s, whose server died: %s", cover.path, error)
+    return count
+
+
+def start_time(pid: int) -> str:
+    """Of a process, in ticks since the boot: with its id it names the process for ever. "" if it
+    has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # The second field is the program's name in parentheses, with anything in it.
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+@contextlib.contextmanager
+def _alone(state_dir: Path) -> Iterator[None]:
+    """While users come and go. Raises: OSError."""
+    fd = os.open(
+        state_dir / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
+    try:
+        # Held for moments only, and not while anything is waited for.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def add_user(state_dir: Path, pid: int | None) -> None:
+    """Keep the cover as long as process `pid` lives; None: until somebody takes it off.
+
+    The first user finishes the cover. Raises: BootseerError.
+    """
+    try:
+        with _alone(state_dir):
+            _write_user(state_dir, pid)
+    except OSError as error:
+        raise from_oserror(error, f"note who uses the mount {state_dir.name}") from error
+
+
+def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
+    """`add_user` of a finished cover. False where it is not finished, or has been taken off."""
+    try:
+        with _alone(state_dir):
+            if not _users(state_dir) or cover not in covers() or not is_alive(state_dir):
+                return False
+            _write_user(state_dir, pid)
+    except (OSError, BootseerError):
+        return False
+    return True
+
+
+def _write_user(state_dir: Path, pid: int | None) -> None:
+    folder = make_private(state_dir / "users")
+    name = _KEEP if pid is None else f"{pid}-{start_time(pid)}"
+    os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def _users(state_dir: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(state_dir / "users")
+    return []
+
+
+def is_kept(state_dir: Path) -> bool:
+    """Whether the cover stays whoever ends."""
+    return _KEEP in _users(state_dir)
+
+
+def next_user(state_dir: Path) -> int | None:
+    """A process that uses the cover and lives."""
+    for name in _users(state_dir):
+        pid, _, started = name.partition("-")
+        if pid.isdigit() and started and start_time(int(pid)) == started:
+            return int(pid)
+    return None
+
+
+def leave(state_dir: Path) -> int | None:
+    """Called when a user has ended: another one that lives, or None, and the cover, if there was
+    one, is off. It stays where it `is_kept`."""
+    try:
+        with _alone(state_dir):
+            if is_kept(state_dir):
+                return None
+            user = next_user(state_dir)
+            if user is not None:
+                return user
+            for cover in reversed(covers()):
+                if cover.id == state_dir.name:
+                    uncover(cover)
+    except (OSError, BootseerError) as error:
+        _log.warning("cannot take off the mount %s: %s", state_dir.name, error)
+    return None
