@@ -198,7 +198,9 @@ class _Puller:
     @contextlib.contextmanager
     def _alone(self, key: str) -> Iterator[None]:
         """While no other process pulls what is called `key`."""
-        lock = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+        hashed = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+        # By its own digest where it can be: a server that lacks the stream may be pulling it, too.
+        lock = key if key.startswith("sha256:") else hashed
         deadline_s = time.monotonic() + _WAIT_S
         while True:
             with contextlib.ExitStack() as stack:
