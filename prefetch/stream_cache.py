@@ -308,19 +308,31 @@ class StreamCache:
         if self._data_fd < 0:
             return
         try:
-            with locked(self.directory):
-                fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.fsync(self._data_fd)
-                os.fsync(self._sums_fd)
-                self._map.flush()
-                self._map[CLEAN_OFFSET : CLEAN_OFFSET + 4] = struct.pack("<I", 1)
-                self._map.flush()
+            self._alone()
+            # The long part. Who opens the stream meanwhile waits for none of it.
+            fcntl.flock(self._data_fd, fcntl.LOCK_UN)
+            self._sync()
+            if os.fstat(self._data_fd).st_nlink:
+                with locked(self.directory):
+                    self._alone()
+                    self._sync()
+                    self._map.flush()
+                    self._map[CLEAN_OFFSET : CLEAN_OFFSET + 4] = struct.pack("<I", 1)
+                    self._map.flush()
         except BlockingIOError:
             pass  # Somebody else uses it still, and will do this.
         except OSError as error:
             _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
         self._map.close()
         self._close_files()
+
+    def _alone(self) -> None:
+        """Raises: BlockingIOError when another process uses the stream."""
+        fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _sync(self) -> None:
+        os.fsync(self._data_fd)
+        os.fsync(self._sums_fd)
 
     def _close_files(self) -> None:
         for fd in (self._data_fd, self._sums_fd):

@@ -172,6 +172,30 @@ def test_a_check_finds_bit_rot_and_what_is_damaged_is_absent(tmp_path: Path) -> 
     assert not found.is_used
 
 
+def test_nobody_waits_while_the_last_user_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
+    first.write(0, STREAM)
+    opened: list[StreamCache] = []
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        if not opened:
+            opened.append(NodeCache(tmp_path).open_stream(DIGEST, LENGTH))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    first.close()
+    (second,) = opened
+    assert second.read(0, LENGTH) == STREAM
+    path = tmp_path / "streams" / DIGEST.replace(":", "-") / "present"
+    # Not clean: the second one may write.
+    assert path.read_bytes()[12] == 0
+    second.close()
+    assert path.read_bytes()[12] == 1
+
+
 def test_bad_digest_is_refused(tmp_path: Path) -> None:
     for digest in ("sha256:../../x", "md5:" + "a" * 64, "sha256:" + "g" * 64):
         with pytest.raises(InvalidInputError, match="not a digest"):
