@@ -36,6 +36,10 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_DEADLINE_S = 5.0
 _SUSPECT_S = 30.0
+_MOVED_S = 60.0
+"""Signed URLs hold for ten minutes and more. Each read of a part of a blob would otherwise ask the
+registry first: twice the latency of a fault, and many a registry counts such requests."""
+_MOVED_COUNT_MAX = 1000
 
 Body = bytes | Callable[[], BinaryIO]
 """What is sent: bytes, or how to open them, since they may have to be sent again."""
@@ -58,6 +62,9 @@ class Session:
         self._transport = Transport(host, deadline_s)
         self._authorizer = Authorizer(host, repository, self._transport, find_login, deadline_s)
         self._failed_at = float("-inf")
+        self._moved: dict[str, tuple[str, float]] = {}
+        """Where blobs were found: by their URL here, the signed URL elsewhere, and until when it
+        is used."""
 
     @property
     def is_suspect(self) -> bool:
@@ -90,6 +97,8 @@ class Session:
         sent = {**dict(self.host.headers), **(headers or {})}
         if content_length is not None:
             sent["Content-Length"] = str(content_length)
+        if method == "GET" and (found := self._open_moved(url, sent)):
+            return found
         authorization = self._authorizer.header(action)
         for is_last in (False, True):
             response = self._follow(method, url, sent, authorization, body, more_s)
@@ -110,6 +119,27 @@ class Session:
             url += ("&" if urlsplit(url).query else "?") + urlencode(query)
         return url
 
+    def _open_moved(self, url: str, headers: Mapping[str, str]) -> Response | None:
+        """The blob at `url` from where it was found lately; None where that must be asked."""
+        target, until = self._moved.get(url, ("", 0.0))
+        if time.monotonic() > until:
+            return None
+        try:
+            response = self._transport.request("GET", target, self._for_others(headers))
+        except BootseerError:
+            self._moved.pop(url, None)
+            raise
+        if response.status in (200, 206):
+            return response
+        response.close()
+        self._moved.pop(url, None)
+        return None
+
+    def _for_others(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Without what the hosts file adds, which is meant for the registry, like a login."""
+        own = {name.lower() for name, _ in self.host.headers}
+        return {name: value for name, value in headers.items() if name.lower() not in own}
+
     def _is_own(self, url: str) -> bool:
         return urlsplit(url)[:2] == urlsplit(self._base_url)[:2]
 
@@ -122,15 +152,12 @@ class Session:
         body: Body | None,
         more_s: float,
     ) -> Response:
+        asked = url
         for _ in range(_REDIRECTS_MAX):
             own = self._is_own(url)
-            sent = dict(headers)
+            sent = dict(headers) if own else self._for_others(headers)
             if own and authorization:
                 sent["Authorization"] = authorization
-            if not own:
-                # What the hosts file adds is meant for the registry, like a login.
-                for name, _ in self.host.headers:
-                    sent.pop(name, None)
             with contextlib.ExitStack() as stack:
                 data = stack.enter_context(body()) if callable(body) else body
                 response = self._transport.request(method, url, sent, data, more_s=more_s)
@@ -141,10 +168,17 @@ class Session:
                     raise TransientError(
                         f"{response.server}, where {self.name} sent us, answered {response.status}"
                     )
+                if not own and method == "GET" and "/blobs/" in asked:
+                    self._note_moved(asked, url)
                 return response
             response.close()
             url = self._redirected(url, response, method)
         raise UnavailableError(f"{self.name} redirects without end")
+
+    def _note_moved(self, url: str, target: str) -> None:
+        if len(self._moved) >= _MOVED_COUNT_MAX:
+            self._moved.clear()
+        self._moved[url] = (target, time.monotonic() + _MOVED_S)
 
     def _redirected(self, url: str, response: Response, method: str) -> str:
         target = urljoin(url, response.headers.get("Location", ""))

@@ -257,6 +257,29 @@ def test_a_redirected_blob_is_asked_for_without_the_login(
     assert "s3cret" not in caplog.text + str(caught.value)
 
 
+def test_where_a_blob_was_found_is_remembered_while_it_holds(
+    connect: Connect, registry: Registry, relay: FaultyRelay
+) -> None:
+    direct = connect(registry.host)
+    push_blob(direct, DATA)
+    repository = direct.name.partition("/")[2]
+    with FaultyRelay(registry.host) as storage:
+        target = f"http://{storage.host}/v2/{repository}/blobs/{DIGEST}?signature=s3cret"
+        relay.faults = [Fault("GET .*blobs", 1000, 307, {"Location": target})]
+        client = connect(relay.host)
+        for start in range(0, 5000, 1000):
+            found = client.read_blob(DIGEST, SIZE, start, start + 1000)
+            assert found == DATA[start : start + 1000]
+        assert (relay.count("GET"), storage.count("GET")) == (1, 5)
+        # The signed URL expires.
+        storage.faults = [Fault("GET", 1, 403)]
+        assert client.read_blob(DIGEST, SIZE, 0, 10) == DATA[:10]
+        assert (relay.count("GET"), storage.count("GET")) == (2, 7)
+        # The storage breaks off, and what was remembered is asked for again.
+        storage.faults = [Fault("GET", 1, cut_after_bytes=3)]
+        assert client.read_blob(DIGEST, SIZE, 0, 10) == DATA[:10]
+
+
 @pytest.mark.parametrize(
     "location", ["", "file:///etc/passwd", "ftp://x/y", "http://", "/v2/", "http://\x7f/"]
 )
