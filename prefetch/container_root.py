@@ -5,7 +5,6 @@ host's name resolution, and the user's binds. Works in the mount namespace of th
 be private. The image is not trusted: no link in it leads outside the root.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.namespaces import MS_BIND, MS_RDONLY, MS_REC, MS_REMOUNT
+from bootseer.prefetch.overlay import mount_layers
 from bootseer.rooted import resolve_in_root
 
 _log = logging.getLogger(__name__)
@@ -94,23 +94,7 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
     if not rootless:
         os.chown(upper, status.st_uid, status.st_gid)
     upper.chmod(stat.S_IMODE(status.st_mode))
-    with contextlib.ExitStack() as stack:
-        layers = []
-        for path in (tree, upper, work):
-            # By descriptor: a path may hold characters that mean something to overlayfs.
-            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, fd)
-            layers.append(f"/proc/self/fd/{fd}")
-        options = "lowerdir={},upperdir={},workdir={}".format(*layers)
-        if rootless:
-            options += ",userxattr"
-        try:
-            # What is written is thrown away with the container: never wait for a disk. (5.10+)
-            namespaces.mount("bootseer", root, "overlay", options=options + ",volatile")
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            namespaces.mount("bootseer", root, "overlay", options=options)
+    mount_layers([tree], scratch, root, options=",userxattr" if rootless else "")
 
 
 def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.fuse.kernel import mounts
+from bootseer.prefetch import namespaces
+from bootseer.prefetch.covers import uncover_all
 from bootseer.private import is_own, make_private_directory, private_opener
 
 _log = logging.getLogger(__name__)
@@ -168,6 +170,9 @@ def remove_scratch(directory: Path) -> None:
 
     Overlayfs, and the container, leave folders that without root not even their owner may enter.
     """
+    with contextlib.suppress(OSError):
+        # Of a cache that cannot take what is written: it went to memory.
+        namespaces.unmount(directory)
     shutil.rmtree(directory, ignore_errors=True)
     for parent, names, _ in os.walk(directory):
         for name in names:
@@ -197,6 +202,7 @@ def _sweep_one(directory: Path) -> bool:
     try:
         state = read_state(directory)
         if state is not None:
+            uncover_all(state.id)
             _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))

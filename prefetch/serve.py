@@ -19,6 +19,7 @@ from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
+from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.server import ImageServer, ServePlan
@@ -115,6 +116,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         )
     finally:
         # The folder last: it is what says that the mount is not quite gone.
+        uncover_all(plan.state.id)
         if plan.state.scratch:
             remove_scratch(Path(plan.state.scratch))
         shutil.rmtree(plan.state_dir, ignore_errors=True)

@@ -4,6 +4,7 @@ Alone decides when a record begins and ends and whether it is worth publishing. 
 worker process (a killed worker has a successor), around a tree and an access log that outlive it.
 """
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -17,7 +18,7 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch import hot_store
+from bootseer.prefetch import cover_users, hot_store
 from bootseer.prefetch.borrowed import borrow
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
@@ -104,7 +105,7 @@ class ImageServer:
         }
         self._control = ControlServer(plan.state_dir, plan.ready_name, commands)
         if plan.watch_pid is not None:
-            self._control.watch(plan.watch_pid, self._unmount)
+            self._watch(plan.watch_pid)
         self.operations = TreeFileSystem(
             tree,
             self._streams,
@@ -138,6 +139,23 @@ class ImageServer:
         self._keeper.write_figures()
         self._streams.close()
         self._store.close()
+
+    def _watch(self, pid: int) -> None:
+        """Go when this process ends, unless others use what covers the tree. Raises: OSError."""
+        state_dir = self._plan.state_dir
+        if cover_users.is_kept(state_dir):
+            return
+        # A worker made anew after the first user has ended watches another one.
+        self._control.watch(cover_users.next_user(state_dir) or pid, self._user_ended)
+
+    def _user_ended(self) -> None:
+        state_dir = self._plan.state_dir
+        while (pid := cover_users.leave(state_dir)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._control.watch(pid, self._user_ended)
+                return
+        if not cover_users.is_kept(state_dir):
+            self._unmount()
 
     def _unmount(self) -> None:
         _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
