@@ -3,16 +3,17 @@
 An engine names the tree that the first N layers make by one digest, its *chain id*, from which the
 layers cannot be told. So whoever indexes an image leaves a record for each N, under the chain id.
 Alone owns chain ids and the record's codec and key (docs/format/image.md). Thread-safe: functions
-only.
+and frozen objects only.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.checked_json import check_digest, digest_in, parse, strings_in
+from bootseer.prefetch.checked_json import SHA256, check_digest, digest_in, parse, strings_in
 from bootseer.store import Store
 
 VERSION = 1
@@ -20,6 +21,15 @@ _KIND = "bootseer-chain"
 _LAYER_COUNT_MAX = 10_000
 _RECORD_BYTES_MAX = 2 * 2**20
 """10,000 digests of the longest kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The layers of a chain, the lowest first."""
+
+    diff_ids: tuple[str, ...]
+    index_digest: str = ""
+    """Of their merged tree, where somebody has published that."""
 
 
 def chain_ids(diff_ids: Sequence[str]) -> tuple[str, ...]:
@@ -40,20 +50,21 @@ def chain_key(chain_id: str) -> str:
     return f"chains/{quote(chain_id, safe='')}.json"
 
 
-def encode_chain(diff_ids: Sequence[str]) -> bytes:
-    """The record of the chain of these layers, the lowest first. The same layers give the same
-    bytes."""
+def encode_chain(chain: Chain) -> bytes:
+    """The record of a chain. The same one gives the same bytes."""
     document = {
         "kind": _KIND,
         "version": VERSION,
-        "chain_id": chain_ids(diff_ids)[-1],
-        "diff_ids": list(diff_ids),
+        "chain_id": chain_ids(chain.diff_ids)[-1],
+        "diff_ids": list(chain.diff_ids),
     }
+    if chain.index_digest:
+        document["index_digest"] = chain.index_digest
     return json.dumps(document, indent=1).encode("ascii") + b"\n"
 
 
-def decode_chain(data: bytes, chain_id: str, where: str) -> tuple[str, ...]:
-    """The diff_ids in the record, which do make `chain_id`.
+def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
+    """The chain in the record, whose layers do make `chain_id`.
 
     Raises: CorruptError, UnknownFormatError.
     """
@@ -71,11 +82,14 @@ def decode_chain(data: bytes, chain_id: str, where: str) -> tuple[str, ...]:
     named = digest_in(document, "chain_id", where)
     if not diff_ids or named != chain_id or chain_ids(diff_ids)[-1] != chain_id:
         raise CorruptError(f"{where}: its layers do not make the chain {chain_id}")
-    return diff_ids
+    index_digest = ""
+    if document.get("index_digest") is not None:
+        index_digest = digest_in(document, "index_digest", where, SHA256)
+    return Chain(diff_ids, index_digest)
 
 
-def read_chain(store: Store, chain_id: str) -> tuple[str, ...] | None:
-    """The diff_ids of a chain, the lowest first; None where the store does not know it.
+def read_chain(store: Store, chain_id: str) -> Chain | None:
+    """What the store knows of a chain; None where that is nothing.
 
     Raises: CorruptError (also where `chain_id` is no digest), UnknownFormatError,
     UnavailableError, DeadlineError.
@@ -94,10 +108,24 @@ def publish_chains(store: Store, diff_ids: Sequence[str]) -> None:
 
     Raises: UnknownFormatError where a later release wrote one; UnavailableError, NoSpaceError.
     """
-    ids = chain_ids(diff_ids)
-    for count, chain_id in enumerate(ids, 1):
-        try:
-            if read_chain(store, chain_id) is None:
-                store.publish(chain_key(chain_id), encode_chain(diff_ids[:count]))
-        except CorruptError:
-            store.publish(chain_key(chain_id), encode_chain(diff_ids[:count]), replace=True)
+    for count in range(1, len(diff_ids) + 1):
+        _publish(store, Chain(tuple(diff_ids[:count])))
+
+
+def publish_chain_index(store: Store, diff_ids: Sequence[str], index_digest: str) -> None:
+    """Make known what index, which is in the store, the merged tree of all these layers has.
+
+    Raises: as `publish_chains`.
+    """
+    _publish(store, Chain(tuple(diff_ids), index_digest))
+
+
+def _publish(store: Store, chain: Chain) -> None:
+    """Unless what is there says as much."""
+    chain_id = chain_ids(chain.diff_ids)[-1]
+    try:
+        found = read_chain(store, chain_id)
+    except CorruptError:
+        found = None
+    if found is None or chain.index_digest not in ("", found.index_digest):
+        store.publish(chain_key(chain_id), encode_chain(chain), replace=True)

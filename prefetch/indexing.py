@@ -39,7 +39,7 @@ from bootseer.prefetch.catalogue import (
     read_layer,
     read_tree,
 )
-from bootseer.prefetch.chains import publish_chains
+from bootseer.prefetch.chains import publish_chain_index, publish_chains
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
@@ -97,7 +97,8 @@ def index_image(
     packer = _Packer(store, work_dir, lessee)
     layers = _index_layers(source.layers, packer, workers, on_progress, on_layer)
     diff_ids = [layer.digest for layer in source.layers if layer.digest is not None]
-    if len(diff_ids) == len(source.layers):
+    has_chains = len(diff_ids) == len(source.layers) > 0
+    if has_chains:
         publish_chains(store, diff_ids)
     tree = merge([layer_tree for _, layer_tree in layers])
     data = encode(tree)
@@ -106,6 +107,8 @@ def index_image(
     ]
     record = describe_image(source, name, tree, data, listed, read_ns)
     _publish_index(store, record.index_digest, data)
+    if has_chains:
+        publish_chain_index(store, diff_ids, record.index_digest)
     if created_ns is None or not _has_younger(store, record):
         publish_image(store, record)
     return record

@@ -18,7 +18,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.catalogue import keep_index, read_layer
-from bootseer.prefetch.chains import read_chain
+from bootseer.prefetch.chains import publish_chain_index, read_chain
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import INDEX_BYTES_MAX, LayerRecord
 from bootseer.prefetch.snapshotter.metadata import Metadata
@@ -63,10 +63,10 @@ class ChainTrees:
                 return False
         try:
             store = self._open(min(self._settings.deadline_s, _STORE_S))
-            diff_ids = read_chain(store, chain_id)
-            if diff_ids is None:
+            chain = read_chain(store, chain_id)
+            if chain is None:
                 return False
-            return all(self._layer(store, diff_id) is not None for diff_id in diff_ids)
+            return all(self._layer(store, diff_id) is not None for diff_id in chain.diff_ids)
         except (CorruptError, UnknownFormatError) as error:
             _log.warning("the chain %s is pulled by containerd: %s", chain_id, error)
         except (BootseerError, OSError) as error:
@@ -85,18 +85,16 @@ class ChainTrees:
         Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, DeadlineError,
         NoSpaceError.
         """
-        # One at a time: merging a large image takes a second of one core.
+        # One at a time: merging the layers of a large image takes seconds of one core.
         with self._making:
             known = self._metadata.tree_of(chain_id)
             if known is not None and self._kept(known).exists():
                 return known
             store = self._open(self._settings.deadline_s)
-            diff_ids = read_chain(store, chain_id)
-            if diff_ids is None:
+            chain = read_chain(store, chain_id)
+            if chain is None:
                 raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
-            data = encode(merge(self._layer_trees(store, diff_ids)))
-            digest = digest_of(data)
-            keep_index(self._settings.cache_dir, digest, data)
+            digest = self._fetch(store, chain.index_digest) or self._merge(store, chain.diff_ids)
             self._metadata.note_tree(chain_id, digest)
             return digest
 
@@ -136,6 +134,29 @@ class ChainTrees:
             self._layers[diff_id] = (time.monotonic(), record)
         return record
 
+    def _fetch(self, store: Store, digest: str) -> str:
+        """The digest of a merged tree that somebody has published; "" where it cannot be had."""
+        if not digest:
+            return ""
+        try:
+            self._index(store, digest)
+        except (NotFoundError, CorruptError) as error:
+            _log.warning("the layers of an image are merged anew: %s", error)
+            return ""
+        return digest
+
+    def _merge(self, store: Store, diff_ids: Sequence[str]) -> str:
+        """The digest of the layers' merged tree, which others need not merge again."""
+        data = encode(merge(self._layer_trees(store, diff_ids)))
+        digest = digest_of(data)
+        keep_index(self._settings.cache_dir, digest, data)
+        try:
+            store.publish(index_key(digest), data)
+            publish_chain_index(store, diff_ids, digest)
+        except BootseerError as error:
+            _log.info("the merged tree of %d layers is not published: %s", len(diff_ids), error)
+        return digest
+
     def _layer_trees(self, store: Store, diff_ids: Sequence[str]) -> list[LayerTree]:
         trees = []
         for diff_id in diff_ids:
@@ -147,7 +168,7 @@ class ChainTrees:
         return trees
 
     def _index(self, store: Store, digest: str) -> Tree:
-        """A layer's tree; its index stays in the node's cache for other images."""
+        """The tree of a layer or an image; its index stays in the node's cache."""
         try:
             data = self._kept(digest).read_bytes()
             if digest_of(data) == digest:

@@ -8,7 +8,6 @@ here touches what is mounted: that could hang. Thread-safe.
 
 import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -144,12 +143,20 @@ class ServedTrees:
 def _serves(state_dir: Path, state: MountState) -> bool:
     """Whether that mount has a server. What its lock says is not enough: whoever tidies up after a
     dead one holds it for a moment."""
+    if _is_running(state.pid):
+        return True
+    # A worker serves on when its supervisor was killed.
     try:
-        os.kill(state.pid, 0)
-    except ProcessLookupError:
-        # A worker serves on when its supervisor was killed.
-        try:
-            ask(state_dir, "status", timeout_s=_ANSWER_S)
-        except (UnavailableError, DeadlineError):
-            return False
+        ask(state_dir, "status", timeout_s=_ANSWER_S)
+    except (UnavailableError, DeadlineError):
+        return False
     return True
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    # "pid (name) state ...", where the name may be anything. A zombie waits for its parent only.
+    return status.rpartition(b") ")[2][:1] not in b"ZX"

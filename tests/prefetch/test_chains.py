@@ -10,10 +10,12 @@ import pytest
 
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.chains import (
+    Chain,
     chain_ids,
     chain_key,
     decode_chain,
     encode_chain,
+    publish_chain_index,
     publish_chains,
     read_chain,
 )
@@ -43,10 +45,11 @@ def test_every_chain_of_an_indexed_image_is_known(store: Store, tmp_path: Path) 
     layers = [[Member(name, data=name.encode())] for name in ("one", "two", "three")]
     write_layout(tmp_path / "layout", layers)
     with open_source(str(tmp_path / "layout"), tmp_path / "work") as source:
-        index_image(source, store, tmp_path / "work", reference="image:1")
+        record = index_image(source, store, tmp_path / "work", reference="image:1")
     diff_ids = tuple(digest(tar_of(members)) for members in layers)
     for count, chain_id in enumerate(chain_ids(diff_ids), 1):
-        assert read_chain(store, chain_id) == diff_ids[:count]
+        index_digest = record.index_digest if count == 3 else ""
+        assert read_chain(store, chain_id) == Chain(diff_ids[:count], index_digest)
 
 
 def test_a_plain_directory_has_no_chain(store: Store, tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_what_is_no_digest_is_refused_before_the_store_is_asked(store: Store, na
 )
 def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]) -> None:
     chain_id = chain_ids(DIFF_IDS)[-1]
-    document = json.loads(encode_chain(DIFF_IDS))
+    document = json.loads(encode_chain(Chain(DIFF_IDS)))
     document["diff_ids"] = diff_ids
     with pytest.raises(CorruptError, match="do not make the chain"):
         decode_chain(json.dumps(document).encode(), chain_id, "here")
@@ -82,7 +85,7 @@ def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]
 
 def test_another_kind_or_version_is_refused() -> None:
     chain_id = chain_ids(DIFF_IDS)[-1]
-    document = json.loads(encode_chain(DIFF_IDS))
+    document = json.loads(encode_chain(Chain(DIFF_IDS)))
     for change in ({"kind": "bootseer-layer"}, {"version": 2}):
         with pytest.raises(UnknownFormatError):
             decode_chain(json.dumps({**document, **change}).encode(), chain_id, "here")
@@ -94,7 +97,7 @@ def test_a_damaged_record_is_written_again(store: Store) -> None:
     with pytest.raises(CorruptError):
         read_chain(store, chain_id)
     publish_chains(store, DIFF_IDS)
-    assert read_chain(store, chain_id) == DIFF_IDS
+    assert read_chain(store, chain_id) == Chain(DIFF_IDS)
 
 
 def test_the_record_of_a_later_release_stays(store: Store) -> None:
@@ -103,3 +106,13 @@ def test_the_record_of_a_later_release_stays(store: Store) -> None:
     with pytest.raises(UnknownFormatError):
         publish_chains(store, DIFF_IDS)
     assert b'"version": 2' in store.read(key)
+
+
+def test_the_index_of_a_chain_stays_known_and_is_replaced_by_another(store: Store) -> None:
+    chain_id = chain_ids(DIFF_IDS)[-1]
+    publish_chain_index(store, DIFF_IDS, DIFF_IDS[0])
+    # An image on top of this chain is indexed: it says nothing of the chain's own index.
+    publish_chains(store, DIFF_IDS)
+    assert read_chain(store, chain_id) == Chain(DIFF_IDS, DIFF_IDS[0])
+    publish_chain_index(store, DIFF_IDS, DIFF_IDS[1])
+    assert read_chain(store, chain_id) == Chain(DIFF_IDS, DIFF_IDS[1])

@@ -131,7 +131,12 @@ class Node:
     """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
 
     def __init__(
-        self, *, with_containerd: bool = True, linger_s: float = 0.0, **changes: Any
+        self,
+        *,
+        with_containerd: bool = True,
+        linger_s: float = 0.0,
+        root: Path | None = None,
+        **changes: Any,
     ) -> None:
         skip_unless_root()
         skip_unless_fuse()
@@ -140,7 +145,7 @@ class Node:
         self.base = Path(tempfile.mkdtemp(prefix="node-"))
         changes = {"deadline_s": 5.0, **changes}
         self.settings: Settings = replace(settings_at(self.base), **changes)
-        self.root = self.base / "snapshotter"
+        self.root = root or self.base / "snapshotter"
         self._linger_s = linger_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
@@ -350,12 +355,18 @@ class Node:
         logs = sorted((self.settings.run_dir / "logs").glob("*.log"), key=os.path.getmtime)
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs[-3:])
 
-    def kill_image_servers(self) -> None:
-        """As a machine's end does, but for the mounts."""
+    def image_server_ids(self) -> list[int]:
+        """The processes of the images' servers, supervisors first."""
+        found = []
         for _, state in list(live_mounts(self.settings)):
             children = Path(f"/proc/{state.pid}/task/{state.pid}/children").read_text().split()
-            for pid in (state.pid, *map(int, children)):
-                os.kill(pid, signal.SIGKILL)
+            found += [state.pid, *map(int, children)]
+        return found
+
+    def kill_image_servers(self) -> None:
+        """As a machine's end does, but for the mounts."""
+        for pid in self.image_server_ids():
+            os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not list(live_mounts(self.settings)))
 
     # ---- what is there ------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bootseer.blob.keys import index_key
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.chains import chain_ids, chain_key
+from bootseer.prefetch.chains import chain_ids, chain_key, read_chain
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
@@ -240,6 +241,28 @@ def test_keys_are_never_paths(shared: Node) -> None:
     assert shared.refused("Prepare", key="a\0b") is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_tree_that_nobody_has_merged_is_merged_and_published(node: Node, tmp_path: Path) -> None:
+    record = add_image(node, tmp_path)
+    pull(node)
+    lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[0]))
+    assert checksums_outside([lower / "etc/gone", lower / "top"]) == [digest(b"x")[7:], "ENOENT"]
+    with open_store(node.settings.store_url) as store:
+        chain = read_chain(store, CHAINS[0])
+        assert chain is not None
+        assert chain.index_digest not in ("", record.index_digest)
+        assert store.exists(index_key(chain.index_digest))
+
+
+def test_a_merged_tree_that_the_store_has_lost_is_merged_again(node: Node, tmp_path: Path) -> None:
+    record = add_image(node, tmp_path)
+    with open_store(node.settings.store_url) as store:
+        store.delete(index_key(record.index_digest))
+    pull(node)
+    lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    ((_, state),) = live_mounts(node.settings)
+    assert state.index_digest == record.index_digest
+
+
 def test_a_tree_that_cannot_be_mounted_is_unavailable(node: Node, tmp_path: Path) -> None:
     add_image(node, tmp_path)
     pull(node)
@@ -267,6 +290,66 @@ def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
     assert second != first
     assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
     wait_for(lambda: node.trees() == [second])
+
+
+def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
+    node: Node, tmp_path: Path
+) -> None:
+    add_image(node, tmp_path)
+    pull(node)
+    first = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    ((state_dir, _),) = live_mounts(node.settings)
+    children = node.image_server_ids()
+    held = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(state_dir)], stdout=subprocess.PIPE, cwd=REPOSITORY
+    )
+    try:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        assert held.stdout is not None
+        assert held.stdout.readline() == b"held\n"
+        assert lower_of(node.call("Mounts", key="c1")) != first
+    finally:
+        held.kill()
+        held.communicate()
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from bootseer.prefetch.mount_state import take_lock
+while True:
+    try:
+        lock = take_lock(Path(sys.argv[1]), create=False)
+        break
+    except BlockingIOError:
+        time.sleep(0.001)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
+    skip_unless_root()
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", small], check=True)
+    try:
+        with Node(with_containerd=False, root=small / "root") as node:
+            node.call("Prepare", key="before")
+            filler = small / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            codes = {node.refused("Prepare", key=f"full-{number}") for number in range(3)}
+            assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert {info.name for info in node.call("List")} == {"before"}
+            filler.unlink()
+            node.call("Prepare", key="after")
+            assert {info.name for info in node.call("List")} == {"before", "after"}
+            wait_for(lambda: len(directories(node)) == 2)
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
