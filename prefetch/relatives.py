@@ -119,7 +119,8 @@ def _keys(own: Relative, reference: str, workload: str) -> list[str]:
     return keys
 
 
-def _read(store: Store, key: str) -> list[Relative]:
+def read(store: Store, key: str) -> list[Relative]:
+    """The images that the record at `key` lists. Raises: as `decode`, UnavailableError."""
     try:
         data = store.read(key, 0, _RECORD_BYTES_MAX + 1)
     except NotFoundError:
@@ -135,7 +136,7 @@ def publish(store: Store, pointer: HotPointer, reference: str, workload: str, tr
     own = describe(pointer.index_digest, pointer.created_ns, tree.blobs)
     for key in _keys(own, reference, workload):
         try:
-            known = _read(store, key)
+            known = read(store, key)
         except (CorruptError, UnknownFormatError) as error:
             _log.warning("it is replaced: %s", error)
             known = []
@@ -149,7 +150,7 @@ def find(store: Store, own: Relative, reference: str, workload: str) -> Relative
     Raises: CorruptError, UnknownFormatError, UnavailableError.
     """
     for key in _keys(own, reference, workload):
-        relative = choose(own, _read(store, key))
+        relative = choose(own, read(store, key))
         if relative is not None:
             return relative
     return None

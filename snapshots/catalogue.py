@@ -13,7 +13,13 @@ from pathlib import Path
 from bootseer.blob import index
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+)
 from bootseer.snapshots.manifest import (
     INDEX_BYTES_MAX,
     MANIFEST_BYTES_MAX,
@@ -25,6 +31,7 @@ from bootseer.snapshots.manifest import (
     is_name,
 )
 from bootseer.store import Store
+from bootseer.store.uses import note_use
 
 logger = logging.getLogger(__name__)
 
@@ -131,19 +138,26 @@ def _read_all(store: Store, keys: Iterable[str]) -> Iterator[Manifest]:
 
 
 def _read_name(store: Store, name: str) -> str | None:
-    key = f"{_NAMES}{name}.json"
     try:
-        data = store.read(key, 0, _POINTER_BYTES_MAX)
-        document = json.loads(data)
-        fingerprint = document["fingerprint"]
+        return read_pointer(store, f"{_NAMES}{name}.json")
     except NotFoundError:
         return None
+
+
+def read_pointer(store: Store, key: str) -> str:
+    """The fingerprint that the name at `key` stands for.
+
+    Raises: NotFoundError, CorruptError, UnavailableError.
+    """
+    damaged = f"{key} in {store.url} is damaged; give the name anew"
+    try:
+        fingerprint = json.loads(store.read(key, 0, _POINTER_BYTES_MAX))["fingerprint"]
     except BootseerError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew") from None
+        raise CorruptError(damaged) from None
     if not isinstance(fingerprint, str) or not _HEX.fullmatch(fingerprint):
-        raise CorruptError(f"the name {name!r} in {store.url} is damaged; give it anew")
+        raise CorruptError(damaged)
     return fingerprint
 
 
@@ -170,13 +184,28 @@ def publish_target(
 def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     """Make the snapshot visible; everything that it names is in the store already.
 
-    False: another node published this key first, and its snapshot stays.
+    False: another node published this key first, and its snapshot stays. Raises: BusyError where
+    a garbage collector has taken something of it at the same moment; it is not visible then.
     """
-    done = store.publish(manifest_key(manifest.fingerprint), encode(manifest), replace=replace)
+    key = manifest_key(manifest.fingerprint)
+    done = store.publish(key, encode(manifest), replace=replace)
+    # What lay there unneeded was not sent again. A collector looks at the manifests right before
+    # it deletes, and we after we published, so one of both notices.
+    for target in manifest.targets:
+        for needed in (blob_key(target.blob.digest), index_key(target.index.digest)):
+            if done and not store.exists(needed):
+                store.delete(key)
+                raise BusyError(f"{needed} was deleted while it was needed; run it again")
     if manifest.name:
         pointer = json.dumps({"version": 1, "fingerprint": manifest.fingerprint}).encode()
         store.publish(f"{_NAMES}{manifest.name}.json", pointer, replace=True)
     return done
+
+
+def note_used(store: Store, manifest: Manifest) -> None:
+    """Let garbage collectors know that the snapshot is in use now. Never raises."""
+    for target in manifest.targets:
+        note_use(store, target.index.digest, [target.blob.digest])
 
 
 def load_tree(store: Store, target: Target) -> Tree:

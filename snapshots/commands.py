@@ -51,6 +51,7 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
         manifest = catalogue.find(store, key)
         if directory is not None:
             restore_to(store, manifest, directory, deadline_s=settings.deadline_s)
+            catalogue.note_used(store, manifest)
             return manifest
         placed = place(manifest, _ROOT)
         hosts = [item.path for item in placed]
@@ -62,6 +63,7 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
                 before = scan(item.path)
                 check_base(manifest, item.target, before)
                 bases[item.target.path] = base_digest(before)
+            catalogue.note_used(store, manifest)
             restore(
                 store, manifest, placed, bases, deadline_s=settings.deadline_s, on_finished=note
             )

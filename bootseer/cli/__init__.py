@@ -23,6 +23,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run_commands", "Start a training job: image, environment, checkpoint, then exec."),
     "image": ("image_commands", "Container images: index, mount, run, record and replay."),
     "snapshot": ("snapshot_commands", "Environments: capture once, restore everywhere."),
+    "store": ("store_commands", "The shared store: delete what nobody needs."),
     "mount": ("mount_commands", "Mount a striped checkpoint file system."),
     "unmount": ("mount_commands", "Unmount what `bootseer mount` mounted."),
     "warm": ("warm_commands", "Directories that are not ours: record once, read ahead later."),

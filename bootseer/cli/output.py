@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bootseer.config import Config, Settings, load_config, parse_size
-from bootseer.errors import BootseerError
+from bootseer.config import Config, Settings, load_config, parse_age, parse_size
+from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.redact import redact
 
 if TYPE_CHECKING:
@@ -126,6 +126,20 @@ class Seconds(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a number of seconds.", param, ctx)
         return number
+
+
+class Age(click.ParamType[float]):
+    """Seconds, from "7d"."""
+
+    name = "age"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_age(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Size(click.ParamType[int]):

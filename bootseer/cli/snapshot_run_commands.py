@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from bootseer.cli.output import (
+    Age,
     Seconds,
     current_settings,
     emit_json,
@@ -20,8 +21,7 @@ from bootseer.cli.output import (
     json_option,
 )
 from bootseer.cli.snapshot_output import say, when
-from bootseer.config import Settings, parse_age
-from bootseer.errors import InvalidInputError
+from bootseer.config import Settings
 
 if TYPE_CHECKING:
     from bootseer.snapshots.explain import Explanation
@@ -32,20 +32,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CONTEXT = {"allow_interspersed_args": False}
 _VALUE_CHARACTERS = 60
 """Of a part's value in a table; `--json` has all of it."""
-
-
-class _Age(click.ParamType[float]):
-    """Seconds, from "7d"."""
-
-    name = "age"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        try:
-            return value if isinstance(value, float) else parse_age(str(value))
-        except InvalidInputError as error:
-            self.fail(str(error), param, ctx)
 
 
 _OPTIONS = (
@@ -78,7 +64,7 @@ _OPTIONS = (
         "--max-age",
         "max_age_s",
         metavar="AGE",
-        type=_Age(),
+        type=Age(),
         help="An older snapshot does not count: it is made anew. 12h, 7d, 4w or off.",
     ),
     click.argument("command", nargs=-1, required=True),

@@ -144,13 +144,19 @@ def test_snapshots(own_world: World) -> None:
     restored = world("snapshot", "restore", "x", "--to", "to", "--json").json
     agree("snapshot create", restored)
     (world.path("src/bin/program")).write_bytes(b"other\n")
-    for other in ((), ("src/",), ("x",)):
-        compared = world("snapshot", "diff", "x", *other, "--json")
-        agree("snapshot diff", compared.json)
-        assert compared.json["equal"] == bool(other and other[0] == "x")
+    for other, equal in (((), False), (("src/",), False), (("x",), True)):
+        compared = world("snapshot", "diff", "x", *other, "--json").json
+        agree("snapshot diff", compared)
+        assert compared["equal"] is equal
     checked = world("snapshot", "verify", "--all", "--json").json
     agree("snapshot verify", checked)
     assert all(one["ok"] for one in checked)
+    for arguments in ((), ("--snapshot", "x", "--yes", "--grace", "0")):
+        collected = world("store", "gc", "--json", *arguments).json
+        agree("store gc", collected)
+        assert collected["done"] == bool(arguments)
+        assert bool(collected["deletions"]) == bool(arguments)
+    assert world("snapshot", "show", "x").code == 10
     target = world.path("made")
     for hit in (False, True):
         ran = world("snapshot", "run", "--target", target, "--json", "--", "mkdir", target).json

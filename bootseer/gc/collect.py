@@ -1,0 +1,132 @@
+"""Executes a plan: deletes, looking twice before and once after.
+
+Alone deletes what others published. Between the plan and the deletion somebody may have published
+a record that needs what the plan is rid of, so records go first; then everything is listed and
+marked again, and content goes only if both times nothing needed it. An object that changed since it
+was listed stays. What nevertheless was needed a moment later is found by a third look.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from bootseer.blob.keys import blob_key, index_key
+from bootseer.errors import BootseerError, BusyError, NotFoundError
+from bootseer.gc.inventory import Inventory, Object, take_inventory
+from bootseer.gc.plan import CONTENT, Plan, make_plan
+from bootseer.gc.retention import Rules
+from bootseer.snapshots.keeper import LeaseKeeper
+from bootseer.store import Store
+
+_log = logging.getLogger(__name__)
+
+_LEASE_KEY = "leases/gc"
+_LEASE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was done."""
+
+    deleted_count: int
+    freed_bytes: int
+    spared: tuple[str, ...]
+    """Keys of the plan that turned out to be needed or changed."""
+    broken: tuple[str, ...]
+    """Keys of images' records that were published meanwhile and lack something now."""
+
+
+def collect(
+    store: Store,
+    inventory: Inventory,
+    plan: Plan,
+    rules: Rules,
+    *,
+    owner: str,
+    on_deleted: Callable[[int], None] = lambda size_bytes: None,
+) -> Collected:
+    """Delete what `plan`, made of `inventory` by `rules`, says.
+
+    Raises: BusyError where somebody else collects; UnavailableError, PermissionDeniedError: what
+    was deleted until then is gone, and nothing that remains misses it.
+    """
+    lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
+    if lease is None:
+        raise BusyError(f"somebody else collects in {store.url}; try again later")
+    with LeaseKeeper(lease, _LEASE_S):
+        deleter = _Deleter(store, inventory, on_deleted)
+        records = [key for key in plan.deletions if not key.startswith(CONTENT)]
+        deleter.delete(records)
+        if content := [key for key in plan.deletions if key.startswith(CONTENT)]:
+            # Whatever records are left now stay.
+            left = Rules(grace_s=rules.grace_s)
+            again = make_plan(take_inventory(store), left, time.time_ns())
+            unneeded = set(again.deletions)
+            deleter.spared += [key for key in content if key not in unneeded]
+            deleter.delete(key for key in content if key in unneeded)
+        broken = _mend(store, deleter.deleted)
+        _end_leases(store, inventory, rules, owner)
+        store.sweep(max(rules.grace_s, 24 * 3600))
+    return Collected(
+        len(deleter.deleted), deleter.freed_bytes, tuple(deleter.spared), tuple(broken)
+    )
+
+
+class _Deleter:
+    def __init__(
+        self, store: Store, inventory: Inventory, on_deleted: Callable[[int], None]
+    ) -> None:
+        self._store = store
+        self._objects = inventory.objects
+        self._on_deleted = on_deleted
+        self.deleted: set[str] = set()
+        self.freed_bytes = 0
+        self.spared: list[str] = []
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            try:
+                info = self._store.info(key)
+            except NotFoundError:
+                continue
+            if Object(info.size_bytes, info.modified_ns) != self._objects[key]:
+                self.spared.append(key)
+                continue
+            self._store.delete(key)
+            self.deleted.add(key)
+            self.freed_bytes += info.size_bytes
+            self._on_deleted(info.size_bytes)
+
+
+def _mend(store: Store, deleted: set[str]) -> list[str]:
+    """After a look at what names what is gone now: a snapshot goes too, and is made anew by the
+    next set-up; the keys of images are returned."""
+    if not any(key.startswith(CONTENT) for key in deleted):
+        return []
+    inventory = take_inventory(store)
+    for key, manifest in inventory.snapshots.items():
+        if any(
+            blob_key(target.blob.digest) in deleted or index_key(target.index.digest) in deleted
+            for target in manifest.targets
+        ):
+            _log.warning("the snapshot %s was published while its blob was deleted", key)
+            store.delete(key)
+    return [
+        key
+        for key, image in inventory.images.items()
+        if index_key(image.index_digest) in deleted
+        or any(blob_key(layer.blob_digest) in deleted for layer in image.layers)
+    ]
+
+
+def _end_leases(store: Store, inventory: Inventory, rules: Rules, owner: str) -> None:
+    """Take those that expired long ago, as anybody may, and give them up."""
+    limit_ns = time.time_ns() - int(max(rules.grace_s, 24 * 3600) * 1e9)
+    for key, one in inventory.objects.items():
+        if key.startswith("leases/") and key != _LEASE_KEY and one.modified_ns < limit_ns:
+            with suppress(BootseerError):
+                lease = store.lease(key, ttl_s=_LEASE_S, owner=owner)
+                if lease is not None:
+                    lease.release()
