@@ -19,7 +19,6 @@ from pathlib import Path
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
 from bootseer.prefetch.cache_files import (
     HEADER_BYTES,
-    PRESENT,
     SECTOR_BYTES,
     boot_id,
     decode_header,
@@ -28,6 +27,7 @@ from bootseer.prefetch.cache_files import (
     sectors_of,
 )
 from bootseer.prefetch.new_stream import NewStream, remove_abandoned
+from bootseer.prefetch.presence import PRESENT
 from bootseer.prefetch.stream_cache import StreamCache
 
 __all__ = [

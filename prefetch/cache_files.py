@@ -27,9 +27,6 @@ _HEADER = struct.Struct("<8sII16sQI")
 _MAGIC = b"BSPRESNT"
 _VERSION = 2
 
-ABSENT, PRESENT, SUSPECT = b"\0", b"\1", b"\2"
-"""What the map says of a sector. Suspect: it was written before a crash of the machine."""
-
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 LOCK_S = 60.0

@@ -22,13 +22,13 @@ from bootseer.errors import BootseerError, InvalidInputError, NoSpaceError, from
 from bootseer.prefetch.cache_files import (
     LOCK_S,
     OPEN_FLAGS,
-    PRESENT,
     SECTOR_BYTES,
     Header,
     flock_within,
     lock_file,
     write_all,
 )
+from bootseer.prefetch.presence import PRESENT
 from bootseer.prefetch.stream_cache import StreamCache
 from bootseer.prefetch.sums import RECORD_STREAM_BYTES_MAX, append_sums, encode_sums
 from bootseer.private import make_private_directory

@@ -1,7 +1,7 @@
 """One stream in the node cache: which of its bytes are here, read, write, verify after a crash.
 
-Alone owns the files `data` and `present` of a stream (docs/format/cache.md). Content must be
-verified before it comes in.
+Alone owns the file `data` of a stream and the life of its map (docs/format/cache.md). Content must
+be verified before it comes in.
 
 Several processes share a stream's files: `present` is mapped MAP_SHARED, and a sector's data is
 written before its byte is set, so whoever sees the byte may read the data. The page cache outlives
@@ -16,27 +16,21 @@ import fcntl
 import logging
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.errors import from_oserror
 from bootseer.prefetch.cache_files import (
-    ABSENT,
-    CLEAN_OFFSET,
     HEADER_BYTES,
     OPEN_FLAGS,
-    PRESENT,
     SECTOR_BYTES,
-    SUSPECT,
-    SUSPECT_OFFSET,
     Header,
     decode_header,
     locked,
-    sectors_of,
     write_all,
 )
+from bootseer.prefetch.presence import Presence, map_bytes
 from bootseer.prefetch.sums import (
     RECORD_BYTES,
     Sum,
@@ -55,8 +49,7 @@ _VERIFY_BYTES = 8 * 2**20
 _LOG_BYTES_MAX = 2**28
 """Enough for 2 TB in whole records; what lies behind is fetched again after a crash."""
 
-_COUNT_BYTES = 2**18
-_RECHECK_SECTORS = 4 * 2**20 // SECTOR_BYTES
+_RECHECK_BYTES = 4 * 2**20
 """Not present for others for as long as it takes to read that much."""
 
 
@@ -70,7 +63,6 @@ class StreamCache:
         self.is_full = False
         """The disk refused a write: what comes in is no longer kept."""
         self._sector_count = -(-stream_length // SECTOR_BYTES)
-        self._map_bytes = HEADER_BYTES + self._sector_count
         self._sums: Sums | None = None
         self._marking = threading.Lock()
         self._data_fd = self._sums_fd = -1
@@ -78,41 +70,39 @@ class StreamCache:
             with locked(directory):
                 self._data_fd = os.open(directory / "data", OPEN_FLAGS, 0o600)
                 self._sums_fd = os.open(directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
-                self._map = self._open_map(boot)
+                self._present = self._open_present(boot)
                 # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
                 fcntl.flock(self._data_fd, fcntl.LOCK_SH)
         except OSError as error:
             self._close_files()
             raise from_oserror(error, f"open the cache in {directory}") from error
-        self._is_suspect = self._map[SUSPECT_OFFSET] != 0
+        self._is_suspect = self._present.is_suspect
 
     # ---- opening --------------------------------------------------------------------------
 
-    def _open_map(self, boot: bytes) -> mmap.mmap:
+    def _open_present(self, boot: bytes) -> Presence:
         fd = os.open(self.directory / "present", OPEN_FLAGS, 0o600)
         try:
             header = decode_header(os.pread(fd, HEADER_BYTES, 0))
             trusted = header if header and self._is_trusted(fd, header, boot) else None
             if trusted is None:
                 # Nobody else may use what is made anew: BlockingIOError.
-                fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._alone()
                 os.ftruncate(fd, 0)
                 os.ftruncate(self._data_fd, self.stream_length)
+            size = map_bytes(self.stream_length)
             try:
                 # Writing to a hole of a mapped file on a full disk is SIGBUS: take the room now.
-                os.posix_fallocate(fd, 0, self._map_bytes)
+                os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
                 self._warn_full(error)
-                return mmap.mmap(-1, self._map_bytes)
-            present = mmap.mmap(fd, self._map_bytes, mmap.MAP_SHARED)
+                return Presence(mmap.mmap(-1, size), self.stream_length)
+            present = Presence(mmap.mmap(fd, size, mmap.MAP_SHARED), self.stream_length)
             is_suspect = trusted.is_suspect if trusted else self._suspect_all(present)
             # Last: until the header is there, whoever finds the map makes it anew.
-            header = Header(False, boot, self.stream_length, is_suspect)
-            present[:HEADER_BYTES] = header.encode()
-            # "Not clean" must be on disk before the first sector is marked.
-            present.flush()
+            present.begin(Header(False, boot, self.stream_length, is_suspect))
             return present
         finally:
             os.close(fd)
@@ -120,20 +110,19 @@ class StreamCache:
     def _is_trusted(self, fd: int, header: Header, boot: bytes) -> bool:
         return (
             header.stream_length == self.stream_length
-            and os.fstat(fd).st_size == self._map_bytes
+            and os.fstat(fd).st_size == map_bytes(self.stream_length)
             and os.fstat(self._data_fd).st_size == self.stream_length
             and (header.boot == boot or header.is_clean)
         )
 
-    def _suspect_all(self, present: mmap.mmap) -> bool:
+    def _suspect_all(self, present: Presence) -> bool:
         """Mark what was written once, in an empty map; whether that is anything."""
         size = os.fstat(self._sums_fd).st_size
         if size % RECORD_BYTES:
             os.ftruncate(self._sums_fd, size - size % RECORD_BYTES)
         found = False
         for one in self._read_sums():
-            first, end = sectors_of(one.offset, one.length)
-            present[HEADER_BYTES + first : HEADER_BYTES + end] = SUSPECT * (end - first)
+            present.mark_suspect(one.offset, one.length)
             found = True
         return found
 
@@ -152,45 +141,26 @@ class StreamCache:
     def has(self, offset: int, length: int) -> bool:
         """Whether all of `[offset, offset + length)` is here. After a crash of the machine this
         may read it first, to verify it."""
-        first, end = sectors_of(offset, length)
-        start, stop = HEADER_BYTES + first, HEADER_BYTES + end
         if self._is_suspect:
             self._verify(offset, length)
-        return self._map.find(ABSENT, start, stop) < 0
+        return not self._present.lacks(offset, length)
 
     def has_verified(self, offset: int, length: int) -> bool:
         """As `has`, but False for what it would have to read first: for who must be quick."""
-        first, end = sectors_of(offset, length)
-        start, stop = HEADER_BYTES + first, HEADER_BYTES + end
-        if self._is_suspect and self._map.find(SUSPECT, start, stop) >= 0:
+        if self._is_suspect and self._present.doubts(offset, length):
             return False
-        return self._map.find(ABSENT, start, stop) < 0
+        return not self._present.lacks(offset, length)
 
     def missing(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """The absent parts of `[offset, offset + length)` as (offset, length), sector-aligned
         but for the end of the stream, ascending."""
         if self._is_suspect:
             self._verify(offset, length)
-        first, end = sectors_of(offset, length)
-        present = self._map
-        position, stop = HEADER_BYTES + first, HEADER_BYTES + end
-        while (gap := present.find(ABSENT, position, stop)) >= 0:
-            position = present.find(PRESENT, gap, stop)
-            if position < 0:
-                position = stop
-            start = (gap - HEADER_BYTES) * SECTOR_BYTES
-            stream_end = min((position - HEADER_BYTES) * SECTOR_BYTES, self.stream_length)
-            yield start, stream_end - start
+        yield from self._present.missing(offset, length)
 
     def present_bytes(self) -> int:
         """How much of the stream is here and verified."""
-        # In pieces: readers wait for none of them.
-        starts = range(HEADER_BYTES, self._map_bytes, _COUNT_BYTES)
-        sectors = sum(self._map[i : i + _COUNT_BYTES].count(PRESENT) for i in starts)
-        here = sectors * SECTOR_BYTES
-        if self._sector_count and self._map[-1:] == PRESENT:
-            here -= self._sector_count * SECTOR_BYTES - self.stream_length
-        return here
+        return self._present.count_bytes()
 
     # ---- reading and writing --------------------------------------------------------------
 
@@ -227,7 +197,7 @@ class StreamCache:
             self._warn_full(error)
             return False
         with self._marking:
-            self._map[HEADER_BYTES + first : HEADER_BYTES + end] = PRESENT * (end - first)
+            self._present.mark(start, len(whole))
         return True
 
     # ---- after a crash --------------------------------------------------------------------
@@ -237,12 +207,12 @@ class StreamCache:
         damaged, which are absent from then on. Readers may go on meanwhile."""
         before = self.present_bytes()
         # Should we be killed meanwhile, the next one to open it goes on.
-        self._map[SUSPECT_OFFSET] = 1
-        for start in range(HEADER_BYTES, self._map_bytes, _RECHECK_SECTORS):
-            end = min(start + _RECHECK_SECTORS, self._map_bytes)
+        self._present.is_suspect = True
+        for start in range(0, self.stream_length, _RECHECK_BYTES):
+            length = min(_RECHECK_BYTES, self.stream_length - start)
             with self._marking:
-                self._map[start:end] = self._map[start:end].replace(PRESENT, SUSPECT)
-            self._verify((start - HEADER_BYTES) * SECTOR_BYTES, (end - start) * SECTOR_BYTES)
+                self._present.suspect(start, length)
+            self._verify(start, length)
         self._is_suspect = True
         self.verify_all()
         return max(0, before - self.present_bytes())
@@ -252,39 +222,28 @@ class StreamCache:
 
         `may_go_on` is asked now and then. Raises nothing: what cannot be read is absent.
         """
-        position = 0
+        position: int | None = 0
         while self._is_suspect and may_go_on():
-            found = self._map.find(SUSPECT, HEADER_BYTES + position // SECTOR_BYTES)
-            if found < 0:
-                self._map[SUSPECT_OFFSET] = 0
-                self._is_suspect = False
+            position = self._present.next_suspect(position or 0)
+            if position is None:
+                self._is_suspect = self._present.is_suspect = False
                 return
-            position = (found - HEADER_BYTES) * SECTOR_BYTES
             self._verify(position, min(_VERIFY_BYTES, self.stream_length - position))
 
     def _verify(self, offset: int, length: int) -> None:
         """Leave nothing suspect in `[offset, offset + length)`: what a record proves is present,
         the rest is absent. Several may do this at once: each only writes what is true."""
-        start, stop = (HEADER_BYTES + sector for sector in sectors_of(offset, length))
-        if self._map.find(SUSPECT, start, stop) < 0:
+        if not self._present.doubts(offset, length):
             return
         with self._marking:
             if self._sums is None:
                 self._sums = self._read_sums()
         for one in self._sums.covering(offset, length):
-            low, high = sectors_of(one.offset, one.length)
             # Another record may have proved these already.
-            if self._map.find(SUSPECT, HEADER_BYTES + low, HEADER_BYTES + high) < 0:
-                continue
-            if self._is_intact(one):
-                self._map[HEADER_BYTES + low : HEADER_BYTES + high] = PRESENT * (high - low)
-        # Not while a sector is marked that was fetched meanwhile. Another process may mark one even
-        # so: it is fetched once more.
+            if self._present.doubts(one.offset, one.length) and self._is_intact(one):
+                self._present.mark(one.offset, one.length)
         with self._marking:
-            while (lost := self._map.find(SUSPECT, start, stop)) >= 0:
-                ends = (self._map.find(mark, lost, stop) for mark in (ABSENT, PRESENT))
-                end = min((end for end in ends if end >= 0), default=stop)
-                self._map[lost:end] = ABSENT * (end - lost)
+            self._present.clear_suspects(offset, length)
 
     def _is_intact(self, one: Sum) -> bool:
         try:
@@ -316,14 +275,12 @@ class StreamCache:
                 with locked(self.directory):
                     self._alone()
                     self._sync()
-                    self._map.flush()
-                    self._map[CLEAN_OFFSET : CLEAN_OFFSET + 4] = struct.pack("<I", 1)
-                    self._map.flush()
+                    self._present.end()
         except BlockingIOError:
             pass  # Somebody else uses it still, and will do this.
         except OSError as error:
             _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
-        self._map.close()
+        self._present.close()
         self._close_files()
 
     def _alone(self) -> None:

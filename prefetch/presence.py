@@ -1,0 +1,130 @@
+"""The map of a cached stream: which of its sectors are here, shared by all processes of the node.
+
+Alone owns what the bytes of `present` mean (docs/format/cache.md). Reading and marking are single
+operations on mapped memory; any thread, any process. `suspect` and `clear_suspects` read what they
+change: within a process their caller keeps `mark` away meanwhile, and between processes a mark
+that gets lost costs one more fetch.
+"""
+
+import mmap
+from collections.abc import Iterator
+
+from bootseer.prefetch.cache_files import (
+    CLEAN_OFFSET,
+    HEADER_BYTES,
+    SECTOR_BYTES,
+    SUSPECT_OFFSET,
+    Header,
+    sectors_of,
+)
+
+ABSENT, PRESENT, SUSPECT = b"\0", b"\1", b"\2"
+"""What the map says of a sector. Suspect: it was written before a crash of the machine."""
+
+_COUNT_BYTES = 2**18
+
+
+def map_bytes(stream_length: int) -> int:
+    """Of the map of a stream."""
+    return HEADER_BYTES + -(-stream_length // SECTOR_BYTES)
+
+
+class Presence:
+    """A mapped `present`, with its header."""
+
+    def __init__(self, mapped: mmap.mmap, stream_length: int) -> None:
+        """`mapped` has `map_bytes(stream_length)` bytes."""
+        self._map = mapped
+        self._stream_length = stream_length
+
+    # ---- the header -----------------------------------------------------------------------
+
+    def begin(self, header: Header) -> None:
+        """Write the header, durably: "not clean" must be on disk before a sector is marked."""
+        self._map[:HEADER_BYTES] = header.encode()
+        self._map.flush()
+
+    def end(self) -> None:
+        """Make the map durable and then call it clean."""
+        self._map.flush()
+        self._map[CLEAN_OFFSET : CLEAN_OFFSET + 4] = b"\1\0\0\0"
+        self._map.flush()
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._map.close()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether there may be suspect sectors."""
+        return self._map[SUSPECT_OFFSET] != 0
+
+    @is_suspect.setter
+    def is_suspect(self, value: bool) -> None:
+        self._map[SUSPECT_OFFSET] = value
+
+    # ---- sectors --------------------------------------------------------------------------
+
+    def _slice(self, offset: int, length: int) -> tuple[int, int]:
+        first, end = sectors_of(offset, length)
+        return HEADER_BYTES + first, HEADER_BYTES + end
+
+    def lacks(self, offset: int, length: int) -> bool:
+        """Whether any sector of `[offset, offset + length)` is absent."""
+        first, end = sectors_of(offset, length)
+        return self._map.find(ABSENT, HEADER_BYTES + first, HEADER_BYTES + end) >= 0
+
+    def doubts(self, offset: int, length: int) -> bool:
+        """Whether any of them is suspect."""
+        return self._map.find(SUSPECT, *self._slice(offset, length)) >= 0
+
+    def missing(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """The absent parts as (offset, length), ascending; nothing there may be suspect."""
+        position, stop = self._slice(offset, length)
+        while (gap := self._map.find(ABSENT, position, stop)) >= 0:
+            position = self._map.find(PRESENT, gap, stop)
+            if position < 0:
+                position = stop
+            start = (gap - HEADER_BYTES) * SECTOR_BYTES
+            end = min((position - HEADER_BYTES) * SECTOR_BYTES, self._stream_length)
+            yield start, end - start
+
+    def next_suspect(self, offset: int) -> int | None:
+        """Where the first suspect sector at or behind `offset` begins."""
+        found = self._map.find(SUSPECT, HEADER_BYTES + offset // SECTOR_BYTES)
+        return None if found < 0 else (found - HEADER_BYTES) * SECTOR_BYTES
+
+    def mark(self, offset: int, length: int) -> None:
+        """They are here, and verified."""
+        start, stop = self._slice(offset, length)
+        self._map[start:stop] = PRESENT * (stop - start)
+
+    def mark_suspect(self, offset: int, length: int) -> None:
+        """They were here once."""
+        start, stop = self._slice(offset, length)
+        self._map[start:stop] = SUSPECT * (stop - start)
+
+    def suspect(self, offset: int, length: int) -> None:
+        """Believe none of those that are here."""
+        start, stop = self._slice(offset, length)
+        self._map[start:stop] = self._map[start:stop].replace(PRESENT, SUSPECT)
+
+    def clear_suspects(self, offset: int, length: int) -> None:
+        """What is suspect is absent."""
+        start, stop = self._slice(offset, length)
+        while (lost := self._map.find(SUSPECT, start, stop)) >= 0:
+            ends = (self._map.find(mark, lost, stop) for mark in (ABSENT, PRESENT))
+            end = min((end for end in ends if end >= 0), default=stop)
+            self._map[lost:end] = ABSENT * (end - lost)
+
+    def count_bytes(self) -> int:
+        """How much of the stream is here and verified."""
+        total = len(self._map)
+        # In pieces, so that no reader waits for long.
+        starts = range(HEADER_BYTES, total, _COUNT_BYTES)
+        here = SECTOR_BYTES * sum(
+            self._map[start : start + _COUNT_BYTES].count(PRESENT) for start in starts
+        )
+        if total > HEADER_BYTES and self._map[-1:] == PRESENT:
+            here -= (total - HEADER_BYTES) * SECTOR_BYTES - self._stream_length
+        return here
