@@ -17,6 +17,7 @@ from bootseer.blob.keys import index_key
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.chains import chain_ids, chain_key, read_chain
 from bootseer.prefetch.mount_state import live_mounts
+from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
@@ -24,6 +25,7 @@ from bootseer.store import open_store
 from tests.support.containerd_node import Node
 from tests.support.image_mounts import (
     REPOSITORY,
+    TIMEOUT_S,
     bootseer,
     checksums_outside,
     index,
@@ -288,6 +290,20 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(fresh: Node, tmp_path: Pat
     # And when the store is back, it works.
     (tmp_path / "elsewhere").rename(store)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
+
+
+def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_path: Path) -> None:
+    add_image(fresh, tmp_path)
+    pull(fresh)
+    lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
+    names = ("top", "etc/base")
+    expected = checksums_outside([lower / name for name in names])
+    fresh.call("Remove", key="c1")
+    wait_for(lambda: not list(live_mounts(fresh.settings)))
+    assert wait_published(fresh.settings, TIMEOUT_S)
+    Path(fresh.settings.store_url.removeprefix("file://")).rename(tmp_path / "elsewhere")
+    lower = lower_of(fresh.call("Prepare", key="c2", parent=CHAINS[-1]))
+    assert checksums_outside([lower / name for name in names]) == expected
 
 
 def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
