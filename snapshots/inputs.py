@@ -1,6 +1,7 @@
 """Digests of the files that a set-up reads: what the user declared, and what the command names.
 
-Alone owns reading input files. Follows `-r` and `-c` lines of requirement files, as pip does.
+Alone owns reading input files. Follows `-r`, `-c` and `--find-links` lines of requirement files, as
+pip does; credentials in URLs of such files do not count.
 Nothing here runs anything. Paths are the job's: relative ones start at its working directory and
 all are resolved inside its root.
 """
@@ -12,11 +13,12 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.command import Hints
-from bootseer.snapshots.fingerprint import Part
+from bootseer.snapshots.fingerprint import Part, without_credentials
 
 # Of files that nobody declared: a word of the command may happen to name a data set.
 _GUESSED_BYTES_MAX = 256 * 1024 * 1024
@@ -28,6 +30,8 @@ _IGNORED = {".git", "__pycache__", ".venv", "build", "dist", ".tox", ".mypy_cach
 _INCLUDE = re.compile(
     r"\s*(?:-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(?P<file>[^\s#]+)"
 )
+_LINKS = re.compile(r"\s*(?:-f|--find-links)(?:\s+|=|(?<=-f))(?P<place>[^\s#]+)")
+_REQUIREMENTS = (".txt", ".in", ".pip")
 _LOCAL = re.compile(r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?P<path>\.{0,2}/[^\s;#\[]*|\.)")
 
 
@@ -99,7 +103,8 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
         elif stat.S_ISREG(mode):
             if not is_declared and path.stat().st_size > _GUESSED_BYTES_MAX:
                 return
-            value = _file_digest(path)
+            value = _requirements_digest(path) if name.endswith(_REQUIREMENTS) else None
+            value = value or _file_digest(path)
         else:
             return
     except OSError as error:
@@ -111,7 +116,7 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
     collected.parts[name] = Part(f"input {name}", value)
     if not is_declared:
         collected.found.append(name)
-    if stat.S_ISREG(mode) and name.endswith((".txt", ".in", ".pip")):
+    if stat.S_ISREG(mode) and name.endswith(_REQUIREMENTS):
         _follow(collected, name, path)
 
 
@@ -135,9 +140,41 @@ def _follow(collected: _Collected, name: str, path: Path) -> None:
             included = match["file"]
             relative = f"{directory}/{included}" if directory else included
             _add(collected, included if included.startswith("/") else relative, is_declared=False)
+        elif match := _LINKS.match(line):
+            # also these if it is there, else from the working directory,
+            found = _local_path(match["place"])
+            if directory and not found.startswith("/"):
+                relative = f"{directory}/{found}"
+                found = relative if _exists(collected, relative) else found
+            _add_links(collected, found)
         elif match := _LOCAL.match(line):
             # and local projects relative to the working directory.
             _add(collected, match["path"], is_declared=False)
+
+
+def _exists(collected: _Collected, name: str) -> bool:
+    try:
+        return collected.place.host(name).exists()
+    except (OSError, InvalidInputError):
+        return False
+
+
+def _local_path(text: str) -> str:
+    """A place of wheels as a path, also where it is a file URL."""
+    return unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+
+
+def _requirements_digest(path: Path) -> str | None:
+    """Without credentials in URLs, which change more often than what an index serves; None for a
+    file that has none."""
+    if path.stat().st_size > _REQUIREMENTS_BYTES_MAX:
+        return None
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    public = without_credentials(text)
+    if public == text:
+        return None
+    data = public.encode("utf-8", "surrogateescape")
+    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def _file_digest(path: Path) -> str:
@@ -181,7 +218,8 @@ def _tree_digest(top: Path, *, limited: bool) -> str | None:
 
 def _add_links(collected: _Collected, name: str) -> None:
     """A folder of wheels: names and sizes, since a wheel's name holds its version."""
-    if "://" in name or name in collected.parts:
+    name = _local_path(name)
+    if "://" in name or "\0" in name or name in collected.parts:
         return
     digest = hashlib.sha256()
     try:

@@ -7,7 +7,7 @@ interpreter, targets) but changes nothing.
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError
@@ -103,6 +103,11 @@ def working_directory(request: Request) -> str:
     return str(Path.cwd()) if request.root == Path("/") else "/"
 
 
+def _words(text: str) -> list[str]:
+    """Of a variable with a list, which pip separates by blanks and uv by commas."""
+    return text.replace(",", " ").split()
+
+
 def resolve(request: Request, report: Report) -> Resolved:
     """Find out what decides the result, and say what was not declared.
 
@@ -130,6 +135,8 @@ def resolve(request: Request, report: Report) -> Resolved:
         except InvalidInputError as error:
             raise UnsupportedError(f"{error}; name the targets with --target DIR") from error
         report(f"targets: {show(targets.paths)} ({targets.reason})")
+    for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
+        hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
     inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
     if found:
         report(f"inputs named in the command: {', '.join(found)}")

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.snapshots.command import Hints
 from bootseer.snapshots.fingerprint import (
     Part,
     command_part,
@@ -9,6 +12,7 @@ from bootseer.snapshots.fingerprint import (
     variable_parts,
     without_credentials,
 )
+from bootseer.snapshots.inputs import Place, collect_inputs
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)
 
@@ -63,3 +67,57 @@ def test_declared_variables_decide() -> None:
         for environ in ({"CUDA": "12"}, {"CUDA": "13"}, {"CUDA": ""}, {})
     }
     assert len(keys) == 4
+
+
+def _inputs(folder: Path, *files: str, links: tuple[str, ...] = ()) -> dict[str, str]:
+    hints = Hints(files=files, link_dirs=links)
+    parts, _ = collect_inputs(Place(Path("/"), str(folder)), (), hints, ())
+    return {part.name: part.value for part in parts}
+
+
+@pytest.mark.parametrize("line", ["--find-links {}", "-f {}", "--find-links={}", "-f{} # x"])
+@pytest.mark.parametrize(
+    "place", ["wheels", "./wheels", "{0}/deep/wheels", "file://{0}/deep/wheels"]
+)
+def test_wheels_that_a_requirements_file_names_decide(
+    tmp_path: Path, line: str, place: str
+) -> None:
+    """They were seen only where the command itself named their folder."""
+    wheels = tmp_path / "deep/wheels"
+    wheels.mkdir(parents=True)
+    (wheels / "a-1.whl").write_text("1")
+    text = line.format(place.format(tmp_path))
+    (tmp_path / "deep/requirements.txt").write_text(f"{text}\na\n")
+    before = _inputs(tmp_path, "deep/requirements.txt")
+    assert [name for name in before if name.startswith("wheels ")]
+    (wheels / "a-2.whl").write_text("2")
+    after = _inputs(tmp_path, "deep/requirements.txt")
+    assert before.keys() == after.keys()
+    assert before != after
+
+
+def test_wheels_may_also_lie_in_the_working_directory_or_be_named_by_a_variable(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "deep/r.txt").write_text("-f wheels\n--find-links https://host/x\n-f /no/such\n")
+    names = set(_inputs(tmp_path, "deep/r.txt"))
+    assert names == {"input deep/r.txt", "wheels wheels"}
+    assert set(_inputs(tmp_path, links=(f"file://{tmp_path}/wheels",))) == {
+        f"wheels {tmp_path}/wheels"
+    }
+
+
+def test_credentials_in_a_requirements_file_do_not_decide(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    keys = []
+    for text in (
+        "-i https://me:one@host/simple\na==1\n",
+        "-i https://me:two@host/simple\na==1\n",
+        "-i https://host/simple\na==1\n",
+        "-i https://other/simple\na==1\n",
+    ):
+        file.write_text(text)
+        keys.append(_inputs(tmp_path, "requirements.txt")["input requirements.txt"])
+    assert keys[0] == keys[1] == keys[2] != keys[3]
