@@ -294,6 +294,24 @@ def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
         wait_for(lambda: not left.exists())
 
 
+def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Node) -> None:
+    (node.source / "more").write_bytes(os.urandom(2_000_000))
+    index(node.settings, node.source, "image:2")
+    drop_cache(node.settings)
+    small = replace(node.settings, cache_limit_bytes=1_000_000)
+    streams = node.settings.cache_dir / "streams"
+    for name, reference in (("one", "image:1"), ("two", "image:2")):
+        with mounted(small, reference, node.base / name, record="never") as image:
+            checksums_outside([image.directory / "big"])
+            # What an earlier start left goes; what is mounted stays, beyond the limit.
+            wait_for(lambda: len(list(streams.glob("*-*"))) == 1)
+            (used,) = streams.glob("*-*")
+            assert image.status()["cached_bytes"] >= BIG_BYTES
+            found = checksums_outside([image.directory / "big", image.directory / "hot-1"])
+            assert found == [digest_of(node.source / n) for n in ("big", "hot-1")]
+            assert used.exists()
+
+
 def test_unmount_of_a_dead_server(node: Node) -> None:
     directory = node.base / "mnt"
     directory.mkdir()
