@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from bootseer.blob.inflate import ERRORS, PIECE_BYTES, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.ordered_hash import OrderedHash
-from bootseer.prefetch.sources.inflate import ERRORS, PIECE_BYTES, decompress
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 
 
