@@ -45,8 +45,8 @@ from bootseer.prefetch.snapshotter.snapshot import (
 _log = logging.getLogger(__name__)
 
 _TIDY_S = 10.0
-_CALM_S = 0.3
-"""No further layer for so long: the image's last one is known, and its tree can be made."""
+_CALM_S = 0.1
+"""No further layer for so long: that was the image's last one, and the image can be mounted."""
 
 
 class Snapshotter:
@@ -74,7 +74,7 @@ class Snapshotter:
         self._wake = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
-        # chain id -> when its tree is to be made.
+        # chain id -> when its image is to be mounted.
         self._due: dict[str, float] = {}
         self._tidier = threading.Thread(target=self._tidy_until_closed, name="tidy", daemon=True)
 
@@ -225,7 +225,7 @@ class Snapshotter:
             self._wake.wait(self._pause_s())
             self._wake.clear()
             if not self._closing:
-                self._guard(self._make_due_trees)
+                self._guard(self._mount_pulled)
                 self._guard(self._tidy)
 
     @staticmethod
@@ -240,15 +240,20 @@ class Snapshotter:
             due_s = min(self._due.values(), default=float("inf"))
         return min(max(due_s - time.monotonic(), 0.0), _TIDY_S)
 
-    def _make_due_trees(self) -> None:
-        """So that the first container need not wait for it, and the store may go down."""
+    def _mount_pulled(self) -> None:
+        """Mount images that have just been pulled, so that what their starts touch is on its way
+        before there is a container, or before anybody starts one on a standby node."""
         now_s = time.monotonic()
         with self._lock:
             due = [chain_id for chain_id, due_s in self._due.items() if due_s <= now_s]
             for chain_id in due:
                 del self._due[chain_id]
         for chain_id in due:
-            self._chains.index_digest(chain_id)
+            key = self._tree_key(chain_id, self._settings.workload)
+            # Without a linger it would be taken off at once.
+            if self._linger_s:
+                with self._served.using(key, chain_id):
+                    _log.info("mounted %s, which has been pulled", chain_id)
 
     def _restore(self) -> None:
         """Mount what snapshots show and no server serves any more."""

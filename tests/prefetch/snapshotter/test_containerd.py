@@ -113,14 +113,15 @@ def test_a_later_start_replays_what_the_first_touched(site: Site) -> None:
     record = site.index("replayed")
     node.pull(reference)
     node.run(reference, "first", "cat", "/opt/replayed")
-    wait_for(lambda: not node.trees())
+    # The record is published when the server ends.
+    wait_for(lambda: not list(live_mounts(node.settings)))
     assert wait_published(node.settings, TIMEOUT_S)
     node.start(reference, "second", "sleep", "1000")
     try:
         ((state_dir, state),) = live_mounts(node.settings)
         assert state.index_digest == record.index_digest
-        status = node.status(state_dir)
-        assert status["prefetch"] is not None
+        # The bundle's header is fetched while the container starts.
+        wait_for(lambda: node.status(state_dir)["prefetch"] is not None)
     finally:
         node.remove("second")
 

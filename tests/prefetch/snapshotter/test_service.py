@@ -292,6 +292,20 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(fresh: Node, tmp_path: Pat
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
 
 
+def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
+    with Node(with_containerd=False, linger_s=60) as node:
+        record = add_image(node, tmp_path)
+        pull(node)
+        wait_for(lambda: len(node.trees()) == 1)
+        ((_, state),) = live_mounts(node.settings)
+        assert state.index_digest == record.index_digest
+        assert lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1])) == node.trees()[0]
+        node.call("Remove", key="c1")
+        node.call("Cleanup")
+        wait_for(lambda: not directories(node))
+        assert len(node.trees()) == 1
+
+
 def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_path: Path) -> None:
     add_image(fresh, tmp_path)
     pull(fresh)
