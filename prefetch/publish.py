@@ -31,7 +31,7 @@ from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
-from bootseer.prefetch.publish_image import publish_node_image
+from bootseer.prefetch.publish_image import is_unpublished, publish_node_image
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.prefetch.trace import Trace, accesses_of
 from bootseer.private import private_opener
@@ -176,6 +176,9 @@ def publish_record(
 
     Raises: BootseerError.
     """
+    if not settings.auto_index and is_unpublished(settings, info.index_digest):
+        _log.info("the record is left out: %s is not to be published", info.reference)
+        return None
     index_digest = publish_node_image(settings, info.index_digest)
     # Of the published image, whose inodes have the same numbers, and whose files have digests.
     tree = load_local_tree(settings, index_digest)

@@ -42,6 +42,15 @@ _WAIT_S = 3600.0
 """For another process of this node that publishes the image. A dead one lets go at once."""
 
 
+def is_unpublished(settings: Settings, index_digest: str) -> bool:
+    """Whether the image whose index this is lies on this node alone, as far as it knows."""
+    catalogue = NodeCatalogue(settings.cache_dir)
+    return (
+        catalogue.find_unpublished(index_digest) is not None
+        and catalogue.find_published(index_digest) is None
+    )
+
+
 def publish_node_image(settings: Settings, index_digest: str) -> str:
     """Have the image whose index this is in the store; the digest of its index there, which is
     another if the image was unpublished. That index lies in the node's cache, too.

@@ -443,3 +443,12 @@ def test_trim_forgets_what_nobody_asked_for(node: Node, layout: Layout) -> None:
     assert catalogue.trim() > 0
     assert not list(node.settings.cache_dir.rglob("*.json"))
     assert node.start(source_of(layout))[1] == contents
+
+
+def test_a_stream_that_is_lost_while_served(node: Node, layout: Layout) -> None:
+    """Nobody else has it: an error, not zeros."""
+    obtained = node.obtain(source_of(layout))
+    obtained.release()
+    shutil.rmtree(node.settings.cache_dir / "streams")
+    with pytest.raises(CorruptError, match="pull the image again"):
+        node.contents(obtained)
