@@ -23,6 +23,7 @@ from bench.peers.bootseer_image import Bootseer, Mode
 from bench.peers.containerd import Containerd, LocalContainerd
 from bench.peers.docker import Docker
 from bench.peers.soci import Soci
+from bench.peers.stargz import Stargz
 
 OURS: tuple[Peer, ...] = (
     Bootseer("unindexed", Mode.UNINDEXED),
@@ -39,6 +40,8 @@ PEERS: tuple[Peer, ...] = (
     Containerd("containerd 2.1", "forky"),
     Docker("docker 20.10", "bookworm"),
     Soci("bookworm"),
+    Stargz("estargz", "bookworm", is_optimized=False),
+    Stargz("estargz optimized", "bookworm", is_optimized=True),
     LocalContainerd("containerd local", "bookworm"),
 )
 
@@ -48,7 +51,7 @@ def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Rat
     return Case(
         name=name,
         description=(
-            f"A new node starts `{workload.shell_words}` in a container of an image of 1.1 GB "
+            f"A new node starts `{workload.shell_words}` in a container of an image of 1.2 GB "
             f"that lies in a registry behind {rate_mbit} Mbit/s."
         ),
         prepare=_prepare(workload, rate_mbit),

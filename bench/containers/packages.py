@@ -19,28 +19,36 @@ class Packages:
     """Packages of Debian's suites beneath one folder. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def unpacked(self, suite: str, name: str) -> Path:
         """The folder that holds the package's files, as `usr/bin/...`.
 
         Raises: SkippedError saying why it cannot be had.
         """
-        target = self._folder / suite / name
+        target = self.folder / suite / name
         if not target.is_dir():
             downloads = self._empty(suite, "download")
             self._apt_get(suite, "download", name, directory=downloads)
             partial = self._empty(suite, "partial")
             for package in downloads.glob("*.deb"):
-                _run(["dpkg-deb", "-x", str(package), str(partial)], f"unpack {package.name}")
+                _unpack(package, partial)
             partial.rename(target)
         return target
 
-    def version(self, suite: str, name: str) -> str:
-        """Of the package as last downloaded, e.g. "1.6.20~ds1-1+deb12u3"; "" if not known."""
-        listed = self._folder / suite / "download"
-        found = [path.name for path in listed.glob(f"{name}_*.deb")]
-        return found[0].split("_")[1] if found else ""
+    def unpacked_with_needs(self, suite: str, *names: str) -> Path:
+        """A folder with the files of these packages and of all that they need.
+
+        Raises: SkippedError.
+        """
+        bare = self._empty(suite, "bare")
+        (bare / "var/lib/dpkg").mkdir(parents=True)
+        (bare / "var/lib/dpkg/status").touch()
+        target = self._empty(suite, "with-needs")
+        for package in self.download_missing(suite, list(names), bare):
+            _unpack(package, target)
+            package.unlink()
+        return target
 
     def download_missing(self, suite: str, names: list[str], root: Path) -> list[Path]:
         """Files of those packages of `names` and what they need that `root` has not installed.
@@ -61,13 +69,13 @@ class Packages:
         return sorted(downloads.glob("*.deb"))
 
     def _empty(self, suite: str, name: str) -> Path:
-        folder = self._folder / suite / name
+        folder = self.folder / suite / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
     def _apt_get(self, suite: str, *arguments: str, directory: Path) -> None:
-        state = self._folder / suite / "apt"
+        state = self.folder / suite / "apt"
         sources = state / "debian.sources"
         options = [
             f"-oDir::Etc::sourcelist={sources}",
@@ -91,6 +99,10 @@ class Packages:
                 raise
         what = f"fetch {arguments[-1]} of Debian {suite}"
         _run(["apt-get", "-qq", *options, *arguments], what, directory)
+
+
+def _unpack(package: Path, target: Path) -> None:
+    _run(["dpkg-deb", "-x", str(package), str(target)], f"unpack {package.name}")
 
 
 def _mirror() -> str:

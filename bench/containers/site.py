@@ -83,8 +83,9 @@ class Peer(Protocol):
 
     name: str
     description: str
-    packages: tuple[tuple[str, str], ...]
-    """The Debian packages it needs: suite and name."""
+
+    def fetch(self, packages: Packages) -> None:
+        """Have what comes from outside, which later cannot be reached. Raises: SkippedError."""
 
     def prepare(self, site: Site) -> None:
         """What is done once and not timed, as to index. Raises: SkippedError, RuntimeError."""
@@ -118,8 +119,7 @@ def open_site(
     missing = {}
     for peer in peers:
         try:
-            for suite, package in peer.packages:
-                packages.unpacked(suite, package)
+            peer.fetch(packages)
         except SkippedError as reason:
             missing[peer.name] = str(reason)
     _assemble_hdfs()
@@ -139,7 +139,7 @@ def open_site(
             workspace.directory, packages, layout, line, store_url, workload, rate_mbit, missing
         )
         for tag in TAGS:
-            _push(site, tag)
+            copy_image(f"oci:{layout}:{tag}", f"docker://{site.reference(tag)}")
         yield site
 
 
@@ -196,10 +196,10 @@ def _store(far_side: Path) -> Iterator[str]:
         yield f"{cluster.url}/bootseer"
 
 
-def _push(site: Site, tag: str) -> None:
-    target = f"docker://{site.reference(tag)}"
-    command = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false"]
-    _run([*command, f"oci:{site.layout}:{tag}", target], "push the image")
+def copy_image(source: str, target: str) -> None:
+    """As skopeo names them, byte for byte. Raises: SkippedError."""
+    options = ["--quiet", "--src-tls-verify=false", "--dest-tls-verify=false"]
+    _run(["skopeo", "copy", *options, source, target], "copy the image")
 
 
 def _run(command: list[str], what: str) -> None:

@@ -19,7 +19,7 @@ class Workload:
         return shlex.join(self.command)
 
 
-TORCH = Workload("import-torch", ("python3", "-c", "import torch; print('ok')"), "ok")
+TORCH = Workload("import-torch", ("python3", "-c", 'import torch; print("ok")'), "ok")
 PANDAS = Workload("read-data", ("python3", "/app/read_data.py"), "500500")
 SHELL = Workload("shell", ("/bin/sh", "-c", "ls / > /dev/null; echo ok"), "ok")
 

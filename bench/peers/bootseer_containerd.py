@@ -5,6 +5,7 @@ before it fetches it; containerd 1.6's own `ctr image pull` fetches first.
 """
 
 from bench.containers.node import Node
+from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.peers.bootseer_image import Bootseer, Mode, settings
 from bench.peers.containerd import NAMESPACE, programs, run, shell, start_containerd
@@ -20,11 +21,11 @@ class BootseerSnapshotter(Bootseer):
     def __init__(self, name: str, containerd_suite: str) -> None:
         super().__init__(name, Mode.REPLAY)
         self.description = "replay by the snapshotter: ctr-remote image rpull, then ctr run"
-        self.packages = (
-            (containerd_suite, "containerd"),
-            (_CLIENT_SUITE, "stargz-snapshotter"),
-        )
         self._suite = containerd_suite
+
+    def fetch(self, packages: Packages) -> None:
+        packages.unpacked(self._suite, "containerd")
+        packages.unpacked(_CLIENT_SUITE, "stargz-snapshotter")
 
     def start(self, site: Site, node: Node) -> None:
         environment = {**settings(site, node), "BOOTSEER_WORKLOAD": site.workload.name}

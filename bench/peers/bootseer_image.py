@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from bench.containers.node import Node
+from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.containers.torch_image import TAGS
 
@@ -35,10 +36,12 @@ class Bootseer:
         self.name = name
         many = f", {count} containers at once" if count > 1 else ""
         self.description = f"{mode.value}{many}"
-        self.packages: tuple[tuple[str, str], ...] = ()
         self._mode = mode
         self._count = count
         self._records = 0
+
+    def fetch(self, packages: Packages) -> None:
+        pass
 
     def prepare(self, site: Site) -> None:
         if self._mode is not Mode.UNINDEXED:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.containers.node import CGROUP, Node
+from bench.containers.packages import Packages
 from bench.containers.site import Site
 
 NAMESPACE = "bench"
@@ -68,9 +69,9 @@ def pull(site: Site, folder: Path) -> str:
     return f"{ctr(folder)} image pull --plain-http {site.reference()}"
 
 
-def run(site: Site, folder: Path, *options: str, secure: bool = False) -> str:
-    """A line of shell."""
-    image = site.reference(secure=secure)
+def run(site: Site, folder: Path, *options: str, image: str = "") -> str:
+    """A line of shell; `image` is by default the image itself."""
+    image = image or site.reference()
     words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, image, "torch"]
     return f"{ctr(folder)} {' '.join(words)} {site.workload.shell_words}"
 
@@ -87,8 +88,10 @@ class Containerd:
     def __init__(self, name: str, suite: str) -> None:
         self.name = name
         self.description = "ctr image pull, then ctr run"
-        self.packages: tuple[tuple[str, str], ...] = ((suite, "containerd"),)
         self._suite = suite
+
+    def fetch(self, packages: Packages) -> None:
+        packages.unpacked(self._suite, "containerd")
 
     def prepare(self, site: Site) -> None:
         pass

@@ -1,6 +1,7 @@
 """Docker's engine: `docker pull`, then `docker run`, with overlay2."""
 
 from bench.containers.node import CGROUP, Node
+from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.peers.containerd import path, shell
 
@@ -13,8 +14,11 @@ class Docker:
     def __init__(self, name: str, suite: str) -> None:
         self.name = name
         self.description = "docker pull, then docker run"
-        self.packages: tuple[tuple[str, str], ...] = ((suite, "docker.io"), (suite, "containerd"))
         self._suite = suite
+
+    def fetch(self, packages: Packages) -> None:
+        packages.unpacked(self._suite, "docker.io")
+        packages.unpacked(self._suite, "containerd")
 
     def prepare(self, site: Site) -> None:
         pass

@@ -8,6 +8,7 @@ themselves come from the plain one, named as its mirror, as they do for everyone
 from pathlib import Path
 
 from bench.containers.node import Node
+from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.peers.containerd import (
     NAMESPACE,
@@ -36,11 +37,11 @@ class Soci:
     description = "soci image rpull, then ctr run; its index pushed beforehand"
 
     def __init__(self, containerd_suite: str) -> None:
-        self.packages: tuple[tuple[str, str], ...] = (
-            (_SUITE, "soci-snapshotter"),
-            (containerd_suite, "containerd"),
-        )
         self._suite = containerd_suite
+
+    def fetch(self, packages: Packages) -> None:
+        packages.unpacked(self._suite, "containerd")
+        packages.unpacked(_SUITE, "soci-snapshotter")
 
     def prepare(self, site: Site) -> None:
         site.once("soci index", lambda: self._push_index(site))
@@ -74,8 +75,9 @@ class Soci:
 
     def launch(self, site: Site, node: Node) -> list[str]:
         trust = f"export SSL_CERT_FILE={site.certificate}"
-        rpull = f"{_client(site)} image rpull {site.reference(secure=True)}"
-        start = run(site, programs(site, self._suite), "--snapshotter=soci", secure=True)
+        image = site.reference(secure=True)
+        rpull = f"{_client(site)} image rpull {image}"
+        start = run(site, programs(site, self._suite), "--snapshotter=soci", image=image)
         return shell(trust, rpull, start)
 
     def settle(self, site: Site, node: Node) -> dict[str, float]:
