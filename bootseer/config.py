@@ -15,6 +15,7 @@ from typing import Any
 
 from bootseer.errors import InvalidInputError, from_oserror
 
+RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
@@ -63,6 +64,8 @@ class Settings:
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
     snapshot_max_age_s: float
     """An older snapshot is made anew by the set-up that would use it; 0: none is too old."""
+    restore_mode: str
+    """How snapshots are put in place: one of `RESTORE_MODES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,12 @@ def _path_or_off(text: str) -> Path | None:
     return None if text == "off" else _path(text)
 
 
+def _restore_mode(text: str) -> str:
+    if text not in RESTORE_MODES:
+        raise InvalidInputError(f"{text!r} is no restore mode; use {', '.join(RESTORE_MODES)}")
+    return text
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store_url": absolute_url,
     "cache_dir": _path,
@@ -162,6 +171,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "auto_index": _switch,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_age,
+    "restore_mode": _restore_mode,
 }
 
 
@@ -201,6 +211,7 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         "auto_index": "on",
         "registry_hosts_dir": "/etc/containerd/certs.d",
         "snapshot_max_age_s": "off",
+        "restore_mode": "auto",
     }
 
 

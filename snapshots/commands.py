@@ -6,10 +6,12 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import capture, catalogue, work
+from bootseer.snapshots import capture, catalogue, mounted, work
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
-from bootseer.snapshots.restore import check_base, place, restore, restore_to
+from bootseer.snapshots.request import Report
+from bootseer.snapshots.restore import check_base, place, restore_to
+from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import declared_targets
@@ -41,8 +43,15 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
             return capture.create(store, settings.cache_dir, changes, node=settings.node, name=name)
 
 
-def restore_snapshot(settings: Settings, key: str, directory: Path | None = None) -> Manifest:
-    """Put a snapshot in place, or a plain one into `directory`; returns it.
+def restore_snapshot(
+    settings: Settings,
+    key: str,
+    directory: Path | None = None,
+    *,
+    report: Report = lambda sentence: None,
+) -> Manifest:
+    """Put a snapshot in place, or a plain one into `directory`; returns it. What is mounted stays
+    mounted. `report` gets the way that was chosen and why.
 
     Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
     nothing has changed then.
@@ -57,6 +66,7 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
         hosts = [item.path for item in placed]
         with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
             note = remember(settings, _ROOT)
+            mounted.recover(settings, hosts)
             work.recover(hosts, note)
             bases = {}
             for item in placed:
@@ -64,7 +74,15 @@ def restore_snapshot(settings: Settings, key: str, directory: Path | None = None
                 check_base(manifest, item.target, before)
                 bases[item.target.path] = base_digest(before)
             catalogue.note_used(store, manifest)
-            restore(
-                store, manifest, placed, bases, deadline_s=settings.deadline_s, on_finished=note
+            done = restore_by_choice(
+                settings,
+                store,
+                manifest,
+                placed,
+                bases,
+                Wish(settings.restore_mode),
+                on_finished=note,
+                report=report,
             )
+            report(done.choice.sentence())
     return manifest

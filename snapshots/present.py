@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from bootseer.config import Settings
+from bootseer.snapshots.mounted import Found, find_mounted
 from bootseer.snapshots.request import Resolved
-from bootseer.snapshots.scan import Scan
+from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.state import load_state
 
 
@@ -23,3 +25,33 @@ def key_in_place(
     bases = {target: state.base for target, state in zip(resolved.targets, known, strict=True)}
     key = resolved.key(bases)
     return (key, bases) if {state.fingerprint for state in known} == {key} else None
+
+
+def mounts_in_place(
+    settings: Settings, resolved: Resolved, paths: Mapping[bytes, Path]
+) -> tuple[str, list[Found]] | None:
+    """`key_in_place` for snapshots that are mounted: the fingerprint and the mounts. Nothing in
+    them is looked at. Raises: BootseerError."""
+    mounts: list[Found] = []
+    bases: dict[bytes, str] = {}
+    fingerprints = set()
+    others = []
+    for target in resolved.targets:
+        found = find_mounted(settings, paths[target])
+        if found is None:
+            others.append(target)
+            continue
+        mounts.append(found)
+        bases[target] = found.record.base
+        fingerprints.add(found.record.fingerprint)
+    if not mounts:
+        return None
+    for target in others:
+        # The set-up has made nothing here.
+        state = load_state(settings.cache_dir, paths[target], scan(paths[target]))
+        if state is None:
+            return None
+        bases[target] = state.base
+        fingerprints.add(state.fingerprint)
+    key = resolved.key(bases)
+    return (key, mounts) if fingerprints == {key} else None

@@ -72,6 +72,8 @@ class Request:
     """Digest of the image that it runs in; empty: BOOTSEER_IMAGE."""
     root: Path = field(default_factory=lambda: Path("/"))
     """Where the job's "/" lies on this host."""
+    scratch: Path | None = None
+    """A folder that goes with another root than this host's."""
     directory: str = ""
     """Where the command runs, inside the root; empty: here, or "/" of another root."""
     environ: Mapping[str, str] | None = None

@@ -5,7 +5,7 @@ holds the locks of the targets and has called `work.recover`.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,10 @@ from bootseer.store import Store
 
 # Names whose directory knows its own path: such a tree works nowhere else.
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
+
+
+Fill = Callable[[Target, Tree, Path], None]
+"""Makes a target's tree at a path that does not exist, whole or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +78,30 @@ def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
 
 
 def restore(
-    store: Store,
     manifest: Manifest,
     placed: Sequence[Placed],
     bases: Mapping[bytes, str],
+    store: Store,
     *,
-    deadline_s: float,
+    fill: Fill,
     on_finished: working.OnFinished,
 ) -> None:
     """Put all targets of a snapshot in place, or change nothing.
 
-    What is there (`bases`) has been found to fit (`check_base`). `on_finished` is called for each
-    target before a crash could no longer be recovered from. Raises: CorruptError, NotFoundError,
-    UnavailableError, DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed,
-    unless the message says that a restore could not be *finished*; the next run goes on with it.
+    What is there (`bases`) has been found to fit (`check_base`). `fill` makes each target's tree,
+    beside it. `on_finished` is called for each target before a crash could no longer be recovered
+    from. Raises: CorruptError, NotFoundError, UnavailableError, DeadlineError, NoSpaceError,
+    PermissionDeniedError: nothing has changed, unless the message says that a restore could not be
+    *finished*; the next run goes on with it.
     """
     works: list[working.Work] = []
     try:
         for item in placed:
             tree, encoded = load_encoded_tree(store, item.target)
-            _check_tree(item.target, tree)
+            check_tree(item.target, tree)
             work = working.make_work(item.path)
             works.append(work)
-            _extract(store, item.target, tree, work.tree, deadline_s)
+            fill(item.target, tree, work.tree)
             working.write_plan(
                 work,
                 works[0],
@@ -113,12 +118,16 @@ def restore(
         raise
 
 
-def _check_tree(target: Target, tree: Tree) -> None:
+def check_tree(target: Target, tree: Tree) -> None:
+    """Whether a target's tree keeps off the names of restores. Raises: CorruptError."""
     if any(name.name.startswith(WORK_PREFIX) for name in tree.children(0)):
         raise CorruptError(f"the snapshot of {text_of(target.path)} holds a reserved name")
 
 
-def _extract(store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float) -> None:
+def fetch_tree(
+    store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float
+) -> None:
+    """Extract a target's tree to `directory`, whole or not at all. Raises: as `restore`."""
     with ExitStack() as stack:
         label = f"restoring {text_of(target.path)}"
         progress = stack.enter_context(Progress(label, target.blob.size_bytes))
@@ -153,4 +162,4 @@ def restore_to(store: Store, manifest: Manifest, directory: Path, *, deadline_s:
     target = manifest.targets[0]
     tree = load_tree(store, target)
     check_relocatable(tree)
-    _extract(store, target, tree, Path(os.path.abspath(directory)), deadline_s)
+    fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)

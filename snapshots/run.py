@@ -7,12 +7,10 @@ Only the command's own failure, and a declaration that cannot be used, are error
 
 import logging
 import random
-import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootseer.config import Settings
@@ -22,20 +20,23 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
     SetupFailedError,
-    exit_code_of,
 )
+from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue
+from bootseer.snapshots import catalogue, modes, mounted
 from bootseer.snapshots import work as working
 from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.present import key_in_place
-from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
-from bootseer.snapshots.restore import place, restore
+from bootseer.snapshots.mounted import keep_mounted
+from bootseer.snapshots.present import key_in_place, mounts_in_place
+from bootseer.snapshots.request import Report, Request, Resolved, resolve
+from bootseer.snapshots.restore import place
+from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan
+from bootseer.snapshots.set_up_command import run_command
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import show
 from bootseer.store import Store, open_store
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.1
 _POLL_MAX_S = 2.0
-# The set-up's output is not ours to put on stdout, which carries data.
-_STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,11 @@ class SetupResult:
     seconds: float
     setup_seconds: float
     """Of the command itself, now or when the snapshot was made."""
+    mode: str = ""
+    """How it was restored: "mount", "link", "hardlink" or "extract"; empty where it was not."""
+    mode_reason: str = ""
+    ready_names: tuple[str, ...] = ()
+    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the records of mounts."""
 
     @property
     def hit(self) -> bool:
@@ -79,18 +83,21 @@ def run_setup(
     report: Report = lambda sentence: None,
     wait_s: float = 1800.0,
     lease_s: float = 30.0,
+    user_pid: int | None = None,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
     `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
     bounds the wait for another process or node that is running the same set-up; `lease_s` is how
-    long a node that died holds the others up.
+    long a node that died holds the others up. What is mounted goes when process `user_pid` ends;
+    None: it stays.
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used.
     """
     started = time.monotonic()
-    run = _Run(settings, request, report, wait_s, lease_s, started)
+    sweep_covers(settings)
+    run = _Run(settings, request, report, wait_s, lease_s, started, user_pid)
     try:
         resolved = resolve(request, report)
     except (InvalidInputError, NotFoundError):
@@ -111,6 +118,7 @@ class _Run:
         wait_s: float,
         lease_s: float,
         started: float,
+        user_pid: int | None,
     ) -> None:
         self.settings = settings
         self.request = request
@@ -123,6 +131,7 @@ class _Run:
         self.paths: dict[bytes, Path] = {}
         self.key = ""
         self.is_locked = False
+        self.user_pid = user_pid
         self.note = remember(settings, request.root)
 
     def guarded(self, resolved: Resolved) -> SetupResult:
@@ -137,6 +146,7 @@ class _Run:
                 hosts = list(self.paths.values())
                 stack.enter_context(locked(self.settings.run_dir, hosts, deadline_s=self.wait_s))
                 self.is_locked = True
+                mounted.recover(self.settings, hosts)
                 working.recover(hosts, self.note)
                 store = stack.enter_context(
                     open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
@@ -163,7 +173,7 @@ class _Run:
         """The command, as without Bootseer."""
         self.report(f"warning: running the set-up without a snapshot: {reason}")
         self._settle()
-        return self._result("ran", setup_s=self._command())
+        return self._result("ran", setup_s=run_command(self.request))
 
     def _settle(self) -> None:
         """Before the command writes to the targets: no restore may be pending on them."""
@@ -177,6 +187,9 @@ class _Run:
             working.abandon(hosts)
 
     def _locked(self, store: Store, resolved: Resolved) -> SetupResult:
+        kept = self._kept_mount(store, resolved)
+        if kept is not None:
+            return kept
         before = self._scan()
         bases = {target: base_digest(before[target]) for target in self.targets}
         if self._is_in_place(store, resolved, before):
@@ -233,15 +246,32 @@ class _Run:
         if found is None:
             return False
         self.key = found[0]
+        return not self._is_outdated(store)
+
+    def _is_outdated(self, store: Store) -> bool:
+        """Whether the snapshot in place is too old by now."""
         if not self.settings.snapshot_max_age_s:
-            return True
+            return False
         try:
             manifest = catalogue.load(store, self.key)
         except BootseerError as error:
             # What is here is what was asked for; that it may be too old is no reason to fail.
             self.report(f"warning: cannot tell how old the snapshot in place is: {error}")
-            return True
-        return manifest is None or not self._is_too_old(manifest)
+            return False
+        return manifest is not None and self._is_too_old(manifest)
+
+    def _kept_mount(self, store: Store, resolved: Resolved) -> SetupResult | None:
+        """What is mounted on the targets, if it is what was asked for: nothing is scanned then."""
+        found = mounts_in_place(self.settings, resolved, self.paths)
+        if found is None:
+            return None
+        self.key, mounts = found
+        if self._is_outdated(store) or not keep_mounted(self.settings, mounts, self.user_pid):
+            return None
+        self.report(f"snapshot {self.key[:12]} is mounted already")
+        result = self._result("in place", file_count=sum(one.record.file_count for one in mounts))
+        names = tuple(one.record.ready_name for one in mounts)
+        return replace(result, mode=modes.MOUNT, mode_reason="it was mounted", ready_names=names)
 
     def _is_too_old(self, manifest: Manifest) -> bool:
         return is_too_old(manifest, self.settings.snapshot_max_age_s)
@@ -258,13 +288,21 @@ class _Run:
         if any(item.target.path not in self.paths for item in placed):
             raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
         catalogue.note_used(store, manifest)
-        restore(
+        wish = Wish(
+            self.settings.restore_mode,
+            user_pid=self.user_pid,
+            is_container=self.request.root != Path("/"),
+            scratch=self.request.scratch,
+        )
+        done = restore_by_choice(
+            self.settings,
             store,
             manifest,
             placed,
             bases,
-            deadline_s=self.settings.deadline_s,
+            wish,
             on_finished=self.note,
+            report=self.report,
         )
         # Targets that the set-up did not make: known to be missing.
         for target in bases.keys() - {item.target.path for item in placed}:
@@ -273,50 +311,20 @@ class _Run:
             "restored",
             file_count=manifest.file_count,
             content_bytes=manifest.content_bytes,
-            moved_bytes=manifest.stored_bytes,
+            moved_bytes=done.moved_bytes,
             setup_s=manifest.setup_ns / 1e9,
         )
         self.report(
             f"restored snapshot {self.key[:12]}: {result.file_count} files in "
-            f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s"
+            f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s, "
+            f"{done.choice.sentence()}"
         )
-        return result
-
-    def _command(self) -> float:
-        """Run it, its output on our stderr. Seconds. Raises: SetupFailedError."""
-        started = time.monotonic()
-        command = list(self.request.command)
-        environ = self.request.environ
-        try:
-            done = self.request.runner(
-                command,
-                stdout=_STDERR,
-                stderr=_STDERR,
-                cwd=self.request.directory or None,
-                env=None if environ is None else dict(environ),
-            )
-        except BootseerError as error:
-            # Of a container's runner. It may have run: as good as the command's own failure.
-            raise SetupFailedError(
-                f"cannot run the set-up: {error}", exit_code_of(error)
-            ) from error
-        except (OSError, subprocess.SubprocessError) as error:
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            where = working_directory(self.request)
-            raise SetupFailedError(
-                f"cannot start the set-up {command[0]!r} in {where}: {error}", code
-            ) from error
-        code = done.returncode
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-            raise SetupFailedError(
-                f"the set-up {command[0]!r} was ended by {name}; nothing was stored", 128 - code
-            )
-        if code:
-            raise SetupFailedError(
-                f"the set-up {command[0]!r} failed with exit code {code}; nothing was stored", code
-            )
-        return time.monotonic() - started
+        return replace(
+            result,
+            mode=done.choice.mode,
+            mode_reason=done.choice.reason,
+            ready_names=done.ready_names,
+        )
 
     def _capture(
         self,
@@ -331,7 +339,7 @@ class _Run:
         """`replace`: what is stored is damaged; `renew`: it is whole, but too old."""
         if not renew:
             self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
-        setup_s = self._command()
+        setup_s = run_command(self.request)
         try:
             manifest = self._publish(
                 store, resolved, before, bases, setup_s, replace=replace, renew=renew

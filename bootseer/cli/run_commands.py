@@ -5,6 +5,7 @@ from dataclasses import replace
 import click
 
 from bootseer.cli.output import current_settings
+from bootseer.cli.snapshot_output import mode_option
 
 
 def _say(sentence: str) -> None:
@@ -58,6 +59,7 @@ def _say(sentence: str) -> None:
     multiple=True,
     help="An environment variable that decides the set-up's result.",
 )
+@mode_option
 @click.option(
     "--checkpoint",
     "checkpoints",
@@ -74,6 +76,7 @@ def run(
     targets: tuple[str, ...],
     inputs: tuple[str, ...],
     variables: tuple[str, ...],
+    mode: str | None,
     checkpoints: tuple[str, ...],
     command: tuple[str, ...],
 ) -> None:
@@ -90,8 +93,10 @@ def run(
         raise click.UsageError("--bind needs --image")
     if no_index and not image:
         raise click.UsageError("--no-index needs --image")
-    if (targets or inputs or variables) and not setups:
-        raise click.UsageError("--target, --input and --env describe a set-up: they need --setup")
+    if (targets or inputs or variables or mode) and not setups:
+        raise click.UsageError(
+            "--target, --input, --env and --mode are about a set-up: add --setup"
+        )
     job = Job(
         command=command,
         image=image,
@@ -103,4 +108,6 @@ def run(
         binds=binds,
     )
     settings = current_settings()
+    if mode is not None:
+        settings = replace(settings, restore_mode=mode)
     launch(replace(settings, auto_index=False) if no_index else settings, job, _say)

@@ -6,6 +6,7 @@ Here is what a single snapshot is made, restored and shown by; running set-ups i
 
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
+from bootseer.cli.snapshot_archive_commands import ARCHIVE_COMMANDS
 from bootseer.cli.snapshot_check_commands import CHECK_COMMANDS
-from bootseer.cli.snapshot_output import say, shown, summary, when
+from bootseer.cli.snapshot_output import mode_option, say, shown, summary, when
 from bootseer.cli.snapshot_run_commands import RUN_COMMANDS
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def snapshot() -> None:
     """Environments: capture once, restore everywhere."""
 
 
-for _command in (*RUN_COMMANDS, *CHECK_COMMANDS):
+for _command in (*RUN_COMMANDS, *CHECK_COMMANDS, *ARCHIVE_COMMANDS):
     snapshot.add_command(_command)
 
 
@@ -67,19 +69,33 @@ def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Another place; only for a plain directory, which holds no path of its own.",
 )
+@mode_option
 @json_option
-def restore(key: str, directory: Path | None, as_json: bool) -> None:
+def restore(key: str, directory: Path | None, mode: str | None, as_json: bool) -> None:
     """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
 
     A directory that exists must be empty, or be as it was before the set-up.
     """
     from bootseer.snapshots.commands import restore_snapshot
 
-    manifest = restore_snapshot(current_settings(), key, directory)
+    settings = current_settings()
+    if mode is not None:
+        settings = replace(settings, restore_mode=mode)
+    manifest = restore_snapshot(settings, key, directory, report=say)
     if as_json:
         emit_json(summary(manifest))
     else:
         say(f"restored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}")
+
+
+@snapshot.command(epilog="Example: bootseer snapshot unmount /opt/env")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--lazy", is_flag=True, help="Also while files in it are open.")
+def unmount(directory: Path, lazy: bool) -> None:
+    """Take off a snapshot that is mounted on DIRECTORY; what was written there is gone."""
+    from bootseer.snapshots.mounted import unmount_snapshot
+
+    unmount_snapshot(current_settings(), directory, lazy=lazy)
 
 
 @snapshot.command("list", epilog="Example: bootseer snapshot list --json")

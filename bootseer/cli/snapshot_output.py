@@ -5,8 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.config import RESTORE_MODES
+
 if TYPE_CHECKING:
     from bootseer.snapshots.manifest import Manifest
+
+
+mode_option = click.option(
+    "--mode",
+    metavar="MODE",
+    type=click.Choice(RESTORE_MODES),
+    help="How to restore: auto, mount, link, extract or hardlink. Default: BOOTSEER_RESTORE_MODE.",
+)
 
 
 def say(sentence: str) -> None:

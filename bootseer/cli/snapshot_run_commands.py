@@ -20,7 +20,7 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
 )
-from bootseer.cli.snapshot_output import say, when
+from bootseer.cli.snapshot_output import mode_option, say, when
 from bootseer.config import Settings
 
 if TYPE_CHECKING:
@@ -103,16 +103,19 @@ def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
     show_default=True,
     help="How long to wait for another node or process that runs the same set-up.",
 )
+@mode_option
 @click.option("--dry-run", is_flag=True, help="Only say what would happen; change nothing.")
 @_set_up_options
 @json_option
-def run(wait_s: float, dry_run: bool, as_json: bool, **options: Any) -> None:
+def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Run a set-up COMMAND once; later, and on other nodes, restore what it made.
 
     Exits with the command's own code when it fails. Trouble with the store only costs the
     restore: the command then runs as usual.
     """
     settings, request = _request(options)
+    if mode is not None:
+        settings = replace(settings, restore_mode=mode)
     if dry_run:
         _tell(settings, request, as_json)
         return
@@ -133,6 +136,8 @@ def run(wait_s: float, dry_run: bool, as_json: bool, **options: Any) -> None:
                 "moved_bytes": result.moved_bytes,
                 "seconds": result.seconds,
                 "setup_seconds": result.setup_seconds,
+                "mode": result.mode,
+                "mode_reason": result.mode_reason,
             }
         )
 
@@ -156,6 +161,8 @@ def _tell(settings: Settings, request: "Request", as_json: bool) -> None:
                 "moved_bytes": restored.stored_bytes if restored else 0,
                 "seconds": 0.0,
                 "setup_seconds": snapshot.setup_ns / 1e9 if snapshot else 0.0,
+                "mode": "",
+                "mode_reason": "",
             }
         )
         return

@@ -23,7 +23,7 @@ from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.report.breakdown import START
-from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
+from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # What makes a set-up line a script for the shell rather than a plain command.
 _SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
+
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
@@ -147,7 +148,14 @@ class _Start:
         )
         if self._container is not None:
             request = _inside(self._container, request)
-        result = run_setup(self._settings, request, report=self._say)
+        # The job that this process becomes is who uses what is mounted.
+        result = run_setup(self._settings, request, report=self._say, user_pid=os.getpid())
+        if result.ready_names:
+            known = os.environ.get(READY_VARIABLE, "").split(",")
+            names = [*filter(None, known), *result.ready_names]
+            os.environ[READY_VARIABLE] = ",".join(names)
+        if result.mode:
+            span.set("bootseer.mode", result.mode)
         span.set("bootseer.hit", result.hit)
         span.set("bootseer.bytes", result.moved_bytes)
         span.set("bootseer.how", result.how)
@@ -199,6 +207,7 @@ def _inside(container: "Container", request: "Request") -> "Request":
         # Not the index, which is another one once the image is published.
         base=container.image.record.identity,
         root=container.root,
+        scratch=container.scratch / "setups",
         directory=container.config.working_dir or "/",
         environ=container_environment(container),
         runner=_without_stdin(container.run),

@@ -1,0 +1,77 @@
+"""What this node allows, and what lies where targets are to be: the facts behind `modes.choose`.
+
+Looks, and changes nothing but a probe file in the node's cache. Stateless; any thread.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.modes import Facts
+from bootseer.snapshots.node_trees import NodeTrees
+from bootseer.snapshots.reflink import can_reflink
+from bootseer.snapshots.restore import Placed
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+def find_facts(
+    settings: Settings, manifest: Manifest, placed: Sequence[Placed], *, is_container: bool
+) -> Facts:
+    """For restoring a snapshot. Raises: OSError."""
+    trees = NodeTrees(settings)
+    table = _mount_points(Path("/proc/self/mountinfo").read_bytes())
+    paths = [item.path for item in placed]
+    places = [existing_parent(path) for path in paths]
+    return Facts(
+        may_mount=can_mount_directly() and not _is_user_namespace(),
+        has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
+        is_container=is_container,
+        is_throwaway=all(_kind_of(place, table) == b"overlay" for place in places),
+        all_whole=all(item.target.whole for item in placed),
+        has_mounts_inside=any(
+            point.startswith(os.fsencode(path) + b"/") for path in paths for point, _, _ in table
+        ),
+        has_trees=all(trees.has(item.target.index.digest) for item in placed),
+        can_reflink=all(can_reflink(trees.directory, place) for place in places),
+        can_hard_link=all(trees.is_on_same_file_system(place) for place in places),
+        target_count=len(placed),
+        file_count=manifest.file_count,
+        content_bytes=manifest.content_bytes,
+    )
+
+
+def _is_user_namespace() -> bool:
+    """Whether root's rights end at a user namespace: owners and overlays are restricted there."""
+    # user_namespaces(7): the initial one maps everything to itself.
+    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory at or above `path` that exists."""
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _mount_points(mountinfo: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    """(mount point, device as major:minor, kind) of each mount. Pure."""
+    found = []
+    for line in mountinfo.splitlines():
+        # id parent major:minor root mountpoint options optional... - type source super-options
+        fields, _, rest = line.partition(b" - ")
+        head = fields.split(b" ")
+        if len(head) >= 6:
+            point = _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), head[4])
+            found.append((point, head[2], rest.partition(b" ")[0]))
+    return found
+
+
+def _kind_of(directory: Path, table: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
+    device = os.stat(directory).st_dev
+    wanted = b"%d:%d" % (os.major(device), os.minor(device))
+    return next((kind for _, one, kind in table if one == wanted), b"")

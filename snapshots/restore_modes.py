@@ -1,0 +1,127 @@
+"""Puts a snapshot in place in the way that fits: mounted, linked or extracted.
+
+Alone decides what happens when the chosen way does not work out: it is extracted, with one
+warning. The caller holds the locks of the targets and has recovered them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
+from bootseer.snapshots import modes
+from bootseer.snapshots.facts import find_facts
+from bootseer.snapshots.linked import copy_tree
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.modes import Choice
+from bootseer.snapshots.mounted import mount_snapshot
+from bootseer.snapshots.node_trees import NodeTrees
+from bootseer.snapshots.overlaid import overlay_snapshot
+from bootseer.snapshots.restore import Placed, fetch_tree, restore
+from bootseer.snapshots.work import OnFinished
+from bootseer.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the caller wants of a restore, and what it is for."""
+
+    mode: str
+    """One of `config.RESTORE_MODES`."""
+    user_pid: int | None = None
+    """Mounts go when this process ends; None: they stay until somebody takes them off."""
+    is_container: bool = False
+    """The targets lie in another root than this host's."""
+    scratch: Path | None = None
+    """A folder that goes with that root; None: nothing can be mounted in there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `restore_by_choice` did."""
+
+    choice: Choice
+    moved_bytes: int
+    """From the store. Of a mount: by now."""
+    ready_names: tuple[str, ...] = ()
+    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record of a mount."""
+
+
+def restore_by_choice(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    wish: Wish,
+    *,
+    on_finished: OnFinished,
+    report: Callable[[str], None],
+) -> Restored:
+    """Put all targets of a snapshot in place, or change nothing; see `restore.restore`.
+
+    Raises: as `restore.restore`.
+    """
+    try:
+        facts = find_facts(settings, manifest, placed, is_container=wish.is_container)
+        if wish.is_container and wish.scratch is None:
+            facts = replace(facts, may_mount=False)
+    except OSError as error:
+        raise from_oserror(error, "look at the targets of a restore") from error
+    choice = modes.choose(wish.mode, facts)
+    if choice.is_refusal:
+        report(f"warning: {choice.sentence()}")
+    elif choice.mode != modes.EXTRACT:
+        try:
+            if choice.mode == modes.MOUNT:
+                done = mount_snapshot(
+                    settings, store, manifest, placed, bases, user_pid=wish.user_pid
+                )
+                return Restored(choice, done.moved_bytes, done.ready_names)
+            return _link(settings, store, manifest, placed, bases, wish, choice, on_finished)
+        except (CorruptError, NotFoundError):
+            raise  # the snapshot itself
+        except BootseerError as error:
+            choice = modes.fallback(str(error))
+            report(f"warning: {choice.sentence()}")
+
+    def extract(target: Target, tree: Tree, directory: Path) -> None:
+        fetch_tree(store, target, tree, directory, settings.deadline_s)
+
+    restore(manifest, placed, bases, store, fill=extract, on_finished=on_finished)
+    return Restored(choice, manifest.stored_bytes)
+
+
+def _link(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    wish: Wish,
+    choice: Choice,
+    on_finished: OnFinished,
+) -> Restored:
+    """From the node's extracted trees, made where they are missing."""
+    trees = NodeTrees(settings)
+    moved_bytes = sum(item.target.index.size_bytes for item in placed)
+
+    def build(target: Target, tree: Tree, directory: Path) -> None:
+        nonlocal moved_bytes
+        fetch_tree(store, target, tree, directory, settings.deadline_s)
+        moved_bytes += target.blob.size_bytes
+
+    def fill(target: Target, tree: Tree, directory: Path) -> None:
+        def build_one(path: Path) -> None:
+            build(target, tree, path)
+
+        with trees.using(target.index.digest, tree, build_one) as (source, _):
+            copy_tree(source, directory, hard=choice.mode == modes.HARDLINK)
+
+    if choice.method == modes.OVERLAY and wish.scratch is not None:
+        overlay_snapshot(store, trees, placed, wish.scratch, build)
+    else:
+        restore(manifest, placed, bases, store, fill=fill, on_finished=on_finished)
+    return Restored(choice, moved_bytes)
