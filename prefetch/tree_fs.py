@@ -32,6 +32,8 @@ _TTL_S = 365 * 86_400.0
 
 _FIRST_COOKIE = 3
 """Cookies up to 2 belong to "." and ".."."""
+_REPLY_NAMES_MAX = 1024
+"""More than the kernel's buffer for names has room for."""
 
 _ZEROS = bytes(1024 * 1024)
 _NEGATIVE = Entry(None, entry_ttl_s=_TTL_S)
@@ -242,11 +244,11 @@ class TreeFileSystem(Operations):
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
-        names = self._tree.children(self._number(node))
         first = max(offset - _FIRST_COOKIE + 1, 0)
+        # No reply holds more; the kernel asks again for the rest.
+        names = self._tree.children(self._number(node), first, _REPLY_NAMES_MAX)
         entries = []
-        # One reply holds far fewer; the server asks again for the rest.
-        for i, name in enumerate(names[first : first + 1024], first):
+        for i, name in enumerate(names, first):
             number = name.inode
             entries.append(
                 DirectoryEntry(

@@ -185,9 +185,15 @@ class Tree:
         first = bisect_left(parents, directory)
         return first, bisect_right(parents, directory, first)
 
-    def children(self, directory: int) -> Sequence[Name]:
-        """The names in a directory, sorted by name; empty for anything else."""
+    def children(
+        self, directory: int, skip: int = 0, count_max: int | None = None
+    ) -> Sequence[Name]:
+        """The names in a directory, sorted by name; empty for anything else. Of a large one a part
+        may be asked for: at most `count_max` behind the first `skip`."""
         first, end = self._range(directory)
+        first += skip
+        if count_max is not None:
+            end = min(end, first + count_max)
         names = self.columns.names
         inodes = self.columns.name_inode
         return [Name(directory, names[i], inodes[i]) for i in range(first, end)]

@@ -56,6 +56,9 @@ def test_large_directories_are_searched_without_a_dict() -> None:
     tree = build_tree(names, [DIR] + [FILE] * 9000, [])
     assert tree.lookup(0, b"08999") == 9000
     assert tree.lookup(0, b"09000") is None
+    assert [name.name for name in tree.children(0, 8998, 5)] == [b"08998", b"08999"]
+    assert [name.inode for name in tree.children(0, 3, 2)] == [4, 5]
+    assert tree.children(0, 9000, 5) == []
 
 
 @pytest.mark.parametrize(
