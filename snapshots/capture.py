@@ -62,12 +62,26 @@ def capture(store: Store, cache_dir: Path, change: Change, *, replace: bool = Fa
         raise
     except OSError as error:
         raise from_oserror(error, f"capture {text_of(change.path)}") from error
+    whole = len(change.before) <= 1
+    return make_target(change.path, tree, blob, stored, whole=whole, deletions=difference.deleted)
+
+
+def make_target(
+    path: bytes,
+    tree: Tree,
+    blob: Stored,
+    stored: Stored,
+    *,
+    whole: bool,
+    deletions: tuple[bytes, ...],
+) -> Target:
+    """What a manifest says of a tree that is in the store as `blob` and, encoded, as `stored`."""
     return Target(
-        path=change.path,
-        whole=len(change.before) <= 1,
+        path=path,
+        whole=whole,
         blob=blob,
         index=stored,
-        deletions=difference.deleted,
+        deletions=deletions,
         file_count=tree.name_count,
         content_bytes=sum(
             tree.columns.size_bytes[number]

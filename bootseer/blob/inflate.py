@@ -1,4 +1,4 @@
-"""Decompression of layers and archives: gzip, zstd or none, as pieces. Alone owns which libraries do it.
+"""Decompression of layers and archives: gzip, zstd or none, as pieces. Alone owns the libraries.
 
 ISA-L decompresses gzip twice as fast as zlib; a platform that has no wheel of it has zlib. Both
 verify gzip's own checksums. Generators: nothing is read before it is asked for.

@@ -1,0 +1,245 @@
+"""Snapshots as plain tar.zst files, and snapshots of any tar: `export` and `import`.
+
+Edge: files, store. An archive is hostile: its expansion is bounded, its members are read by
+`blob.tar_pack`, and what a restore would refuse is refused here. One call is one archive.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from bootseer.blob import index
+from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.inflate import ERRORS, PIECE_BYTES, decompress
+from bootseer.blob.keys import blob_key
+from bootseer.blob.members import Members
+from bootseer.blob.pack import pack_tar
+from bootseer.blob.read import BlobReader
+from bootseer.blob.tar_header import END
+from bootseer.blob.tree import Inode, Tree
+from bootseer.config import Settings
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    from_oserror,
+)
+from bootseer.private import private_opener
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.capture import make_manifest, make_target
+from bootseer.snapshots.fingerprint import Part
+from bootseer.snapshots.lock import private_directory
+from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name, target_path, text_of
+from bootseer.snapshots.scan import WORK_PREFIX
+from bootseer.store import Store
+
+# What an archive may expand to: deflate cannot exceed 1032, and below this nobody cares.
+_RATIO_MAX = 1100
+_FREE_BYTES = 1 << 30
+_EXPANDED_BYTES_MAX = 1 << 40
+
+OnProgress = Callable[[int], None]
+
+
+def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: OnProgress) -> int:
+    """Write a snapshot's files to `path` as a tar.zst, whole or not at all; returns its size.
+
+    Of one directory the names are relative to it. Of several, or of differences, they are below
+    the targets' absolute paths, without the leading "/". Raises: AlreadyExistsError, CorruptError,
+    NotFoundError, NoSpaceError, UnavailableError.
+    """
+    if path.exists():
+        raise AlreadyExistsError(f"{path} exists already; remove it, or choose another name")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb", opener=private_opener) as file:
+            try:
+                if is_plain(manifest):
+                    _copy_blob(store, manifest.targets[0], file, on_progress)
+                else:
+                    _write_members(store, manifest, file, on_progress)
+                file.flush()
+                os.fsync(file.fileno())
+                size_bytes = file.tell()
+                # Without replacing what somebody has made meanwhile.
+                os.link(temporary, path)
+            finally:
+                temporary.unlink()
+    except BootseerError:
+        raise
+    except OSError as error:
+        raise from_oserror(error, f"export to {path}") from error
+    return size_bytes
+
+
+def is_plain(manifest: Manifest) -> bool:
+    """Whether the snapshot's only blob is what an export gives."""
+    return len(manifest.targets) == 1 and manifest.targets[0].whole
+
+
+def _copy_blob(store: Store, target: Target, file: BinaryIO, on_progress: OnProgress) -> None:
+    digest = hashlib.sha256()
+    for offset in range(0, target.blob.size_bytes, PIECE_BYTES):
+        length = min(PIECE_BYTES, target.blob.size_bytes - offset)
+        data = store.read(blob_key(target.blob.digest), offset, length)
+        digest.update(data)
+        file.write(data)
+        on_progress(len(data))
+    if f"sha256:{digest.hexdigest()}" != target.blob.digest:
+        raise CorruptError(f"the blob {target.blob.digest} in {store.url} is damaged")
+
+
+def _write_members(
+    store: Store, manifest: Manifest, file: BinaryIO, on_progress: OnProgress
+) -> None:
+    with FrameWriter(file, level=3, frame_bytes=FRAME_BYTES, threads=None) as writer:
+        members = Members(writer)
+        for target in sorted(manifest.targets, key=lambda target: target.path):
+            tree = catalogue.load_tree(store, target)
+            _write_tree(store, target, tree, members, writer.frame_bytes)
+            on_progress(target.blob.size_bytes)
+        # Without a tree: the directories above the targets are not members, since unpacking them
+        # would change those that are there.
+        writer.write(END)
+        writer.finish()
+
+
+def _write_tree(
+    store: Store, target: Target, tree: Tree, members: Members, frame_bytes: int
+) -> None:
+    key = blob_key(target.blob.digest)
+    reader = BlobReader(tree, lambda blob, offset, length: store.read(key, offset, length))
+    first_names: dict[int, tuple[int, bytes]] = {}
+    for path, number in tree.walk():
+        name = target.path[1:] + b"/" + path if path else target.path[1:]
+        if number in first_names:
+            members.add_hard_link(name, *first_names[number])
+            continue
+        inode = tree.inode(number)
+        added = _add(members, reader, name, inode, frame_bytes)
+        if not stat.S_ISDIR(inode.mode) and tree.link_count(number) > 1:
+            first_names[number] = added, name
+
+
+def _add(members: Members, reader: BlobReader, name: bytes, inode: Inode, frame_bytes: int) -> int:
+    def read(offset: int, length: int) -> bytes:
+        return reader.read_extents(inode, offset, length)
+
+    if not stat.S_ISREG(inode.mode):
+        return members.add_plain(name, inode)
+    stored = [(extent.file_offset, extent.length) for extent in inode.extents]
+    is_sparse = sum(length for _, length in stored) < inode.size_bytes
+    if inode.size_bytes < frame_bytes and not is_sparse:
+        return members.add_small(name, inode, read(0, inode.size_bytes))
+    return members.add_large(name, inode, read, stored if is_sparse else None)
+
+
+def import_archive(
+    settings: Settings,
+    store: Store,
+    archive: Path,
+    target: str,
+    name: str,
+    on_progress: OnProgress,
+) -> Manifest:
+    """Make a snapshot of `target`, a directory's path, from a tar, tar.gz or tar.zst; publish it.
+
+    `on_progress` is called with counts of bytes read. Raises: InvalidInputError for what no
+    restore would take; CorruptError for a malformed archive, or one that expands beyond measure;
+    NotFoundError, NoSpaceError, UnavailableError.
+    """
+    if name and not is_name(name):
+        raise InvalidInputError(
+            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+    path = target_path(target, str(Path.cwd()))
+    try:
+        with ExitStack() as stack:
+            source = stack.enter_context(archive.open("rb"))
+            folder = private_directory(settings.cache_dir / "snapshots")
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            stream = _Expanded(source, archive, on_progress)
+            tree = _packed(stream, cast(BinaryIO, file), archive)
+            file.flush()
+            _check(tree, archive)
+            encoded = index.encode(tree)
+            (blob,) = tree.blobs
+            stored = Stored(blob.digest, blob.size_bytes)
+            of_tree = Stored(index.digest(encoded), len(encoded))
+            data = Path(f"/proc/self/fd/{file.fileno()}")
+            catalogue.publish_target(store, stored, data, of_tree, encoded, replace=False)
+    except BootseerError:
+        raise
+    except OSError as error:
+        raise from_oserror(error, f"import {archive}") from error
+    made = make_target(path, tree, stored, of_tree, whole=True, deletions=())
+    parts = [
+        Part("kind", "imported from an archive"),
+        Part(f"target {text_of(path)}", of_tree.digest),
+    ]
+    manifest = make_manifest(parts, [made], setup_ns=0, node=settings.node, name=name)
+    catalogue.publish(store, manifest)
+    return manifest
+
+
+def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
+    try:
+        return pack_tar(stream, sink)
+    except ERRORS as error:
+        raise CorruptError(f"{archive} cannot be decompressed: {error}") from error
+    except CorruptError as error:
+        raise CorruptError(f"{archive}: {error}") from error
+
+
+def _check(tree: Tree, archive: Path) -> None:
+    if not tree.name_count:
+        raise InvalidInputError(f"{archive} is empty: no tar archive, or one of nothing")
+    for path, number in tree.walk():
+        mode = tree.mode(number)
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise InvalidInputError(
+                f"{archive} holds the device node {text_of(path)}; make it without"
+            )
+        if path.rpartition(b"/")[2].startswith(WORK_PREFIX):
+            raise InvalidInputError(f"{archive} holds the reserved name {text_of(path)}")
+
+
+class _Expanded:
+    """A compressed file as the stream it holds, bounded."""
+
+    def __init__(self, source: BinaryIO, archive: Path, on_progress: OnProgress) -> None:
+        self._source = source
+        self._archive = archive
+        self._on_progress = on_progress
+        self._read_bytes = 0
+        self._expanded_bytes = 0
+        self._rest = b""
+        self._pieces: Iterator[bytes] | None = None
+
+    def _stored(self, count: int) -> bytes:
+        data = self._source.read(count)
+        self._read_bytes += len(data)
+        self._on_progress(len(data))
+        return data
+
+    def read(self, size: int, /) -> bytes:
+        """As `Readable` has it. Raises: CorruptError for a decompression bomb."""
+        if self._pieces is None:
+            self._pieces = decompress(self._stored, f"archive {self._archive}")
+        if not self._rest:
+            self._rest = next(self._pieces, b"")
+            self._expanded_bytes += len(self._rest)
+            allowed = max(_FREE_BYTES, _RATIO_MAX * self._read_bytes)
+            if self._expanded_bytes > min(_EXPANDED_BYTES_MAX, allowed):
+                raise CorruptError(
+                    f"it expands from {self._read_bytes} to more than {self._expanded_bytes} "
+                    "bytes: a decompression bomb"
+                )
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data

@@ -1,0 +1,235 @@
+"""Snapshots as archives that other tools read, and archives of other tools as snapshots."""
+
+import gzip
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from bootseer.blob.keys import blob_key
+from bootseer.config import Settings
+from bootseer.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedError,
+)
+from bootseer.snapshots import archive, catalogue
+from bootseer.snapshots.archive import export_snapshot, import_archive
+from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.request import Request
+from bootseer.snapshots.run import run_setup
+from bootseer.store import Store, open_store
+from tests.snapshots.conftest import MakeNode
+from tests.support.images import Member, tar_of
+from tests.support.trees import describe, differences
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Settings:
+    return make_node("a")
+
+
+@pytest.fixture
+def store(node: Settings) -> Iterator[Store]:
+    with open_store(node.store_url) as opened:
+        yield opened
+
+
+def _ignore(count: int) -> None:
+    pass
+
+
+def _import(node: Settings, store: Store, file: Path, target: Path, name: str = "") -> Manifest:
+    return import_archive(node, store, file, str(target), name, _ignore)
+
+
+def _make(env: Path) -> None:
+    (env / "bin").mkdir(parents=True)
+    (env / "bin/tool").write_text("#!/bin/sh\n")
+    (env / "bin/tool").chmod(0o755)
+    os.link(env / "bin/tool", env / "bin/other")
+    (env / "lib").symlink_to("bin")
+    (env / "large").write_bytes(os.urandom(300_000))
+    with (env / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+        file.truncate(2 << 20)
+    (env / "empty").touch()
+    os.setxattr(env / "empty", "user.note", b"x")
+    os.utime(env / "large", ns=(1, 1_234_567_890_123_456_789))
+
+
+def _unpack(file: Path, directory: Path) -> None:
+    directory.mkdir()
+    command = ["tar", "--zstd", "--xattrs", "-xpf", str(file), "-C", str(directory)]
+    if not shutil.which("zstd"):
+        pytest.skip("GNU tar needs the zstd command")
+    subprocess.run(command, check=True)
+
+
+def test_an_exported_directory_is_what_tar_unpacks_and_comes_back(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    env, file = tmp_path / "env", tmp_path / "env.tar.zst"
+    _make(env)
+    original = describe(env)
+    manifest = create_snapshot(node, [str(env)])
+    size_bytes = export_snapshot(store, manifest, file, _ignore)
+    assert (file.stat().st_size, file.stat().st_mode & 0o777) == (size_bytes, 0o600)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+    _unpack(file, tmp_path / "unpacked")
+    assert differences(original, describe(tmp_path / "unpacked")) == []
+    with pytest.raises(AlreadyExistsError):
+        export_snapshot(store, manifest, file, _ignore)
+    again = _import(node, store, file, env, "again")
+    # The very same tree and blob.
+    assert (again.targets, again.name) == (manifest.targets, "again")
+    shutil.rmtree(env)
+    restore_snapshot(node, "again")
+    assert differences(original, describe(env)) == []
+
+
+def test_several_directories_and_differences_are_one_archive(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    (one / "before").touch()
+    (one / "removed").touch()
+    _make(tmp_path / "made")
+    script = f"rm {one}/removed; cp -a {tmp_path}/made {one}/new; cp -a {tmp_path}/made {other}"
+    request = Request(command=["sh", "-ec", script], targets=[str(one), str(other)])
+    found = catalogue.find(store, run_setup(node, request).fingerprint)
+    file = tmp_path / "both.tar.zst"
+    export_snapshot(store, found, file, _ignore)
+    _unpack(file, tmp_path / "root")
+    inside = tmp_path / "root" / str(tmp_path)[1:]
+    assert sorted(path.name for path in inside.iterdir()) == ["one", "other"]
+    assert differences(describe(other), describe(inside / "other")) == []
+    assert differences(describe(one / "new"), describe(inside / "one/new")) == []
+    assert sorted(path.name for path in (inside / "one").iterdir()) == ["new"]
+
+
+def test_nothing_is_exported_from_a_damaged_blob(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    _make(tmp_path / "env")
+    manifest = create_snapshot(node, [str(tmp_path / "env")])
+    blob = tmp_path / "store" / blob_key(manifest.targets[0].blob.digest)
+    data = bytearray(blob.read_bytes())
+    data[1000] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(CorruptError):
+        export_snapshot(store, manifest, tmp_path / "x.tar.zst", _ignore)
+    assert not list(tmp_path.glob("*x.tar.zst*"))
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.zst"])
+def test_archives_of_other_tools(tmp_path: Path, node: Settings, store: Store, suffix: str) -> None:
+    env = tmp_path / "env"
+    _make(env)
+    original = describe(env)
+    plain = tmp_path / "plain"
+    subprocess.run(
+        ["tar", "--format=posix", "--xattrs", "--sparse", "-cf", plain, "-C", env, "."], check=True
+    )
+    data = plain.read_bytes()
+    file = tmp_path / f"env.{suffix}"
+    if suffix == "tar.gz":
+        data = gzip.compress(data)
+    elif suffix == "tar.zst":
+        data = zstandard.compress(data)
+    file.write_bytes(data)
+    manifest = _import(node, store, file, env)
+    shutil.rmtree(env)
+    restore_snapshot(node, manifest.fingerprint)
+    assert differences(original, describe(env)) == []
+
+
+def _archive(tmp_path: Path, *members: Member, data: bytes | None = None) -> Path:
+    file = tmp_path / "hostile.tar"
+    file.write_bytes(tar_of(members) if data is None else data)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ([Member("../escape")], "not allowed"),
+        ([Member("a/../../escape")], "not allowed"),
+        ([Member("null", "c", device=(1, 3))], "device node null"),
+        ([Member("deep/disk", "b", device=(8, 0))], "device node deep/disk"),
+        ([Member(".bootseer-1/x")], "reserved name"),
+        ([Member("b", "h", link="/etc/passwd")], "no file that precedes"),
+        ([], "empty"),
+    ],
+)
+def test_hostile_archives_are_refused(
+    tmp_path: Path, node: Settings, store: Store, members: list[Member], said: str
+) -> None:
+    with pytest.raises((CorruptError, InvalidInputError), match=said):
+        _import(node, store, _archive(tmp_path, *members), tmp_path / "env")
+    assert not list(store.list("snapshots/"))
+    assert not list(store.list("blobs/"))
+
+
+def test_a_link_leads_nowhere_outside(tmp_path: Path, node: Settings, store: Store) -> None:
+    outside, env = tmp_path / "outside", tmp_path / "env"
+    outside.mkdir()
+    members = (Member("link", "l", link=str(outside)), Member("link/file", data=b"x"))
+    manifest = _import(node, store, _archive(tmp_path, *members), env)
+    restore_snapshot(node, manifest.fingerprint)
+    assert list(outside.iterdir()) == []
+
+
+def test_garbage_bombs_and_other_compressions_are_refused(
+    tmp_path: Path, node: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tar_of([Member("a", data=b"x" * 50_000)])
+    packed = zstandard.compress(whole)
+    for data, error in (
+        (b"no archive at all" * 100, CorruptError),
+        (whole[:-30_000], CorruptError),
+        (packed[:-10], CorruptError),
+        (gzip.compress(whole)[:-9], CorruptError),
+        (packed[:100] + b"\0" * 50 + packed[150:], CorruptError),
+        (b"BZh91AY", UnsupportedError),
+        (b"", CorruptError),
+    ):
+        with pytest.raises(error, match=r"hostile\.tar"):
+            _import(node, store, _archive(tmp_path, data=data), tmp_path / "env")
+    monkeypatch.setattr(archive, "_FREE_BYTES", 1 << 20)
+    bomb = zstandard.compress(tar_of([Member("zeros", data=bytes(64 << 20))]))
+    with pytest.raises(CorruptError, match="bomb"):
+        _import(node, store, _archive(tmp_path, data=bomb), tmp_path / "env")
+    with pytest.raises(NotFoundError):
+        _import(node, store, tmp_path / "absent", tmp_path / "env")
+    with pytest.raises(InvalidInputError, match="name"):
+        _import(node, store, tmp_path / "absent", tmp_path / "env", "../x")
+    assert not list(store.list("snapshots/"))
+
+
+def test_the_exported_archive_is_plain_for_the_standard_library(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    _make(tmp_path / "env")
+    _make(tmp_path / "more")
+    manifest = create_snapshot(node, [str(tmp_path / "env"), str(tmp_path / "more")])
+    file = tmp_path / "x.tar.zst"
+    export_snapshot(store, manifest, file, _ignore)
+    with (
+        file.open("rb") as source,
+        zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as reader,
+        tarfile.open(fileobj=reader, mode="r|") as tar,
+    ):
+        names = tar.getnames()
+    assert f"{str(tmp_path)[1:]}/env/bin/tool" in names
+    assert not any(name.startswith("/") for name in names)
