@@ -151,11 +151,15 @@ def test_snapshots(own_world: World) -> None:
     checked = world("snapshot", "verify", "--all", "--json").json
     agree("snapshot verify", checked)
     assert all(one["ok"] for one in checked)
-    for arguments in ((), ("--snapshot", "x", "--yes", "--grace", "0")):
-        collected = world("store", "gc", "--json", *arguments).json
+    exported = world("snapshot", "export", "x", "x.tar.zst", "--json").json
+    agree("snapshot export", exported)
+    imported = world("snapshot", "import", "x.tar.zst", "--target", "src", "--json").json
+    agree("snapshot create", imported)
+    for removal in ((), ("--snapshot", "x", "--yes", "--grace", "0")):
+        collected = world("store", "gc", "--json", *removal).json
         agree("store gc", collected)
-        assert collected["done"] == bool(arguments)
-        assert bool(collected["deletions"]) == bool(arguments)
+        assert collected["done"] == bool(removal)
+        assert bool(collected["deletions"]) == bool(removal)
     assert world("snapshot", "show", "x").code == 10
     target = world.path("made")
     for hit in (False, True):
