@@ -4,6 +4,10 @@ The ordinary path of any container engine: slow the first time on a node, and wi
 Alone owns `extracted` in the node's cache. Who uses something in there, or the folder of a
 container, holds a lock on it by a descriptor that exec hands on to the job; whatever is not locked
 is removed by the next one. So nothing has to watch the job.
+
+A tree is called by its index and by this boot of the machine: nothing is synced, so what an earlier
+boot extracted may lack what a crash tore. It appears and goes in one step, and is never there in
+part, whoever is killed.
 """
 
 import contextlib
@@ -11,6 +15,7 @@ import fcntl
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +23,20 @@ from pathlib import Path
 from bootseer.blob.extract import extract
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
-from bootseer.errors import AlreadyExistsError, BootseerError, NotFoundError, from_oserror
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    BusyError,
+    NotFoundError,
+    from_oserror,
+)
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch.cache import NodeCache, StreamCache
+from bootseer.prefetch.cache_files import boot_id
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
 from bootseer.prefetch.mount_state import make_private, remove_scratch
+from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
 from bootseer.prefetch.publish import load_local_tree
@@ -33,6 +46,11 @@ from bootseer.store import open_store
 _log = logging.getLogger(__name__)
 
 _CONTAINER_PREFIX = "container-"
+_GONE_PREFIX = "removed-"
+_YOUNG_S = 60.0
+"""An extraction that nobody has locked may be about to be."""
+_ATTEMPTS_MAX = 5
+"""Each fails only when another start removes what this one has just made or found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +85,8 @@ def prepare_extracted(
     record = obtained.record
     try:
         base = make_private(make_private(settings.cache_dir) / "extracted")
-        # By what the image is, not by its index, which is another once it is published.
-        target = base / record.identity.partition(":")[2]
-        _remove_unused(base, keep=target)
-        if not target.exists():
-            with contextlib.suppress(AlreadyExistsError):
-                _extract(settings, record.index_digest, target)
-        _lock(target)
-        own = make_private(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
-        _lock(own)
+        target = _locked_tree(settings, record.index_digest, base)
+        own = _locked_folder(base)
         root = make_private(own / "root")
     except OSError as error:
         if isinstance(error, BootseerError):
@@ -86,6 +97,45 @@ def prepare_extracted(
     publish_later(settings, obtained)
     extracted = ExtractedImage(record, target, own)
     return Container(extracted, root, own, not can_mount_directly(), parsed)
+
+
+def _locked_tree(settings: Settings, index_digest: str, base: Path) -> Path:
+    """The image's tree, whole and locked. Raises: BootseerError, OSError."""
+    own = base / _name_of(index_digest)
+    for _ in range(_ATTEMPTS_MAX):
+        target = own if own.exists() else _before_published(settings, index_digest, base) or own
+        _remove_unused(base, keep=target)
+        if not target.exists():
+            with contextlib.suppress(AlreadyExistsError):
+                _extract(settings, index_digest, target)
+        if _lock(target):
+            return target
+    raise BusyError(f"others keep removing the extracted image {own}; start it again")
+
+
+def _name_of(index_digest: str) -> str:
+    return f"{index_digest.partition(':')[2]}-{boot_id().hex()}"
+
+
+def _before_published(settings: Settings, index_digest: str, base: Path) -> Path | None:
+    """The tree of this image as it was called before this node published it."""
+    catalogue = NodeCatalogue(settings.cache_dir)
+    for path in base.iterdir():
+        older = f"sha256:{path.name.partition('-')[0]}"
+        if path.name == _name_of(older):
+            published = catalogue.find_published(older)
+            if published is not None and published.index_digest == index_digest:
+                return path
+    return None
+
+
+def _locked_folder(base: Path) -> Path:
+    """A new folder for a container, locked. Raises: BusyError, OSError."""
+    for _ in range(_ATTEMPTS_MAX):
+        path = make_private(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
+        if _lock(path):
+            return path
+    raise BusyError(f"others keep removing new folders in {base}; start the container again")
 
 
 def _extract(settings: Settings, index_digest: str, target: Path) -> None:
@@ -113,25 +163,47 @@ def _extract(settings: Settings, index_digest: str, target: Path) -> None:
         extract(tree, read, target, allow_devices=can_mount_directly())
 
 
-def _lock(directory: Path) -> None:
-    """For as long as this process and what it becomes lives. Raises: OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    os.set_inheritable(fd, True)
+def _lock(directory: Path) -> bool:
+    """For as long as this process and what it becomes lives; False where the directory has gone.
+
+    Raises: OSError.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Locked for somebody else alone only while it is renamed, or has just been extracted.
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(fd), os.stat(directory, follow_symlinks=False)):
+            os.set_inheritable(fd, True)
+            return True
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return False
 
 
 def _remove_unused(base: Path, keep: Path) -> None:
     for path in base.iterdir():
-        # Hidden: one that is being extracted, which locks and sweeps for itself.
-        if path == keep or path.name.startswith("."):
+        if path == keep:
             continue
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_scratch(path)
-                _log.info("removed %s, which nobody uses any more", path)
+                # Hidden: what is being extracted, or was when its process was killed.
+                if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < _YOUNG_S:
+                    continue
+                gone = base / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
+                # At once: whoever is killed meanwhile leaves nothing that looks like an image.
+                path.rename(gone)
             except BlockingIOError:
                 continue
             finally:
                 os.close(fd)
+            remove_scratch(gone)
+            _log.info("removed %s, which nobody uses any more", path)
