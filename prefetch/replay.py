@@ -21,6 +21,7 @@ from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
 from bootseer.prefetch.cache import StreamCache, sectors_of
 from bootseer.prefetch.cache_files import lock_file
+from bootseer.prefetch.disk_warming import disk_runs
 from bootseer.prefetch.hot_store import part_key
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
@@ -112,7 +113,16 @@ class Replay:
             self._look_what_is_here()
         else:
             self._submit()
+        here = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if not p]
+        if here:
+            threading.Thread(target=self._warm, args=(here,), name="warm-disk", daemon=True).start()
         threading.Thread(target=self._watch, args=(started_ns,), name="replay", daemon=True).start()
+
+    def _warm(self, frames: Sequence[BundleFrame]) -> None:
+        for run in disk_runs(frames):
+            if self._stopping.is_set():
+                return
+            self._caches[run.blob].read_ahead(run.offset, run.length)
 
     def _takes_lead(self) -> bool:
         if self._lock_path is None:

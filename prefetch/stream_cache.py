@@ -11,6 +11,7 @@ against the log of checksums before it is believed again, when it is asked for o
 Threading: every method from any thread at once, but `close`, which comes last.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -42,6 +43,8 @@ from bootseer.prefetch.sums import (
 
 _log = logging.getLogger(__name__)
 
+_ADVICE_BYTES = 128 * 1024
+"""Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _VERIFY_BYTES = 8 * 2**20
 """What `verify_all` does between two looks at whether to go on."""
@@ -171,6 +174,14 @@ class StreamCache:
             raise OSError(errno.EIO, f"{self.directory}/data is shorter than its map says")
         return data
 
+    def read_ahead(self, offset: int, length: int) -> None:
+        """Have the kernel bring bytes from the disk into memory, without waiting. Only a hint: it
+        never fails, also not after `close`."""
+        for start in range(offset, offset + length, _ADVICE_BYTES):
+            with contextlib.suppress(OSError):
+                count = min(_ADVICE_BYTES, offset + length - start)
+                os.posix_fadvise(self._data_fd, start, count, os.POSIX_FADV_WILLNEED)
+
     def write(self, offset: int, data: bytes | memoryview) -> bool:
         """Keep verified bytes of the stream; False when the disk takes no more.
 
@@ -199,6 +210,23 @@ class StreamCache:
         with self._marking:
             self._present.mark(start, len(whole))
         return True
+
+    # ---- fetching once --------------------------------------------------------------------
+
+    def claim(self, offset: int, length: int) -> bool:
+        """Tell the other processes of the node that this one fetches `[offset, offset + length)`;
+        False when one of them does. A hint, which ends with `disclaim` or the process."""
+        try:
+            fcntl.lockf(self._sums_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
+        except OSError as error:
+            # Where the file system has no such locks, everybody fetches.
+            return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return True
+
+    def disclaim(self, offset: int, length: int) -> None:
+        """It is here, or it failed. Never raises."""
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._sums_fd, fcntl.LOCK_UN, length, offset)
 
     # ---- after a crash --------------------------------------------------------------------
 
