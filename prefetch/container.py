@@ -11,6 +11,7 @@ A `Container` belongs to one thread, the main one.
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
-from bootseer.prefetch.mount_state import make_private, new_mount_dir
+from bootseer.prefetch.mount_state import is_alive, make_private, new_mount_dir
+from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
 from bootseer.prefetch.process_spec import (
     ProcessSpec,
@@ -227,8 +229,14 @@ def prepare_container(
     Raises: as `mount.mount_image`.
     """
     parsed = [parse_bind(text) for text in binds]
+    # First: a pull takes minutes, and a folder without a server is soon swept away.
+    obtained = obtain_image(settings, image) if isinstance(image, str) else image
     rootless = not can_mount_directly()
-    state_dir = new_mount_dir(settings)
+    try:
+        state_dir = new_mount_dir(settings)
+    except BaseException:
+        obtained.release()
+        raise
     scratch = settings.cache_dir / "containers" / state_dir.name
     try:
         tree, root = state_dir / "tree", state_dir / "root"
@@ -236,7 +244,7 @@ def prepare_container(
             make_private(path)
         mounted = mount_image(
             settings,
-            image,
+            obtained,
             tree,
             workload=workload,
             record=record,
@@ -249,8 +257,11 @@ def prepare_container(
             owner=(os.geteuid(), os.getegid()) if rootless else None,
         )
     except BaseException:
+        obtained.release()
         with contextlib.suppress(OSError):
             scratch.rmdir()
+        if not is_alive(state_dir):
+            shutil.rmtree(state_dir, ignore_errors=True)
         raise
     return Container(mounted, root, scratch, rootless, parsed)
 

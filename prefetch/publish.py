@@ -159,8 +159,11 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
             for directory in publishing_dir(settings).iterdir():
                 if is_alive(directory):
                     busy = True
-                elif time.time() - directory.stat().st_mtime > 60:
-                    shutil.rmtree(directory, ignore_errors=True)
+                    continue
+                # One that has just ended takes its folder away meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - directory.stat().st_mtime > 60:
+                        shutil.rmtree(directory, ignore_errors=True)
         if not busy:
             return True
         if time.monotonic() > deadline_s:

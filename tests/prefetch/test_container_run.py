@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.config import Settings
-from bootseer.prefetch.mount_state import live_mounts
+from bootseer.errors import NotFoundError
+from bootseer.prefetch.container import prepare_container
+from bootseer.prefetch.mount_state import live_mounts, mounts_dir
 from bootseer.prefetch.settings_json import settings_to_json
 from tests.support.image_mounts import (
     Completed,
@@ -99,6 +101,14 @@ def test_exit_codes(node: Node, runtime: str) -> None:
     # The first process of a PID namespace gets no SIGABRT: abort() then faults, as under docker.
     expected = signal.SIGSEGV if runtime == "runc" else signal.SIGABRT
     assert killed.returncode == 128 + expected
+
+
+def test_no_folder_waits_for_an_image_that_is_still_being_pulled(node: Node) -> None:
+    # A sweep would take one without a server for left over, and a pull may take minutes.
+    before = list(mounts_dir(node.settings).glob("*"))
+    with pytest.raises(NotFoundError):
+        prepare_container(node.settings, "no-such-image")
+    assert list(mounts_dir(node.settings).glob("*")) == before
 
 
 def test_a_command_that_cannot_be_started(node: Node) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.prefetch import hot_store
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.mount_state import take_lock
+from bootseer.prefetch.publish import publishing_dir, wait_published
+from bootseer.private import make_private_directory
 from bootseer.store import open_store
 from tests.support.image_mounts import (
     checksums_outside,
@@ -56,3 +58,16 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
         assert start(2, ready=True) == (3, size_bytes)
     finally:
         sweep_everything(settings)
+
+
+def test_a_publisher_that_ends_meanwhile_does_not_hide_another_one(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    busy = publishing_dir(settings) / "busy"
+    make_private_directory(busy)
+    lock = take_lock(busy)
+    # Names of folders that have gone: what a look at one finds that ended after the listing.
+    for number in range(20):
+        (publishing_dir(settings) / f"gone-{number}").symlink_to(tmp_path / "gone")
+    assert not wait_published(settings, 0)
+    os.close(lock)
+    assert wait_published(settings, 0)
