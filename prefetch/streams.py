@@ -32,6 +32,12 @@ ReadObject: TypeAlias = Callable[[str, int, int], bytes]
 _MEMORY_BYTES = 64 * 2**20
 """Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
 
+_OTHERS_S = 2.0
+_OTHERS_SHARE = 0.1
+"""Of the deadline: for another server of the node that is fetching the same. It reads from the same
+store, so that to ask oneself would rarely be faster."""
+_POLL_S = 0.001
+
 
 class BlobStreams:
     """Reads bytes of the streams of `blobs`. Close it."""
@@ -139,11 +145,25 @@ class BlobStreams:
         return [number for number in found if self._memory.get(blob, number) is None]
 
     def _fetch_now(self, blob: int, numbers: Sequence[int]) -> None:
-        chunks = [self.chunk(blob, number) for number in numbers]
-        self.faults.frames(fault_count=len(chunks))
-        # Planned without looking into the cache again: what has come meanwhile is not fetched.
-        fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
-        self.executor.demand_all(fetches, self._deliver_fault)
+        frames, cache = self.blobs[blob].frames, self.caches[blob]
+        first, last = frames[numbers[0]], frames[numbers[-1]]
+        offset = first.stream_offset
+        length = last.stream_offset + last.stream_length - offset
+        until_s = time.monotonic() + min(_OTHERS_S, self._deadline_s * _OTHERS_SHARE)
+        while not cache.claim(offset, length) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            if cache.has(offset, length):
+                return
+        try:
+            if cache.has(offset, length):
+                return
+            chunks = [self.chunk(blob, number) for number in numbers]
+            self.faults.frames(fault_count=len(chunks))
+            # Planned without looking into the cache again: the executor does, at the last moment.
+            fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
+            self.executor.demand_all(fetches, self._deliver_fault)
+        finally:
+            cache.disclaim(offset, length)
 
     def _read_ahead(self, blob: int, numbers: Sequence[int], reader: int, end: int) -> None:
         """Ask for frames behind those that a fault needs, when faults follow each other."""

@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from bootseer.prefetch.hot_store import part_key
 from bootseer.prefetch.replay import aim_of, plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
+from tests.support.image_mounts import wait_for
 from tests.support.stored_image import INDEX, SIZES, Image, stored_image
 
 
@@ -134,6 +137,8 @@ def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Pa
         found = streams.read(*image.place("big", offset, 4096))
         assert bytes(found) == image.contents["big"][offset : offset + 4096]
     assert {read[0] for read in image.reads} == {part_key(digest, 0), part_key(digest, 1)}
+    # A frame is counted a moment after its bytes can be read.
+    wait_for(lambda: replay.is_over)
     assert replay.error is None
     assert replay.remaining_count == 0
     # Each range begins wherever its file does, and so may touch one sector more.
@@ -316,4 +321,58 @@ def test_figures_say_where_bytes_came_from(image: Image, tmp_path: Path) -> None
     assert came == image.tree.blobs[0].stream_length
     assert sum(figures.wait_counts) == figures.fault_count > 0
     assert 0 < figures.wait_p50_ns <= figures.wait_p99_ns <= figures.wait_max_ns
+    streams.close()
+
+
+def test_what_another_process_is_fetching_is_not_fetched_twice(
+    image: Image, tmp_path: Path
+) -> None:
+    frame = image.tree.blobs[0].frames[2]
+    blob = image.tree.blobs[0]
+    streams = image.streams(tmp_path / "cache")
+    # A process that says that it fetches the frame, brings it, and says so when it has.
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bootseer.prefetch.cache import NodeCache\n"
+        "path, digest, length, offset, count = sys.argv[1:]\n"
+        "c = NodeCache(Path(path)).open_stream(digest, int(length))\n"
+        "assert c.claim(int(offset), int(count))\n"
+        "print('claimed', flush=True)\n"
+        "content = sys.stdin.buffer.read()\n"
+        "c.write(int(offset), content) if content else None\n"
+    )
+    source = image.streams(tmp_path / "source")
+    content = bytes(source.read(0, frame.stream_offset, frame.stream_length))
+    source.close()
+    image.reads.clear()
+    for answer in (b"", content):
+        arguments = (
+            *(tmp_path / "cache", blob.stream_digest, blob.stream_length),
+            *(frame.stream_offset, frame.stream_length),
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdin is not None
+            assert other.stdout.readline() == b"claimed\n"
+            place = (0, frame.stream_offset, 100)
+            reader = threading.Thread(target=streams.read, args=place)
+            if answer:
+                reader.start()
+                other.stdin.write(answer)
+                other.stdin.close()
+                reader.join(20)
+                assert streams.figures().fault_count == 1
+                assert bytes(streams.read(*place)) == content[:100]
+                assert not image.reads
+            else:
+                # It fails: whoever waits, or comes later, fetches for itself.
+                other.stdin.close()
+                other.wait(20)
+                assert streams.caches[0].claim(frame.stream_offset, frame.stream_length)
+                streams.caches[0].disclaim(frame.stream_offset, frame.stream_length)
     streams.close()
