@@ -8,6 +8,7 @@ Thread-safe.
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,12 +43,14 @@ class ChainTrees:
         self._settings = settings
         self._metadata = metadata
         self._lock = threading.Lock()
-        self._making = threading.Lock()
+        self._making: dict[str, threading.Lock] = defaultdict(threading.Lock)
         # By the deadline of its calls.
         self._stores: dict[float, Store] = {}
         self._paused_until_s = 0.0
         # diff_id -> when its objects were last seen whole, and its record.
         self._layers: dict[str, tuple[float, LayerRecord]] = {}
+        # Digest of an index -> inode and size of the file in which it was found right.
+        self._intact: dict[str, tuple[int, int]] = {}
 
     def close(self) -> None:
         """Let go of the store."""
@@ -85,10 +88,12 @@ class ChainTrees:
         Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, DeadlineError,
         NoSpaceError.
         """
-        # One at a time: merging the layers of a large image takes seconds of one core.
-        with self._making:
+        with self._lock:
+            making = self._making[chain_id]
+        # Once, for all that want it: merging the layers of a large image takes seconds of one core.
+        with making:
             known = self._metadata.tree_of(chain_id)
-            if known is not None and self._kept(known).exists():
+            if known is not None and self._is_kept(known):
                 return known
             store = self._open(self._settings.deadline_s)
             chain = read_chain(store, chain_id)
@@ -180,6 +185,21 @@ class ChainTrees:
             raise CorruptError(f"{store.url}/{index_key(digest)} has not the digest in its name")
         keep_index(self._settings.cache_dir, digest, data)
         return decode(data)
+
+    def _is_kept(self, digest: str) -> bool:
+        """Whether its index is in the node's cache, undamaged: a crash may have torn it."""
+        try:
+            path = self._kept(digest)
+            status = path.stat()
+            # It is only ever replaced; once per file is enough for large ones.
+            file = (status.st_ino, status.st_size)
+            if file != self._intact.get(digest):
+                if digest_of(path.read_bytes()) != digest:
+                    return False
+                self._intact[digest] = file
+        except OSError:
+            return False
+        return True
 
     def _kept(self, digest: str) -> Path:
         return self._settings.cache_dir / "indexes" / digest.partition(":")[2]

@@ -429,6 +429,21 @@ def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path) ->
     )
 
 
+def test_an_index_that_a_crash_tore_is_fetched_again(node: Node, tmp_path: Path) -> None:
+    record = add_image(node, tmp_path)
+    pull(node)
+    lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+    node.stop(node.snapshotter, signal.SIGKILL)
+    node.kill_image_servers()
+    mounts.detach(lower, lazy=True)
+    kept = node.settings.cache_dir / "indexes" / record.index_digest.partition(":")[2]
+    # What a file system leaves of a file that was renamed and not synced.
+    kept.write_bytes(b"")
+    node.snapshotter = node.start_snapshotter()
+    lower = lower_of(node.call("Mounts", key="c1"))
+    assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+
+
 def test_deep_directories_are_removed(node: Node) -> None:
     (mount,) = node.call("Prepare", key="a").mounts
     outside(
