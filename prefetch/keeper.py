@@ -1,11 +1,12 @@
 """What an image's server does on the side: verify after a crash, keep the cache below its limit,
-write figures.
+write figures, note in the store that the image is in use.
 
 One thread that does a little now and then, and the fill's own. Nothing here fails a launch.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from bootseer.config import Settings
@@ -23,6 +24,8 @@ _ROUND_S = 15.0
 _GROWN_BYTES = 256 * 2**20
 """So much more in the cache is worth a look at its limit."""
 _CLOSE_S = 5.0
+_NOTE_USE_S = 6 * 3600.0
+"""A note that fails is tried again long before a garbage collector would miss it."""
 
 
 class Keeper:
@@ -34,9 +37,12 @@ class Keeper:
         mount: str,
         streams: BlobStreams,
         start_is_over: Callable[[], bool],
+        note_use: Callable[[], None],
     ) -> None:
-        """`start_is_over` says when the background fill may begin."""
+        """`start_is_over` says when the background fill may begin; `note_use` is called at once and
+        some times a day."""
         self._settings = settings
+        self._note_use = note_use
         self._streams = streams
         self._rate = settings.fill_bytes_per_s
         self._room = CacheRoom(settings.cache_dir, settings.cache_limit_bytes)
@@ -72,7 +78,11 @@ class Keeper:
         wait_published(self._settings, 0)
         self._streams.verify(lambda: not self._stopping.is_set())
         trimmed_at_bytes = -_GROWN_BYTES
+        note_at_s = time.monotonic()
         while not self._stopping.is_set():
+            if time.monotonic() >= note_at_s:
+                note_at_s += _NOTE_USE_S
+                self._note_use()
             came = self._streams.statistics().delivered_bytes
             if came - trimmed_at_bytes >= _GROWN_BYTES:
                 trimmed_at_bytes = came

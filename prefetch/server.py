@@ -41,6 +41,7 @@ from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
 from bootseer.store import Store, open_store
+from bootseer.store.uses import note_use
 from bootseer.timeline import stage
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ class ImageServer:
             repair=second_source(plan.settings, plan.state.reference),
         )
         self._aim_at_end: Aim | None = None
-        self._keeper = Keeper(plan.settings, plan.state.id, self._streams, self._start_is_over)
+        self._keeper = Keeper(
+            plan.settings, plan.state.id, self._streams, self._start_is_over, self._note_use
+        )
         commands = {
             "status": self.status,
             "ready": self._ready_command,
@@ -171,6 +174,12 @@ class ImageServer:
         the last of those the kernel ends the connection."""
         mounts.detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
+
+    def _note_use(self) -> None:
+        """Let garbage collectors know. What only this node has is not in the store."""
+        stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
+        if stored:
+            note_use(self._store, self._plan.state.index_digest, stored)
 
     def _start_is_over(self) -> bool:
         """Nothing is recorded any more, and no bundle is on its way."""

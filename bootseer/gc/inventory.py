@@ -6,9 +6,11 @@ Edge: reads the store, changes nothing. An inventory is immutable.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import unquote
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch import hot_store, relatives
+from bootseer.prefetch.chains import Chain, read_chain
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.records import (
     RECORD_BYTES_MAX,
@@ -44,6 +46,7 @@ class Inventory:
     """The key of a snapshot's name -> fingerprint."""
     images: Mapping[str, ImageRecord]
     layers: Mapping[str, LayerRecord]
+    chains: Mapping[str, Chain]
     pointers: Mapping[str, HotPointer]
     relatives: Mapping[str, tuple[str, ...]]
     """The key of a record of images with bundles -> digests of their indexes."""
@@ -80,6 +83,7 @@ def take_inventory(store: Store) -> Inventory:
         names=read_all(lambda key: _is_json(key, "snapshots/names/"), catalogue.read_pointer),
         images=read_all(lambda key: _is_json(key, "images/"), _read_image),
         layers=read_all(lambda key: _is_json(key, "layers/"), _read_layer),
+        chains=read_all(lambda key: _is_json(key, "chains/"), _read_chain),
         pointers=read_all(_is_pointer, _read_pointer),
         relatives=read_all(
             lambda key: key.startswith(("hot/names/", "hot/streams/")), _read_relatives
@@ -111,6 +115,13 @@ def _read_image(store: Store, key: str) -> ImageRecord:
 
 def _read_layer(store: Store, key: str) -> LayerRecord:
     return decode_layer(store.read(key, 0, RECORD_BYTES_MAX + 1), key)
+
+
+def _read_chain(store: Store, key: str) -> Chain:
+    chain = read_chain(store, unquote(key.removeprefix("chains/").removesuffix(".json")))
+    if chain is None:
+        raise NotFoundError(key)
+    return chain
 
 
 def _read_pointer(store: Store, key: str) -> HotPointer:

@@ -145,6 +145,12 @@ class _Marks:
                 layers.update(one.digest for one in image.layers)
                 layers.update(image.config.diff_ids)
                 self.marked.update(map(chain_key, chain_ids(image.config.diff_ids)))
+        for key, chain in self._inventory.chains.items():
+            if key in self.marked:
+                layers.update(chain.diff_ids)
+                if chain.index_digest:
+                    # Their merged tree, which the layers' blobs are read by.
+                    self._need_tree(chain.index_digest, ())
         for key, layer in self._inventory.layers.items():
             if layer.digest in layers or key in self.marked:
                 self.marked.add(key)

@@ -46,6 +46,8 @@ def note_use(store: Store, index_digest: str, blob_digests: Iterable[str]) -> No
     Costs one look at the store, and at most once in `RENEWED_AFTER_S` a write. Never raises: at
     worst a collector that was told to remove the tree does so.
     """
+    if store.url.startswith("oci:"):
+        return  # what lies beside an image in a registry, goes with it
     key = use_key(index_digest)
     try:
         try:

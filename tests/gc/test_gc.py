@@ -25,7 +25,7 @@ from bootseer.gc.plan import Plan, make_plan
 from bootseer.gc.retention import DAY_S, IN_USE_S, Rules
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.catalogue import check_blobs, find_image, list_images, read_layer, read_tree
-from bootseer.prefetch.chains import chain_ids, read_chain
+from bootseer.prefetch.chains import chain_ids, publish_chain_index, read_chain
 from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.trace import Access, Trace, TracedFile
 from bootseer.snapshots import catalogue
@@ -37,7 +37,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.verify import Verifier
 from bootseer.store import Store, open_store
 from bootseer.store.uses import Use, note_use, use_key
-from tests.support.image_mounts import index, settings_at
+from tests.support.image_mounts import index, mounted, settings_at, skip_unless_fuse
 from tests.support.images import Member, write_layout
 
 NOW = Rules(grace_s=0)
@@ -64,8 +64,11 @@ def _check_all(store: Store) -> None:
     for image in list_images(store):
         check_blobs(store, image)
         read_tree(store, image.index_digest)
-        for chain in chain_ids(image.config.diff_ids):
-            assert read_chain(store, chain) is not None
+        for chain_id in chain_ids(image.config.diff_ids):
+            chain = read_chain(store, chain_id)
+            assert chain is not None
+            if chain.index_digest:
+                read_tree(store, chain.index_digest)
         for diff_id in image.config.diff_ids:
             layer = read_layer(store, diff_id)
             assert layer is not None
@@ -138,6 +141,10 @@ def test_a_tag_that_moved_leaves_its_bundle_to_the_next_build(tmp_path: Path) ->
         old = find_image(store, "one:1")
     shutil.rmtree(tmp_path / "one")
     _image(settings, tmp_path, "one", "base", "b")
+    with open_store(settings.store_url) as store:
+        new = find_image(store, "one:1")
+        # Somebody has published the merged tree of a chain of its layers.
+        publish_chain_index(store, new.config.diff_ids, new.index_digest)
     _gc(settings)
     with open_store(settings.store_url) as store:
         assert hot_store.read_pointer(store, old.index_digest, "train") is not None
@@ -318,6 +325,22 @@ def test_a_use_is_noted_once_a_day_and_never_fails(tmp_path: Path) -> None:
         note_use(store, digest, [])
 
 
+@pytest.mark.fuse
+def test_what_a_mount_reads_stays_although_its_image_is_removed(tmp_path: Path) -> None:
+    skip_unless_fuse()
+    settings = settings_at(tmp_path)
+    _image(settings, tmp_path, "one", "base", "a")
+    with mounted(settings, "one:1", tmp_path / "mnt"), open_store(settings.store_url) as store:
+        image = find_image(store, "one:1")
+        end = time.monotonic() + 30
+        while not store.exists(use_key(image.index_digest)) and time.monotonic() < end:
+            time.sleep(0.05)
+        _gc(settings, replace(NOW, images=("one:1",)))
+        assert list(list_images(store)) == []
+        check_blobs(store, image)
+        read_tree(store, image.index_digest)
+
+
 _LETTERS = st.sampled_from("abcd")
 
 
@@ -369,7 +392,7 @@ def test_the_plan_keeps_what_is_needed_and_nothing_else(
         age = blob_days.get(letter, 2) * DAY_NS
         for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter))):
             objects[key] = Object(100, now_ns - age)
-    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, uses)
+    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, {}, uses)
     plan = make_plan(inventory, Rules(keep_last=keep_last), now_ns)
 
     in_use = {letter for letter, days in used_days.items() if days < 3}
