@@ -139,10 +139,23 @@ def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer |
 def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]) -> Bundle:
     """The header of the pointer's bundle, verified. Raises: NotFoundError, CorruptError,
     UnknownFormatError, UnavailableError."""
-    key = header_key(pointer.bundle_digest)
-    header = store.read(key, 0, pointer.header_bytes)
+    header = read_header(store, pointer)
+    return decode_bundle(header, pointer, stream_lengths, store.url)
+
+
+def read_header(store: Store, pointer: HotPointer) -> bytes:
+    """The stored header of the pointer's bundle. Raises: NotFoundError, UnavailableError."""
+    return store.read(header_key(pointer.bundle_digest), 0, pointer.header_bytes)
+
+
+def decode_bundle(
+    header: bytes, pointer: HotPointer, stream_lengths: Sequence[int], where: str
+) -> Bundle:
+    """What a header says, verified against the pointer. Raises: CorruptError,
+    UnknownFormatError."""
     if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
-        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+        key = header_key(pointer.bundle_digest)
+        raise CorruptError(f"{where}/{key} does not match the digest in its name")
     return decode_header(header, pointer.index_digest, stream_lengths)
 
 

@@ -18,10 +18,10 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch import cover_users, hot_store
-from bootseer.prefetch.borrowed import borrow
+from bootseer.prefetch import cover_users
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
+from bootseer.prefetch.find_bundle import find_bundle
 from bootseer.prefetch.hot_build import is_worthwhile
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.keeper import Keeper
@@ -191,16 +191,17 @@ class ImageServer:
     def _begin_replay(self) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
         try:
-            self._pointer = hot_store.read_pointer(self._store, index, workload)
-            if self._pointer is not None:
-                bundle = hot_store.read_bundle(self._store, self._pointer, self._lengths)
-            else:
-                settings, reference = self._plan.settings, self._plan.state.reference
-                found = borrow(settings, self._store, index, reference, workload, self._tree)
-                if found is None:
-                    _log.info("no bundle for %s yet", workload)
-                    return
-                self._pointer, bundle = found
+            found = find_bundle(
+                self._plan.settings,
+                self._store,
+                self._plan.state,
+                self._tree,
+                self._streams.caches,
+            )
+            if found is None:
+                _log.info("no bundle for %s yet", workload)
+                return
+            self._pointer, bundle = found
             digest = self._pointer.bundle_digest
             replay = Replay(
                 bundle,

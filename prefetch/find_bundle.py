@@ -1,0 +1,46 @@
+"""Which bundle a start uses: the one that the node has all of, its image's own, or a relative's.
+
+Edge: reads the store. Functions only; safe from any thread.
+"""
+
+from collections.abc import Sequence
+
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.prefetch import hot_store
+from bootseer.prefetch.borrowed import borrow
+from bootseer.prefetch.bundle import Bundle
+from bootseer.prefetch.hot_store import HotPointer
+from bootseer.prefetch.kept_bundle import keep_bundle, kept_bundle
+from bootseer.prefetch.mount_state import MountState
+from bootseer.prefetch.stream_cache import StreamCache
+from bootseer.store import Store
+
+
+def find_bundle(
+    settings: Settings, store: Store, state: MountState, tree: Tree, caches: Sequence[StreamCache]
+) -> tuple[HotPointer, Bundle] | None:
+    """The bundle for this image and workload, and the pointer to it; None where there is none.
+
+    A bundle of which every byte is on this node is taken without asking the store, which may be
+    down, for a newer one: nothing is left to fetch. Raises: BootseerError.
+    """
+    lengths = [blob.stream_length for blob in tree.blobs]
+    kept = kept_bundle(settings.cache_dir, state.index_digest, state.workload, lengths)
+    if kept is not None and _is_all_here(kept[1], caches):
+        return kept
+    pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
+    if pointer is None:
+        return borrow(settings, store, state.index_digest, state.reference, state.workload, tree)
+    header = hot_store.read_header(store, pointer)
+    bundle = hot_store.decode_bundle(header, pointer, lengths, store.url)
+    keep_bundle(settings.cache_dir, state.workload, pointer, header)
+    return pointer, bundle
+
+
+def _is_all_here(bundle: Bundle, caches: Sequence[StreamCache]) -> bool:
+    return all(
+        caches[extent.blob].has(extent.offset, extent.length)
+        for frame in bundle.frames
+        for extent in frame.extents
+    )

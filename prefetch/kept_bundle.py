@@ -1,0 +1,65 @@
+"""The node's own copy of what a bundle's header says, for starts that need no store.
+
+Alone owns `cache_dir/catalogue/hot`; `node_catalogue` removes what nobody used for a month. A copy
+is verified when it is read, and one that does not check is as good as none. Not synced. Functions
+only; safe from any thread and process.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.prefetch.bundle import HEADER_BYTES_MAX, Bundle
+from bootseer.prefetch.catalogue import write_atomically
+from bootseer.prefetch.hot_store import (
+    HotPointer,
+    decode_bundle,
+    decode_pointer,
+    encode_pointer,
+)
+
+_log = logging.getLogger(__name__)
+
+_POINTER_BYTES_MAX = 64 * 1024
+
+
+def keep_bundle(cache_dir: Path, workload: str, pointer: HotPointer, header: bytes) -> None:
+    """Remember the bundle of an image and workload. Never raises: it is only a copy."""
+    path = _path(cache_dir, pointer.index_digest, workload)
+    try:
+        write_atomically(path.with_suffix(".header"), header)
+        write_atomically(path, encode_pointer(pointer))
+    except OSError as error:
+        _log.debug("the bundle of %s is not kept: %s", workload, error)
+
+
+def kept_bundle(
+    cache_dir: Path, index_digest: str, workload: str, stream_lengths: Sequence[int]
+) -> tuple[HotPointer, Bundle] | None:
+    """The bundle that was last kept, whether or not the store has a newer one by now."""
+    path = _path(cache_dir, index_digest, workload)
+    try:
+        data = _read(path, _POINTER_BYTES_MAX)
+        pointer = decode_pointer(data, index_digest, str(path))
+        header = _read(path.with_suffix(".header"), HEADER_BYTES_MAX)
+        return pointer, decode_bundle(header, pointer, stream_lengths, str(path))
+    except FileNotFoundError:
+        return None
+    except (BootseerError, OSError) as error:
+        _log.debug("the kept bundle of %s is not used: %s", workload, error)
+        return None
+
+
+def _path(cache_dir: Path, index_digest: str, workload: str) -> Path:
+    return cache_dir / "catalogue" / "hot" / f"{index_digest.partition(':')[2]}-{workload}.json"
+
+
+def _read(path: Path, bytes_max: int) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(bytes_max + 1)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return data
