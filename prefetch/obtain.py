@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 from bootseer.blob.index import encode
@@ -28,7 +27,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.catalogue import check_blobs, find_image, keep_index, load_tree
-from bootseer.prefetch.indexing import describe_image, stored_layer
+from bootseer.prefetch.indexing import change_time_ns, describe_image, stored_layer
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.obtained import (
@@ -143,9 +142,13 @@ class _Start:
     def _name(self, source: ImageSource) -> str:
         if source.identity is not None:
             return source.reference
-        # A directory, which is called only by its last name: others may be called so, too.
-        path = os.fsencode(Path(self._image).resolve())
-        return f"{source.reference}-{hashlib.sha256(path).hexdigest()[:12]}"
+        # A directory, which is called only by its last name: others may be called so, too. Other
+        # nodes may have another one at this path, unless it is on shared storage: then its inode
+        # is the same.
+        path = Path(self._image).resolve()
+        status = path.stat()
+        which = b"%d %d %s" % (status.st_ino, status.st_ctime_ns, os.fsencode(path))
+        return f"{source.reference}-{hashlib.sha256(which).hexdigest()[:12]}"
 
     def _without_source(self, error: BootseerError) -> ObtainedImage:
         """The image as it was when its source could be reached. Raises: `error` without one."""
@@ -171,7 +174,7 @@ class _Start:
         name = self._name(source)
         news = self._news or f"image {name} is not indexed yet: pulling it whole, this once"
         # Before anything is read: a directory that changes meanwhile has changed.
-        created_ns = time.time_ns()
+        created_ns = change_time_ns()
         try:
             layers = have_layers(
                 source.layers,

@@ -15,8 +15,14 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.catalogue import check_blobs, find_image, list_images, read_tree
-from bootseer.prefetch.indexing import index_image
+from bootseer.prefetch.catalogue import (
+    check_blobs,
+    find_image,
+    list_images,
+    publish_image,
+    read_tree,
+)
+from bootseer.prefetch.indexing import change_time_ns, index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.publish_image import _CachedLayer, publish_node_image
@@ -108,8 +114,15 @@ def test_it_is_published_byte_for_byte_as_if_indexed(
     assert node.contents(again) == indexed_contents(source_of(layout), tmp_path / "third")[1]
 
 
+def unchanged(root: Path) -> Path:
+    """Once the clock of change times has gone on since the last change."""
+    while change_time_ns() <= max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*"))):
+        time.sleep(0.005)
+    return root
+
+
 def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> None:
-    root = odd_tree(tmp_path / "root")
+    root = unchanged(odd_tree(tmp_path / "root"))
     obtained, contents = node.start(root)
     assert contents["deep/er/file"] == (root / "deep/er/file").read_bytes()
     published = publish_node_image(node.settings, obtained.record.index_digest)
@@ -118,18 +131,41 @@ def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> N
     assert (record.index_digest, record.identity) == (published, obtained.record.identity)
     again, now = node.start(root)
     assert (again.record.index_digest, node.said, now) == (published, [], contents)
-    (root / "new").write_text("new")
+    (root / "deep/new").write_text("new")
     changed, now = node.start(root)
-    assert now == {**contents, "new": b"new"}
+    assert now == {**contents, "deep/new": b"new"}
     assert not changed.image.is_published
     assert "has changed" in node.said[0]
 
 
 def test_a_directory_is_not_read_again_before_it_is_published(node: Node, tmp_path: Path) -> None:
-    root = odd_tree(tmp_path / "root")
+    root = unchanged(odd_tree(tmp_path / "root"))
     first, contents = node.start(root)
     second, again = node.start(root)
     assert (second.record, again, node.said) == (first.record, contents, [])
+
+
+def test_a_directory_of_another_node_is_another_one(node: Node, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "file").write_text("here")
+    obtained, _ = node.start(root)
+    publish_node_image(node.settings, obtained.record.index_digest)
+    # The same path on a node with disks of its own, where all was written before.
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    (root / "file").write_text("there")
+    with open_store(str(tmp_path / "store")) as store:
+        record = find_image(store, obtained.record.reference)
+        publish_image(store, replace(record, created_ns=2**62))
+    assert Node(tmp_path / "other", tmp_path / "store").start(root)[1] == {"file": b"there"}
+
+
+def test_what_changes_while_a_directory_is_read_has_changed(tmp_path: Path) -> None:
+    for number in range(300):
+        before_ns = change_time_ns()
+        (tmp_path / str(number)).touch()
+        assert (tmp_path / str(number)).stat().st_ctime_ns >= before_ns
 
 
 def test_sha512(node: Node, tmp_path: Path) -> None:
