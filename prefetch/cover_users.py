@@ -35,6 +35,7 @@ def sweep_covers(settings: Settings) -> int:
         if not state_dir.is_dir() or is_alive(state_dir):
             continue
         try:
+            _log.warning("taking off %s, whose server died", cover.path)
             uncover(cover)
             count += 1
         except BootseerError as error:

@@ -91,12 +91,12 @@ def mount_snapshot(
     placed: Sequence[Placed],
     bases: Mapping[bytes, str],
     *,
-    user_pid: int | None,
+    until_exit: bool,
 ) -> MountOutcome:
     """Mount all targets of a snapshot; they work when this returns.
 
-    What is there (`bases`) has been found to fit. They stay for as long as process `user_pid`
-    lives; None: until `unmount_snapshot`. On an error nothing is mounted.
+    What is there (`bases`) has been found to fit. They go when this process ends, if `until_exit`;
+    else they stay until `unmount_snapshot`. On an error nothing is mounted.
     Raises: UnsupportedError and other BootseerErrors.
     """
     moved = sum(_have_index(settings, store, item) for item in placed)
@@ -123,7 +123,7 @@ def mount_snapshot(
             undo.callback(_uncover, item.path, state_dir.name)
         for state_dir, _ in served:
             # From here on it is finished, and stays.
-            add_user(state_dir, user_pid)
+            add_user(state_dir, os.getpid() if until_exit else None)
         undo.pop_all()
     for state_dir, _ in served:
         # The overlay has a mount of its own by now.
@@ -247,9 +247,11 @@ def find_mounted(settings: Settings, host: Path) -> Found | None:
     return Found(cover, record)
 
 
-def keep_mounted(settings: Settings, found: Iterable[Found], user_pid: int | None) -> bool:
-    """Keep what `find_mounted` found for another process. False where it is going just now."""
-    return all(join(mounts_dir(settings) / one.cover.id, one.cover, user_pid) for one in found)
+def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool) -> bool:
+    """Keep what `find_mounted` found for this process, too, or for all times. False where it is
+    going just now."""
+    user = os.getpid() if until_exit else None
+    return all(join(mounts_dir(settings) / one.cover.id, one.cover, user) for one in found)
 
 
 def _read(settings: Settings, cover: Cover) -> Mounted | None:

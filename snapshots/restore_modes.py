@@ -30,8 +30,8 @@ class Wish:
 
     mode: str
     """One of `config.RESTORE_MODES`."""
-    user_pid: int | None = None
-    """Mounts go when this process ends; None: they stay until somebody takes them off."""
+    until_exit: bool = False
+    """Mounts go when this process ends; else they stay until somebody takes them off."""
     is_container: bool = False
     """The targets lie in another root than this host's."""
     scratch: Path | None = None
@@ -77,7 +77,7 @@ def restore_by_choice(
         try:
             if choice.mode == modes.MOUNT:
                 done = mount_snapshot(
-                    settings, store, manifest, placed, bases, user_pid=wish.user_pid
+                    settings, store, manifest, placed, bases, until_exit=wish.until_exit
                 )
                 return Restored(choice, done.moved_bytes, done.ready_names)
             return _link(settings, store, manifest, placed, bases, wish, choice, on_finished)

@@ -83,21 +83,21 @@ def run_setup(
     report: Report = lambda sentence: None,
     wait_s: float = 1800.0,
     lease_s: float = 30.0,
-    user_pid: int | None = None,
+    until_exit: bool = False,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
     `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
     bounds the wait for another process or node that is running the same set-up; `lease_s` is how
-    long a node that died holds the others up. What is mounted goes when process `user_pid` ends;
-    None: it stays.
+    long a node that died holds the others up. `until_exit`: what is mounted goes when
+    this process ends, whatever program it is by then; else it stays.
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used.
     """
     started = time.monotonic()
     sweep_covers(settings)
-    run = _Run(settings, request, report, wait_s, lease_s, started, user_pid)
+    run = _Run(settings, request, report, wait_s, lease_s, started, until_exit)
     try:
         resolved = resolve(request, report)
     except (InvalidInputError, NotFoundError):
@@ -118,7 +118,7 @@ class _Run:
         wait_s: float,
         lease_s: float,
         started: float,
-        user_pid: int | None,
+        until_exit: bool,
     ) -> None:
         self.settings = settings
         self.request = request
@@ -131,7 +131,7 @@ class _Run:
         self.paths: dict[bytes, Path] = {}
         self.key = ""
         self.is_locked = False
-        self.user_pid = user_pid
+        self.until_exit = until_exit
         self.note = remember(settings, request.root)
 
     def guarded(self, resolved: Resolved) -> SetupResult:
@@ -266,7 +266,9 @@ class _Run:
         if found is None:
             return None
         self.key, mounts = found
-        if self._is_outdated(store) or not keep_mounted(self.settings, mounts, self.user_pid):
+        if self._is_outdated(store) or not keep_mounted(
+            self.settings, mounts, until_exit=self.until_exit
+        ):
             return None
         self.report(f"snapshot {self.key[:12]} is mounted already")
         result = self._result("in place", file_count=sum(one.record.file_count for one in mounts))
@@ -290,7 +292,7 @@ class _Run:
         catalogue.note_used(store, manifest)
         wish = Wish(
             self.settings.restore_mode,
-            user_pid=self.user_pid,
+            until_exit=self.until_exit,
             is_container=self.request.root != Path("/"),
             scratch=self.request.scratch,
         )

@@ -149,7 +149,7 @@ class _Start:
         if self._container is not None:
             request = _inside(self._container, request)
         # The job that this process becomes is who uses what is mounted.
-        result = run_setup(self._settings, request, report=self._say, user_pid=os.getpid())
+        result = run_setup(self._settings, request, report=self._say, until_exit=True)
         if result.ready_names:
             known = os.environ.get(READY_VARIABLE, "").split(",")
             names = [*filter(None, known), *result.ready_names]

@@ -30,7 +30,7 @@ _CHANGES: tuple[str, ...] = (
 )
 _CHANGES += ("os.link", "os.symlink", "os.truncate", "shutil.rmtree", "open", "os.setxattr")
 
-_DELTA = (
+DELTA = (
     "cd $0 && rm gone && rm -r folder/old && echo new > folder/new && mkdir -p a/b && "
     "echo x > a/b/c && ln a/b/c folder/c && rm file && mkdir file && echo y > file/y && "
     "rm -r tree && echo z > tree && echo changed > folder/changed && chmod 700 folder"
@@ -114,7 +114,7 @@ def restore_whole(top: Path, wanted: int) -> None:
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 
 
-def _make_base(target: Path) -> None:
+def make_base(target: Path) -> None:
     for folder in ("folder/old", "tree"):
         (target / folder).mkdir(parents=True)
     for name in ("gone", "file", "folder/old/x", "folder/changed", "tree/leaf", "kept"):
@@ -126,8 +126,8 @@ def _make_base(target: Path) -> None:
 def restore_difference(top: Path, wanted: int) -> None:
     """Killed anywhere, the target is as before, or the next run finishes it."""
     target = top / "work/env"
-    request = Request(command=["sh", "-e", "-c", _DELTA, str(target)], targets=[str(target)])
-    _make_base(target)
+    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    make_base(target)
     base = describe(target)
     run_setup(_settings(top, "a"), request)
     original = describe(target)
@@ -136,12 +136,12 @@ def restore_difference(top: Path, wanted: int) -> None:
         assert run_setup(_settings(top, "b"), request).hit
 
     shutil.rmtree(target)
-    _make_base(target)
+    make_base(target)
     count = _child(run, None)
     assert count is not None
     for point in _points(count, wanted):
         shutil.rmtree(target)
-        _make_base(target)
+        make_base(target)
         killed = _child(run, point) is None
         is_base = differences(base, describe(target)) == []
         is_done = differences(original, describe(target)) == []

@@ -1,84 +1,127 @@
 """Snapshots that are mounted: what a job sees, who keeps them, and what kills leave."""
 
-import contextlib
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.covers import cover_at, covers, uncover
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.publish import wait_published
+from bootseer.errors import BusyError, InvalidInputError
+from bootseer.prefetch.control import ask
+from bootseer.prefetch.covers import cover_at
+from bootseer.prefetch.mount_state import live_mounts, mounts_dir
+from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.snapshots.request import Request
-from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.run import SetupResult, run_setup
 from tests.snapshots.conftest import MakeNode
-from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
+from tests.snapshots.crash_driver import DELTA, make_base
+from tests.support.image_mounts import outside, skip_unless_fuse, skip_unless_root
+from tests.support.snapshot_mounts import WAIT_S, end_everything, servers, wait_gone
 from tests.support.trees import describe, differences, make_zoo
 
-_WAIT_S = 20.0
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever happens, no mount, no server and no publisher stays."""
+@pytest.fixture
+def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
+    """Nodes that mount; whatever happens, no mount, no server and no publisher stays."""
     skip_unless_root()
     skip_unless_fuse()
-    yield
-    for cover in reversed(covers()):
-        if cover.path.is_relative_to(tmp_path):
-            with contextlib.suppress(BootseerError):
-                uncover(cover)
-    for mount in mounts.find_mounts("bootseer-image"):
-        if mount.path.is_relative_to(tmp_path):
-            mounts.abort_connection(mount.device_minor, mount.path)
-            with contextlib.suppress(BootseerError):
-                mounts.detach(mount.path, lazy=True)
+    nodes: list[Settings] = []
+
+    def make(name: str) -> Settings:
+        nodes.append(replace(make_node(name), restore_mode="mount"))
+        return nodes[-1]
+
+    yield make
+    end_everything(tmp_path, *nodes)
 
 
-def _mounting(settings: Settings) -> Settings:
-    return replace(settings, restore_mode="mount")
+_JOB = """
+import json, sys
+from bootseer.config import Settings
+from bootseer.prefetch.settings_json import settings_from_json
+from bootseer.snapshots.request import Request
+from bootseer.snapshots.run import run_setup
+settings, command, targets = json.loads(sys.argv[1])
+request = Request(command=command, targets=targets)
+result = run_setup(settings_from_json(settings), request, until_exit=True)
+print(json.dumps([result.how, len(result.ready_names)]), flush=True)
+sys.stdin.read()
+"""
 
 
-def _wait_gone(settings: Settings) -> None:
-    """Until no server of the node is alive, and nothing is published any more."""
-    end = time.monotonic() + _WAIT_S
-    while list(live_mounts(settings)):
-        assert time.monotonic() < end, "a server does not end"
-        time.sleep(0.05)
-    assert wait_published(settings, _WAIT_S)
-    assert list((settings.cache_dir / "containers").iterdir()) == []
+class Job(subprocess.Popen[str]):
+    """A process that runs a set-up for itself, and lives on."""
+
+    def __init__(self, node: Settings, request: Request) -> None:
+        what = json.dumps([settings_to_json(node), request.command, request.targets])
+        super().__init__(
+            [sys.executable, "-c", _JOB, what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(node),
+            text=True,
+        )
+        assert self.stdout is not None
+        self.how, self.ready_name_count = json.loads(self.stdout.readline())
+
+    def end(self) -> None:
+        """With SIGKILL, as the worst end that there is."""
+        self.kill()
+        self.wait(WAIT_S)
 
 
-def _zoo_request(tmp_path: Path) -> tuple[Request, Path]:
-    """A set-up that makes a directory with everything nasty in it."""
+def _wait_uncovered(target: Path) -> None:
+    end = time.monotonic() + WAIT_S
+    while cover_at(target) is not None:
+        assert time.monotonic() < end, f"{target} stays mounted"
+        time.sleep(0.02)
+
+
+def _small(tmp_path: Path) -> tuple[Request, Path]:
+    """A set-up that counts its runs in `tmp_path/runs`."""
+    target = tmp_path / "env"
+    text = f"echo run >> {tmp_path}/runs; mkdir -p {target}/d; echo hello > {target}/d/file"
+    return Request(command=["sh", "-ec", text], targets=[str(target)]), target
+
+
+def _runs(tmp_path: Path) -> int:
+    return len((tmp_path / "runs").read_text().splitlines())
+
+
+def _captured(node: Settings, request: Request, target: Path) -> None:
+    """Its snapshot is in the store, and the target is gone, as on another node."""
+    assert run_setup(node, request).how == "captured"
+    shutil.rmtree(target)
+
+
+def test_a_mounted_tree_is_the_original(tmp_path: Path, mounting: MakeNode) -> None:
     target = tmp_path / "work/env"
     make_zoo(tmp_path / "zoo")
     target.parent.mkdir()
-    copy = ["cp", "-a", str(tmp_path / "zoo"), str(target)]
-    return Request(command=copy, targets=[str(target)]), target
-
-
-def test_a_mounted_tree_is_the_original(tmp_path: Path, make_node: MakeNode) -> None:
-    request, target = _zoo_request(tmp_path)
-    run_setup(make_node("a"), request)
-    original = describe(target)
-    shutil.rmtree(target)
-    node = _mounting(make_node("b"))
+    request = Request(
+        command=["cp", "-a", str(tmp_path / "zoo"), str(target)], targets=[str(target)]
+    )
+    original = describe(tmp_path / "zoo")
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
     said: list[str] = []
     result = run_setup(node, request, report=said.append)
-    assert (result.how, result.mode, result.mode_reason) == (
-        "restored",
-        "mount",
-        "it was asked for",
-    )
+    assert (result.how, result.mode) == ("restored", "mount")
     assert "mounted: it was asked for" in said[-1]
+    assert result.moved_bytes < 100_000
     assert cover_at(target) is not None
     assert differences(original, describe(target)) == []
     again = run_setup(node, request)
@@ -86,4 +129,292 @@ def test_a_mounted_tree_is_the_original(tmp_path: Path, make_node: MakeNode) -> 
     unmount_snapshot(node, target)
     assert cover_at(target) is None
     assert list(target.iterdir()) == []
-    _wait_gone(node)
+    wait_gone(node)
+
+
+def test_a_mounted_difference_is_the_original(tmp_path: Path, mounting: MakeNode) -> None:
+    target = tmp_path / "work/env"
+    make_base(target)
+    base = describe(target)
+    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    run_setup(mounting("a"), request)
+    original = describe(target)
+    shutil.rmtree(target)
+    make_base(target)
+    node = mounting("b")
+    assert run_setup(node, request).mode == "mount"
+    assert differences(original, describe(target)) == []
+    assert run_setup(node, request).how == "in place"
+    unmount_snapshot(node, target)
+    # Nothing of it was touched.
+    assert differences(base, describe(target)) == []
+    wait_gone(node)
+
+
+def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    run_setup(node, request)
+    (target / "d/file").write_text("changed")
+    (target / "d").rename(target / "moved")
+    (target / "new").write_text("new")
+    assert (target / "moved/file").read_text() == "changed"
+    unmount_snapshot(node, target)
+    assert run_setup(node, request).how == "restored"
+    assert (target / "d/file").read_text() == "hello\n"
+    assert sorted(os.listdir(target)) == ["d"]
+    assert _runs(tmp_path) == 1
+    # What was written to is not what was asked for, and a set-up finds it as it is.
+    (target / "new").write_text("new")
+    assert run_setup(node, request).how == "captured"
+    assert _runs(tmp_path) == 2
+    assert (target / "new").read_text() == "new"
+
+
+def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    with Job(node, request) as one, Job(node, request) as other:
+        assert (one.how, other.how, other.ready_name_count) == ("restored", "in place", 1)
+        ((state_dir, _),) = live_mounts(node)
+        one.end()
+        # Its server has made up its mind when it answers.
+        ask(state_dir, "status")
+        assert (target / "d/file").read_text() == "hello\n"
+        other.end()
+    _wait_uncovered(target)
+    wait_gone(node)
+    with Job(node, request) as third:
+        assert third.how == "restored"
+        third.end()
+
+
+def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
+    tmp_path: Path, mounting: MakeNode
+) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    with Job(node, request) as job:
+        assert run_setup(node, request).how == "in place"
+        job.end()
+    ((state_dir, _),) = live_mounts(node)
+    # Neither does a new worker, which finds its first user gone.
+    os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
+    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert cover_at(target) is not None
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def test_nodes_that_start_at_once_share_one_mount(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+
+    def start(_: int) -> SetupResult:
+        return run_setup(node, request)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(start, range(3)))
+    assert sorted(result.how for result in results) == ["in place", "in place", "restored"]
+    assert len(servers(node)) == 1
+
+
+def test_a_killed_server_costs_a_new_mount(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    run_setup(node, request)
+    ((state_dir, state),) = live_mounts(node)
+    worker = int(ask(state_dir, "status")["worker_pid"])
+    # Both: nobody is left who could serve.
+    os.kill(state.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    while (Path("/proc") / str(worker)).exists():
+        time.sleep(0.01)
+    again = run_setup(node, request)
+    assert (again.how, again.mode) == ("restored", "mount")
+    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert not state_dir.exists()
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+@pytest.mark.parametrize("step", ["served", "covered"])
+def test_a_run_that_is_killed_leaves_nothing_mounted(
+    tmp_path: Path, mounting: MakeNode, step: str
+) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    before = {"served": "_cover", "covered": "add_user"}[step]
+    code = (
+        "import os, signal\n"
+        "from bootseer.cli import main\n"
+        "from bootseer.snapshots import mounted\n"
+        f"mounted.{before} = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main()"
+    )
+    killed = _done([sys.executable, "-c", code, *_snapshot_run(request)[3:]], _environment(node))
+    assert killed.returncode == -signal.SIGKILL
+    # The next run need not wait for the server to see it.
+    again = run_setup(node, request)
+    assert (again.how, again.mode, _runs(tmp_path)) == ("restored", "mount", 1)
+    assert (target / "d/file").read_text() == "hello\n"
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def _snapshot_run(request: Request) -> list[str]:
+    """As a user types it."""
+    words = [sys.executable, "-m", "bootseer", "snapshot", "run", "--mode", "mount", "--target"]
+    return [*words, *request.targets, "--", *request.command]
+
+
+def _done(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
+
+
+def _environment(node: Settings) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "BOOTSEER_STORE": node.store_url,
+        "BOOTSEER_CACHE_DIR": str(node.cache_dir),
+        "BOOTSEER_RUN_DIR": str(node.run_dir),
+        "BOOTSEER_NODE": node.node,
+    }
+
+
+def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    # What is at /dev/fuse can be opened, and does not mount.
+    hide = 'mount --bind /dev/null /dev/fuse; exec "$@"'
+    done = _done(
+        ["unshare", "--mount", "sh", "-ec", hide, "sh", *_snapshot_run(request)],
+        _environment(node),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: extracted: ") == 1
+    assert (target / "d/file").read_text() == "hello\n"
+    assert _runs(tmp_path) == 1
+    assert servers(node) == []
+
+
+def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv to be another user")
+    node = mounting("b")
+    # Not below pytest's own folder, which others may not enter.
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        os.chown(home, 65534, 65534)
+        request, target = _small(home)
+        environment = {**_environment(node), "HOME": name}
+        for folder in ("STORE", "CACHE_DIR", "RUN_DIR"):
+            environment[f"BOOTSEER_{folder}"] = str(home / folder)
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]
+        command += _snapshot_run(request)
+
+        def run() -> "subprocess.CompletedProcess[str]":
+            return _done(command, environment)
+
+        first = run()
+        assert first.returncode == 0, first.stderr
+        shutil.rmtree(target)
+        second = run()
+        assert "mounting needs root (CAP_SYS_ADMIN)" in second.stderr
+        assert "restored" in second.stderr
+        assert (target / "d/file").read_text() == "hello\n"
+        assert _runs(home) == 1
+
+
+def test_unmounting(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    with pytest.raises(InvalidInputError, match="no snapshot is mounted"):
+        unmount_snapshot(node, target)
+    run_setup(node, request)
+    with (target / "d/file").open() as file:
+        with pytest.raises(BusyError, match="--lazy"):
+            unmount_snapshot(node, target)
+        unmount_snapshot(node, target, lazy=True)
+        assert file.read() == "hello\n"
+    wait_gone(node)
+
+
+def test_a_target_with_a_mount_inside_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    (target / "mounted").mkdir(parents=True)
+    (target / "mounted").rmdir()
+    inner = target / "d"
+    inner.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(inner)], check=True, timeout=WAIT_S)
+    try:
+        said: list[str] = []
+        run_setup(node, request, report=said.append)
+        assert cover_at(target) is None
+    finally:
+        subprocess.run(["umount", str(inner)], check=True, timeout=WAIT_S)
+
+
+_IMPORT = """
+import sys
+sys.path.insert(0, {path!r})
+import package.module
+print(package.module.VALUE)
+"""
+
+
+def test_compiled_files_stay_valid_and_a_second_node_replays(
+    tmp_path: Path, mounting: MakeNode
+) -> None:
+    target = tmp_path / "env"
+    source = tmp_path / "source/package"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text("")
+    (source / "module.py").write_text("VALUE = 42\n" + f"# {'x' * 100}\n" * 500)
+    (source / "never-read").write_bytes(os.urandom(20_000_000))
+    for path in source.iterdir():
+        os.utime(path, ns=(10**18, 10**18))
+    text = f"cp -a {source.parent} {target}; {sys.executable} -m compileall -q {target}"
+    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    _captured(mounting("a"), request, target)
+    code = _IMPORT.format(path=str(target))
+    faults = []
+    for name in ("b", "c"):
+        node = mounting(name)
+        assert run_setup(node, request).mode == "mount"
+        ((state_dir, state),) = live_mounts(node)
+        compiled = sorted(target.rglob("*.pyc"))
+        times = [path.stat().st_mtime_ns for path in compiled]
+        assert outside(code) == "42\n"
+        assert [path.stat().st_mtime_ns for path in compiled] == times
+        written = list((Path(state.scratch) / "upper").iterdir())
+        assert written == [], "something was compiled anew"
+        status = ask(state_dir, "status")
+        faults.append(status["faults"]["fault_count"])
+        assert status["moved"]["fetched_bytes"] < 5_000_000
+        unmount_snapshot(node, target)
+        wait_gone(node)
+    assert faults[0] > 0
+    assert faults[1] == 0
+
+
+def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = replace(mounting("b"), restore_mode="auto")
+    result = run_setup(node, request)
+    assert (result.mode, result.mode_reason) == ("extract", "it is small")
+    assert not mounts_dir(node).exists()
