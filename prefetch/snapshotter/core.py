@@ -45,6 +45,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
 _log = logging.getLogger(__name__)
 
 _TIDY_S = 10.0
+_END_S = 5.0
 _CALM_S = 0.1
 """No further layer for so long: that was the image's last one, and the image can be mounted."""
 
@@ -87,7 +88,10 @@ class Snapshotter:
         self._closing = True
         self._wake.set()
         if self._tidier.is_alive():
-            self._tidier.join(5.0)
+            self._tidier.join(_END_S)
+        if self._tidier.is_alive():
+            _log.info("leaving an image that is being mounted to the next snapshotter")
+            return
         self._chains.close()
         self._metadata.close()
         self._directories.close()
@@ -234,6 +238,9 @@ class Snapshotter:
             work()
         except (BootseerError, OSError) as error:
             _log.warning("tidying up is put off: %s", error)
+        except Exception:
+            # Without this thread nothing would be removed any more.
+            _log.exception("tidying up failed")
 
     def _pause_s(self) -> float:
         with self._lock:

@@ -17,6 +17,7 @@ import grpc
 from bootseer.errors import InvalidInputError, UnavailableError, UnsupportedError, from_oserror
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.service import handler_of
+from bootseer.private import make_private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +58,12 @@ def serve(snapshotter: Snapshotter, address: Path, on_ready: Callable[[], None])
 
 
 def _bind(server: grpc.Server, path: Path) -> None:
+    try:
+        make_private_directory(path.parent)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {path.parent}") from error
     before = os.umask(0o177)
     try:
-        path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
         if path.is_socket():
             path.unlink()
         server.add_insecure_port(f"unix:{path}")

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 PURPOSE = "snapshot"
 
 _ANSWER_S = 2.0
+_WAIT_S = 60.0
+"""For others that mount the same: each of them gives up after less."""
 
 
 class ServedTrees:
@@ -53,8 +55,12 @@ class ServedTrees:
             self._holds[key] += 1
             lock = self._key_locks[key]
         try:
-            with lock:
+            if not lock.acquire(timeout=_WAIT_S):
+                raise UnavailableError(f"others have been mounting {name} for {_WAIT_S:g} s")
+            try:
                 path = self._mounted().get(key) or self._mount(key, name)
+            finally:
+                lock.release()
             yield path
         finally:
             with self._lock:
