@@ -33,6 +33,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.catalogue import (
     check_replaceable,
+    check_streams,
     find_image,
     publish_image,
     publish_layer,
@@ -187,7 +188,9 @@ def _index_layers(
     keys = [layer.digest or str(number) for number, layer in enumerate(layers)]
     unique = dict(zip(keys, layers, strict=True))
     with ThreadPoolExecutor(workers, thread_name_prefix="index-layer") as pool:
-        futures = {key: pool.submit(finish, layer) for key, layer in unique.items()}
+        # The largest first: it takes longest, and may be most of the image.
+        ordered = sorted(unique.items(), key=lambda item: -(item[1].size_bytes or 0))
+        futures = {key: pool.submit(finish, layer) for key, layer in ordered}
         try:
             concurrent.futures.wait(
                 futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
@@ -220,6 +223,7 @@ def stored_layer(store: Store, layer: Layer) -> tuple[LayerRecord, LayerTree] | 
         if size_bytes != record.blob_size_bytes:
             raise CorruptError(f"the blob {record.blob_digest} has {size_bytes} bytes")
         tree = read_tree(store, record.index_digest)
+        check_streams(tree, (layer.digest,), f"the record of the layer {layer.digest}")
     except (NotFoundError, CorruptError) as error:
         logger.info("the store lacks the layer %s: %s", layer.digest, error)
         return None

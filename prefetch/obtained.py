@@ -56,7 +56,9 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
     except NotFoundError:
         # Pulled by this node, and published soon.
         known = catalogue.find_image(name)
-        found = None if known is None or known.is_published else image_on_node(settings, known)
+        found = None
+        if known is not None and not known.is_published:
+            found = image_on_node(settings, known, whole=False)
         if found is None:
             raise
         return found

@@ -99,7 +99,9 @@ def have_layers(
     keys = [layer.digest or f"{name} {number}" for number, layer in enumerate(layers)]
     unique = dict(zip(keys, layers, strict=True))
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="pull-layer") as pool:
-        futures = {key: pool.submit(have, key, layer) for key, layer in unique.items()}
+        # The largest first: it takes longest, and may be most of the image.
+        ordered = sorted(unique.items(), key=lambda item: -(item[1].size_bytes or 0))
+        futures = {key: pool.submit(have, key, layer) for key, layer in ordered}
         try:
             concurrent.futures.wait(
                 futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION

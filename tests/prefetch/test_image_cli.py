@@ -248,3 +248,19 @@ def test_no_space(cli: Cli, tmp_path: Path) -> None:
         assert "No space left" in cli.fails(13, "index", "layout")
     finally:
         subprocess.run(["umount", "-l", str(cli.store)], check=False)
+
+
+def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
+    write_layout(cli.directory / "image", NASTY)
+    source = f"oci:{cli.directory}/image:latest"
+    done = cli.run("warm", source)
+    assert "pulling it whole" in done.stderr
+    cli.run("status", "--wait", "60")
+    (record,) = json.loads(cli.run("list", "--json").stdout)
+    assert record["reference"] == "image:latest"
+    # Whole on this node, which then needs neither source nor store.
+    shutil.rmtree(cli.directory / "image")
+    cli.environ["BOOTSEER_STORE"] = "hdfs://127.0.0.1:9/store"
+    cli.environ["BOOTSEER_DEADLINE"] = "1"
+    done = cli.run("warm", "image:latest")
+    assert done.stderr.count("warning") == 1, done.stderr
