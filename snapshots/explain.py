@@ -14,7 +14,7 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.fingerprint import Part
 from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.present import key_in_place
+from bootseer.snapshots.present import key_in_place, mounts_in_place
 from bootseer.snapshots.request import Report, Request, resolve
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.store import open_store
@@ -125,6 +125,14 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
     resolved = resolve(request, report)
     targets = tuple(text_of(target) for target in resolved.targets)
     paths = {target: resolve_in_root(request.root, target) for target in resolved.targets}
+    mounted = mounts_in_place(settings, resolved, paths)
+    if mounted is not None:
+        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+            manifest = catalogue.load(store, mounted[0])
+        if manifest is None or not is_too_old(manifest, settings.snapshot_max_age_s):
+            parts = manifest.parts if manifest else resolved.parts
+            reason = "it is mounted on the targets"
+            return Explanation(IN_PLACE, reason, mounted[0], targets, parts, manifest, None, ())
     scans = {target: scan(path) for target, path in paths.items()}
     bases = {target: base_digest(scanned) for target, scanned in scans.items()}
     found = key_in_place(settings.cache_dir, resolved, paths, scans)

@@ -6,6 +6,7 @@ Only the command's own failure, and a declaration that cannot be used, are error
 """
 
 import logging
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue, modes, mounted
+from bootseer.snapshots import catalogue, modes, mounted, outside
 from bootseer.snapshots import work as working
 from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.capture import Change, capture, make_manifest
@@ -32,7 +33,7 @@ from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.mounted import keep_mounted
 from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.request import Report, Request, Resolved, resolve
+from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
 from bootseer.snapshots.restore import place
 from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan
@@ -69,6 +70,8 @@ class SetupResult:
     mode_reason: str = ""
     ready_names: tuple[str, ...] = ()
     """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the records of mounts."""
+    changed_outside: tuple[str, ...] = ()
+    """Of "captured": what changed outside the targets meanwhile, as far as a short look told."""
 
     @property
     def hit(self) -> bool:
@@ -341,6 +344,7 @@ class _Run:
         """`replace`: what is stored is damaged; `renew`: it is whole, but too old."""
         if not renew:
             self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
+        began_ns = outside.now_ns()
         setup_s = run_command(self.request)
         try:
             manifest = self._publish(
@@ -359,12 +363,25 @@ class _Run:
             content_bytes=manifest.content_bytes,
             moved_bytes=manifest.stored_bytes,
             setup_s=setup_s,
+            changed_outside=self._changed_outside(began_ns, setup_s),
         )
         self.report(
             f"stored snapshot {self.key[:12]}: {result.file_count} files; the set-up took "
             f"{setup_s:.1f} s, capturing {result.seconds - setup_s:.1f} s"
         )
         return result
+
+    def _changed_outside(self, began_ns: int, setup_s: float) -> tuple[str, ...]:
+        """Say what else the set-up has changed. Of another root nothing is known."""
+        if self.request.root != Path("/"):
+            return ()
+        environ = os.environ if self.request.environ is None else self.request.environ
+        directory = working_directory(self.request)
+        targets = list(self.paths.values())
+        found = outside.look(self.settings, began_ns, setup_s, environ, directory, targets)
+        if sentence := found.sentence():
+            self.report(f"warning: {sentence}")
+        return found.paths
 
     def _publish(
         self,
@@ -407,6 +424,7 @@ class _Run:
         content_bytes: int = 0,
         moved_bytes: int = 0,
         setup_s: float = 0.0,
+        changed_outside: tuple[str, ...] = (),
     ) -> SetupResult:
         return SetupResult(
             how=how,
@@ -417,6 +435,7 @@ class _Run:
             moved_bytes=moved_bytes,
             seconds=time.monotonic() - self.started,
             setup_seconds=setup_s,
+            changed_outside=changed_outside,
         )
 
 

@@ -138,6 +138,7 @@ def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options
                 "setup_seconds": result.setup_seconds,
                 "mode": result.mode,
                 "mode_reason": result.mode_reason,
+                "changed_outside": list(result.changed_outside),
             }
         )
 
@@ -163,6 +164,7 @@ def _tell(settings: Settings, request: "Request", as_json: bool) -> None:
                 "setup_seconds": snapshot.setup_ns / 1e9 if snapshot else 0.0,
                 "mode": "",
                 "mode_reason": "",
+                "changed_outside": [],
             }
         )
         return

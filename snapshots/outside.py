@@ -1,0 +1,167 @@
+"""What a set-up changed outside its targets, as far as a short look tells.
+
+The kernel sets a file's ctime at every change and nobody can set it back, so one look afterwards
+tells what has changed since the command began, by whomever. Looked at are the places where set-ups
+usually write, for at most `_LOOK_S` seconds and `_NAMES_MAX` names: it is a hint for people, not a
+part of the snapshot. Stateless; any thread.
+"""
+
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError
+from bootseer.store.paths import local_root
+
+# The clock that file times are taken from, some milliseconds behind the other (linux/time.h).
+_CLOCK_REALTIME_COARSE = 5
+_LOOK_S = 1.5
+_LOOK_SHORT_S = 0.1
+_NAMES_MAX = 200_000
+_SHOWN_MAX = 5
+
+# The likeliest first: what comes after the bounds are reached is not looked at.
+_SYSTEM = (
+    "/usr/local",
+    "/etc",
+    "/opt",
+    "/usr/bin",
+    "/usr/sbin",
+    "/var/lib/dpkg",
+    "/var/lib/rpm",
+    "/usr/lib",
+    "/usr/share",
+)
+_HOME = (".local", ".config", ".conda", "bin")
+# Caches and logs, which nobody misses.
+_IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
+_IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What was found."""
+
+    paths: tuple[str, ...]
+    """Changed names, sorted."""
+    is_complete: bool
+    """Whether all of the places were looked at."""
+
+    def sentence(self) -> str:
+        """For people; empty where nothing was found."""
+        if not self.paths:
+            return ""
+        folders = Counter(os.path.dirname(path) for path in self.paths)
+        shown = [
+            f"{folder}/ ({count} names)"
+            if count > 1
+            else next(path for path in self.paths if os.path.dirname(path) == folder)
+            for folder, count in folders.most_common(_SHOWN_MAX)
+        ]
+        more = len(folders) - len(shown)
+        return (
+            f"changed during the set-up, but outside its targets and so not stored: "
+            f"{', '.join(shown)}{f' and {more} more folders' if more else ''}; if the job needs "
+            "that, name those folders with --target"
+        )
+
+
+def now_ns() -> int:
+    """The time that a change now would get."""
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+
+
+def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
+    """Where set-ups write: the working directory, environments, the home, the system."""
+    home = environ.get("HOME", "")
+    places = [directory, environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", "")]
+    if home:
+        places += [os.path.join(home, name) for name in _HOME]
+    return [place for place in (*places, *_SYSTEM) if place.startswith("/") and place != "/"]
+
+
+def own_places(settings: Settings) -> list[Path]:
+    """What Bootseer itself writes."""
+    places = [settings.cache_dir, settings.run_dir, settings.timeline_dir]
+    try:
+        places.append(local_root(settings.store_url))
+    except BootseerError:
+        pass  # not on this host
+    return places
+
+
+def changed_since(
+    since_ns: int, places: Iterable[str], ignored: Iterable[Path], *, look_s: float = _LOOK_S
+) -> Outside:
+    """The names in `places` that changed at `since_ns` or later, but for `ignored` directories.
+
+    Never raises: what cannot be read is left out.
+    """
+    end = time.monotonic() + look_s
+    skipped = {*_IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
+    seen: set[tuple[int, int]] = set()
+    found = []
+    count = 0
+    stack = [os.path.realpath(place) for place in places][::-1]
+    while stack:
+        folder = stack.pop()
+        if folder in skipped or any(folder.startswith(f"{path}/") for path in skipped):
+            continue
+        own = _identity(folder)
+        if own is None or own in seen:
+            continue
+        seen.add(own)
+        for path, info in _entries(folder):
+            count += 1
+            if path in skipped:
+                continue
+            if stat.S_ISDIR(info.st_mode):
+                # Its own times move with its entries, which are looked at.
+                if info.st_dev == own[0]:
+                    stack.append(path)
+            elif info.st_ctime_ns >= since_ns and not path.endswith(".pyc"):
+                found.append(path)
+        if count > _NAMES_MAX or time.monotonic() > end:
+            return Outside(tuple(sorted(found)), False)
+    return Outside(tuple(sorted(found)), True)
+
+
+def _identity(folder: str) -> tuple[int, int] | None:
+    try:
+        info = os.stat(folder)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name not in _IGNORED_NAMES:
+                    yield entry.path, entry.stat(follow_symlinks=False)
+    except OSError:
+        return  # gone, or not ours to read
+
+
+def look(
+    settings: Settings,
+    since_ns: int,
+    setup_s: float,
+    environ: Mapping[str, str],
+    directory: str,
+    targets: Sequence[Path],
+) -> Outside:
+    """What changed outside of `targets` since a set-up began in `directory` on this host, which
+    took `setup_s`: a short one is not worth a long look."""
+    return changed_since(
+        since_ns,
+        usual_places(environ, directory),
+        [*targets, *own_places(settings)],
+        look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
+    )

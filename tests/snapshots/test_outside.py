@@ -1,0 +1,87 @@
+"""What a set-up changed outside of its targets is said."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.snapshots import outside
+from bootseer.snapshots.outside import Outside, changed_since, now_ns, usual_places
+from bootseer.snapshots.request import Request
+from bootseer.snapshots.run import run_setup
+from tests.snapshots.conftest import MakeNode
+
+
+def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: MakeNode) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    for folder in (home / ".local/bin", home / ".cache", work):
+        folder.mkdir(parents=True)
+    (work / "source.py").touch()
+    script = f"""
+        mkdir env; echo x > env/file
+        echo x > source.py
+        echo x > {home}/.local/bin/tool
+        echo x > {home}/.local/bin/other
+        echo x > {home}/.cache/wheel
+        mkdir __pycache__; echo x > __pycache__/a.pyc
+    """
+    request = Request(
+        command=["sh", "-ec", script],
+        targets=["env"],
+        directory=str(work),
+        environ={"PATH": os.environ["PATH"], "HOME": str(home)},
+    )
+    said: list[str] = []
+    result = run_setup(make_node("a"), request, report=said.append)
+    assert result.how == "captured"
+    ours = [path for path in result.changed_outside if path.startswith(str(tmp_path))]
+    assert ours == [
+        f"{home}/.local/bin/other",
+        f"{home}/.local/bin/tool",
+        f"{work}/source.py",
+    ]
+    warnings = [sentence for sentence in said if sentence.startswith("warning: changed during")]
+    assert len(warnings) == 1
+    assert f"{home}/.local/bin/ (2 names)" in warnings[0]
+    assert f"{work}/source.py" in warnings[0]
+    assert "--target" in warnings[0]
+    # Nothing is said of what was there before, nor of a restore.
+    assert run_setup(make_node("a"), request).changed_outside == ()
+
+
+def _wait_for_tick() -> None:
+    before = now_ns()
+    while now_ns() == before:
+        time.sleep(0.001)
+
+
+def test_the_look_is_bounded_and_follows_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "before").touch()
+    _wait_for_tick()
+    since = now_ns()
+    place = tmp_path / "place"
+    for number in range(50):
+        (place / f"d{number}").mkdir(parents=True)
+        (place / f"d{number}/file").touch()
+    (place / "loop").symlink_to(place)
+    (place / "up").symlink_to(tmp_path)
+    os.utime(place / "d0/file", (1, 1))  # the ctime tells all the same
+    found = changed_since(since, [str(place), str(place), str(tmp_path)], [place / "d1"])
+    assert found.is_complete
+    assert len(found.paths) == 49 + 2
+    assert str(tmp_path / "before") not in found.paths
+    assert changed_since(since, ["/no/such"], []) == Outside((), True)
+    assert not changed_since(since, [str(place)], [], look_s=-1).is_complete
+    monkeypatch.setattr(outside, "_NAMES_MAX", 10)
+    assert not changed_since(since, [str(place)], []).is_complete
+    assert Outside((), False).sentence() == ""
+    many = Outside(tuple(f"/d{number}/x" for number in range(9)), True).sentence()
+    assert "and 4 more folders" in many
+
+
+def test_places_are_absolute_and_never_the_root() -> None:
+    assert usual_places({"HOME": "/", "VIRTUAL_ENV": "relative"}, "/")[0] == "/.local"
+    assert "/etc" in usual_places({}, "/")
