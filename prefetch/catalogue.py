@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -114,6 +114,17 @@ def check_blobs(store: Store, record: ImageRecord) -> None:
             raise CorruptError(
                 f"a layer of image {record.reference} cannot be read: {key} {state} in "
                 f"{store.url}; index the image again"
+            )
+
+
+def check_streams(tree: Tree, diff_ids: Collection[str], where: str) -> None:
+    """Look whether a tree is of these layers and no others, as far as it says itself: a record may
+    name the index of another image. Raises: CorruptError."""
+    for blob in tree.blobs:
+        # A stream has another digest than its layer where that is not a SHA-256.
+        if blob.stream_digest.startswith("sha256:") and blob.stream_digest not in diff_ids:
+            raise CorruptError(
+                f"{where} names an index of the layer {blob.stream_digest}, which is not its own"
             )
 
 

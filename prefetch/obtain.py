@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from bootseer.blob.index import encode
@@ -26,7 +27,13 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.catalogue import check_blobs, find_image, keep_index, load_tree
+from bootseer.prefetch.catalogue import (
+    check_blobs,
+    check_streams,
+    find_image,
+    keep_index,
+    load_tree,
+)
 from bootseer.prefetch.indexing import change_time_ns, describe_image, stored_layer
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
@@ -113,9 +120,12 @@ class _Start:
             try:
                 record = find_image(self._store, name)
                 if self._is_same(source, record):
-                    load_tree(self._store, record, self._settings.cache_dir)
+                    tree = load_tree(self._store, record, self._settings.cache_dir)
+                    if source.identity is not None:
+                        check_streams(tree, source.config.diff_ids, f"the record of {name}")
                     check_blobs(self._store, record)
-                    image = NodeImage(record)
+                    # What starts and how is for the source to say.
+                    image = NodeImage(replace(record, config=source.config))
                     remember(lambda: self._catalogue.keep_image(image))
                     return ObtainedImage(image)
                 self._news = f"image {name} has changed: pulling what is new"

@@ -18,8 +18,8 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.catalogue import keep_index, read_layer
-from bootseer.prefetch.chains import publish_chain_index, read_chain
+from bootseer.prefetch.catalogue import check_streams, keep_index, read_layer
+from bootseer.prefetch.chains import Chain, publish_chain_index, read_chain
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.records import INDEX_BYTES_MAX, LayerRecord
 from bootseer.prefetch.snapshotter.metadata import Metadata
@@ -99,7 +99,7 @@ class ChainTrees:
             chain = read_chain(store, chain_id)
             if chain is None:
                 raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
-            digest = self._fetch(store, chain.index_digest) or self._merge(store, chain.diff_ids)
+            digest = self._fetch(store, chain) or self._merge(store, chain.diff_ids)
             self._metadata.note_tree(chain_id, digest)
             return digest
 
@@ -139,12 +139,14 @@ class ChainTrees:
             self._layers[diff_id] = (time.monotonic(), record)
         return record
 
-    def _fetch(self, store: Store, digest: str) -> str:
+    def _fetch(self, store: Store, chain: Chain) -> str:
         """The digest of a merged tree that somebody has published; "" where it cannot be had."""
+        digest = chain.index_digest
         if not digest:
             return ""
         try:
-            self._index(store, digest)
+            tree = self._index(store, digest)
+            check_streams(tree, chain.diff_ids, f"the record of the chain with the tree {digest}")
         except (NotFoundError, CorruptError) as error:
             _log.warning("the layers of an image are merged anew: %s", error)
             return ""
@@ -169,6 +171,7 @@ class ChainTrees:
             if record is None:
                 raise NotFoundError(f"the store {store.url} has no layer {diff_id} now")
             tree = self._index(store, record.index_digest)
+            check_streams(tree, (diff_id,), f"the record of the layer {diff_id}")
             trees.append(LayerTree(tree, frozenset(record.implied), record.links))
         return trees
 

@@ -20,6 +20,8 @@ from bootseer.prefetch.catalogue import (
     find_image,
     list_images,
     publish_image,
+    publish_layer,
+    read_layer,
     read_tree,
 )
 from bootseer.prefetch.indexing import change_time_ns, index_image
@@ -179,6 +181,52 @@ def test_sha512(node: Node, tmp_path: Path) -> None:
     publish_node_image(node.settings, obtained.record.index_digest)
     index(source_of(layout), tmp_path / "other", tmp_path / "work")
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
+
+
+# ---- records that lie ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Layout:
+    """Two images of one layer each, `good` and `evil`, in the store."""
+    layout = Layout(tmp_path / "image")
+    for name in ("good", "evil"):
+        layout.add_image([tar_of([Member("name", data=name.encode())])], tag=name)
+        index(f"oci:{layout.directory}:{name}", tmp_path / "store", tmp_path / "work", name)
+    return layout
+
+
+def test_a_record_that_names_another_images_index_is_not_used(
+    node: Node, tmp_path: Path, two: Layout
+) -> None:
+    source = f"oci:{two.directory}:good"
+    with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
+        assert opened.identity is not None
+        evil = find_image(s, "evil")
+        publish_image(s, replace(evil, reference=opened.reference, identity=opened.identity))
+    obtained, contents = node.start(source)
+    assert contents == {"name": b"good"}
+    assert [blob.frames != () for blob in node.tree(obtained).blobs] == [True]
+
+
+def test_a_layers_record_that_names_another_layers_index_is_not_used(
+    node: Node, tmp_path: Path, two: Layout
+) -> None:
+    with open_store(str(tmp_path / "store")) as store:
+        good, evil = (find_image(store, name).layers[0].digest for name in ("good", "evil"))
+        record = read_layer(store, evil)
+        assert record is not None
+        publish_layer(store, replace(record, digest=good))
+    assert node.start(f"oci:{two.directory}:good")[1] == {"name": b"good"}
+
+
+def test_what_starts_is_for_the_source_to_say(node: Node, tmp_path: Path, two: Layout) -> None:
+    source = f"oci:{two.directory}:good"
+    with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
+        good = replace(find_image(s, "good"), reference=opened.reference)
+        publish_image(s, replace(good, config=replace(good.config, entrypoint=("/evil",))))
+    obtained, _ = node.start(source)
+    assert (obtained.image.is_published, obtained.record.config) == (True, good.config)
 
 
 # ---- who has what --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from bootseer.blob.keys import index_key
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.chains import chain_ids, chain_key, read_chain
+from bootseer.prefetch.chains import chain_ids, chain_key, publish_chain_index, read_chain
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
@@ -238,6 +238,20 @@ def test_a_record_that_lies_about_its_chain_serves_nothing(node: Node, tmp_path:
         store.publish(chain_key(other), store.read(chain_key(CHAINS[-1])))
     assert node.call("Prepare", key="extract", labels={REF_LABEL: other}).mounts
     assert "do not make the chain" in node.log()
+
+
+def test_a_chain_that_names_another_images_tree_is_merged_anew(fresh: Node, tmp_path: Path) -> None:
+    record = add_image(fresh, tmp_path)
+    write_layout(tmp_path / "other", [[Member("top", data=b"other")]])
+    other = index(fresh.settings, tmp_path / "other", "other:1")
+    with open_store(fresh.settings.store_url) as store:
+        chain = read_chain(store, CHAINS[-1])
+        assert chain is not None
+        publish_chain_index(store, chain.diff_ids, other.index_digest)
+    pull(fresh)
+    lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
+    ((_, state),) = live_mounts(fresh.settings)
+    assert state.index_digest == record.index_digest
 
 
 @pytest.mark.parametrize("label", ["../../../etc", "/etc/passwd", "sha256:../../x", "", "a\nb"])
