@@ -2,7 +2,8 @@
 
 Alone knows the fusectl file system. Where nobody has mounted it on /sys/fs/fuse/connections
 (containers, minimal hosts), root uses a mount of its own that has no place in the file tree and
-so is seen by nobody. Stateless; safe from any thread.
+so is seen by nobody. A connection's number is given to another one as soon as it is gone: who waits
+for one, or aborts it late, holds a `Connection`. Safe from any thread.
 """
 
 import contextlib
@@ -55,31 +56,70 @@ def _open_private() -> int | None:
     return int(folder) if folder >= 0 else None
 
 
-def _is_alive(folder: int, device_minor: int) -> bool:
-    try:
-        os.stat(str(device_minor), dir_fd=folder)
-    except FileNotFoundError:
-        return False
-    return True
+class Connection:
+    """One connection, also when the kernel has given its number to another one meanwhile."""
 
+    def __init__(self, folder: int, device_minor: int) -> None:
+        self._folder = folder
+        self._name = str(device_minor)
+        try:
+            # Held open, its inode is not given to another folder.
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+            self._own: int | None = os.open(self._name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            self._own = None
 
-def is_alive(device_minor: int) -> bool | None:
-    """Whether the kernel still has the connection; None if that cannot be known."""
-    with _connections() as folder:
-        return None if folder is None else _is_alive(folder, device_minor)
+    def _is_alive(self) -> bool:
+        if self._own is None:
+            return False
+        try:
+            found = os.stat(self._name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return False
+        return found.st_ino == os.fstat(self._own).st_ino
 
-
-def wait_gone(device_minor: int, timeout_s: float) -> bool | None:
-    """Wait until the kernel has dropped the connection; None if that cannot be known."""
-    deadline = time.monotonic() + timeout_s
-    with _connections() as folder:
-        if folder is None:
-            return None
-        while _is_alive(folder, device_minor):
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Wait until the kernel has dropped it; False when it has not."""
+        deadline = time.monotonic() + timeout_s
+        while self._is_alive():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
-    return True
+        return True
+
+    def abort(self) -> None:
+        """Fail every request of it, now and for ever. Nothing when it is gone already."""
+        if self._own is None:
+            return
+        try:
+            control = os.open("abort", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._own)
+        except OSError as error:
+            log.debug("cannot abort connection %s: %s", self._name, error)
+            return
+        try:
+            os.write(control, b"1")
+        finally:
+            os.close(control)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+
+
+@contextlib.contextmanager
+def connection(device_minor: int) -> Iterator[Connection | None]:
+    """The connection that has this number now; None where the control files are out of reach."""
+    with _connections() as folder:
+        if folder is None:
+            yield None
+            return
+        one = Connection(folder, device_minor)
+        try:
+            yield one
+        finally:
+            one.close()
 
 
 def abort(device_minor: int) -> bool:

@@ -180,15 +180,17 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
     mount = find_mount(path)
     if mount is None:
         raise InvalidInputError(f"cannot unmount {path}: no FUSE file system is mounted there")
-    if control.is_alive(mount.device_minor) is None:
-        _unmount_blindly(mount, timeout_s)
-        return
-    detach(mount.path, lazy=True)
-    if control.wait_gone(mount.device_minor, timeout_s):
-        return
-    log.warning("%s still has open files after %.1f s: aborting them", mount.path, timeout_s)
-    abort_connection(mount.device_minor)
-    control.wait_gone(mount.device_minor, _ABORT_DEADLINE_S)
+    # Taken before it is detached: then its number may be another mount's at any moment.
+    with control.connection(mount.device_minor) as connection:
+        if connection is None:
+            _unmount_blindly(mount, timeout_s)
+            return
+        detach(mount.path, lazy=True)
+        if connection.wait_gone(timeout_s):
+            return
+        log.warning("%s still has open files after %.1f s: aborting them", mount.path, timeout_s)
+        connection.abort()
+        connection.wait_gone(_ABORT_DEADLINE_S)
 
 
 def _unmount_blindly(mount: Mount, timeout_s: float) -> None:

@@ -85,9 +85,12 @@ def supervise(
         )
     with StopSignal() as stop:
         attached = attach(mountpoint, options)
-        supervisor = _Supervisor(factory, options, attached, stop, restart or RestartPolicy())
         try:
-            supervisor.run(on_ready)
+            # From here on: once it is unmounted, its number may be another mount's.
+            with control.connection(attached.device_minor) as connection:
+                policy = restart or RestartPolicy()
+                supervisor = _Supervisor(factory, options, attached, connection, stop, policy)
+                supervisor.run(on_ready)
         finally:
             os.close(attached.device)
 
@@ -100,12 +103,14 @@ class _Supervisor:
         factory: Callable[[], Operations],
         options: MountOptions,
         attached: Attached,
+        connection: control.Connection | None,
         stop: StopSignal,
         restart: RestartPolicy,
     ) -> None:
         self._factory = factory
         self._options = options
         self._attached = attached
+        self._connection = connection
         self._stop = stop
         self._restart = restart
 
@@ -205,8 +210,8 @@ class _Supervisor:
         if mounted is not None and mounted.device_minor == attached.device_minor:
             mounts.abort_connection(attached.device_minor, attached.path)
             mounts.detach(attached.path, lazy=True)
-        elif control.is_alive(attached.device_minor):
-            mounts.abort_connection(attached.device_minor)
+        elif self._connection is not None:
+            self._connection.abort()
 
 
 def _work(

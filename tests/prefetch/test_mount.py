@@ -1,5 +1,6 @@
 """Mounted images: real mounts, real servers, and what kills them."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel import control, mounts
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
 from bootseer.prefetch.mount_state import is_alive, live_mounts, log_path, sweep
@@ -406,6 +407,32 @@ def test_full_disk_still_serves(node: Node) -> None:
         subprocess.run(["umount", "-l", small], check=True)
 
 
+def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Node) -> None:
+    """The kernel reuses the number at once: unmounting one image aborted another."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(mounted(node.settings, "image:1", node.base / "first"))
+        found = mounts.find_mount(first.directory)
+        assert found is not None
+        connection = stack.enter_context(control.connection(found.device_minor))
+        if connection is None:
+            pytest.skip("the control files of FUSE are out of reach")
+        assert not connection.wait_gone(0)
+        first.close()
+        for number in range(5):
+            other = stack.enter_context(
+                mounted(node.settings, "image:1", node.base / f"other-{number}")
+            )
+            again = mounts.find_mount(other.directory)
+            assert again is not None
+            if again.device_minor == found.device_minor:
+                break
+        else:
+            pytest.skip("other mounts on this machine took the number")
+        assert connection.wait_gone(0)
+        connection.abort()
+        read_hot(node, other.directory)
+
+
 def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         directory = node.base / "mnt"
@@ -423,7 +450,7 @@ def test_nobody_waits_for_the_mount(node: Node) -> None:
     code = """
 import json, os, sys, threading, time
 from pathlib import Path
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel import control, mounts
 from bootseer.prefetch.mount import mount_image
 from bootseer.prefetch.settings_json import settings_from_json
 directory = Path(sys.argv[2])
