@@ -13,7 +13,6 @@ from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.modes import Facts
 from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.reflink import can_reflink
 from bootseer.snapshots.restore import Placed
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
@@ -37,8 +36,8 @@ def find_facts(
             point.startswith(os.fsencode(path) + b"/") for path in paths for point, _, _ in table
         ),
         has_trees=all(trees.has(item.target.index.digest) for item in placed),
-        can_reflink=all(can_reflink(trees.directory, place) for place in places),
-        can_hard_link=all(trees.is_on_same_file_system(place) for place in places),
+        can_reflink=all(trees.can_reflink_to(place) for place in places),
+        can_hard_link=all(trees.can_link_to(place) for place in places),
         target_count=len(placed),
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,

@@ -20,6 +20,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, from_oserror
 from bootseer.private import make_private_directory
+from bootseer.snapshots.reflink import can_reflink
 from bootseer.snapshots.scan import scan
 
 logger = logging.getLogger(__name__)
@@ -145,12 +146,16 @@ class NodeTrees:
             count += 1
         return count
 
-    def is_on_same_file_system(self, directory: Path) -> bool:
+    def can_link_to(self, directory: Path) -> bool:
         """Whether files of the trees can be hard-linked into `directory`."""
         with contextlib.suppress(OSError):
             make_private_directory(self.directory)
             return os.stat(self.directory).st_dev == os.stat(directory).st_dev
         return False
+
+    def can_reflink_to(self, directory: Path) -> bool:
+        """Whether files of the trees can share their blocks with files in `directory`."""
+        return self.can_link_to(directory) and can_reflink(self.directory)
 
 
 def is_whole(path: Path, tree: Tree) -> bool:

@@ -4,7 +4,6 @@ XFS, btrfs, bcachefs and some network file systems have it. Stateless; any threa
 """
 
 import fcntl
-import os
 import tempfile
 from pathlib import Path
 
@@ -16,13 +15,13 @@ def clone(source: int, target: int) -> None:
     fcntl.ioctl(target, FICLONE, source)
 
 
-def can_reflink(source: Path, target: Path) -> bool:
-    """Whether files in the directory `source` can be cloned into `target`'s file system."""
+def can_reflink(directory: Path) -> bool:
+    """Whether files of the file system of `directory`, in which we may write, can be cloned."""
     try:
-        if os.stat(source).st_dev != os.stat(target).st_dev:
-            return False
-        # Both ends where we may write for certain; the file system is the same.
-        with tempfile.TemporaryFile(dir=source) as one, tempfile.TemporaryFile(dir=source) as other:
+        with (
+            tempfile.TemporaryFile(dir=directory) as one,
+            tempfile.TemporaryFile(dir=directory) as other,
+        ):
             one.write(b"x" * 4096)
             one.flush()
             clone(one.fileno(), other.fileno())

@@ -1,0 +1,96 @@
+"""Which way of restoring is chosen, and why."""
+
+from dataclasses import replace
+
+import pytest
+
+from bootseer.config import RESTORE_MODES
+from bootseer.snapshots.modes import (
+    EXTRACT,
+    HARDLINK,
+    LINK,
+    MOUNT,
+    OVERLAY,
+    REFLINK,
+    SMALL_BYTES,
+    TARGETS_MAX,
+    Facts,
+    choose,
+    fallback,
+)
+
+ROOT = Facts(
+    may_mount=True,
+    has_fuse=True,
+    is_container=False,
+    is_throwaway=False,
+    all_whole=True,
+    has_mounts_inside=False,
+    has_trees=False,
+    can_reflink=False,
+    can_hard_link=True,
+    target_count=1,
+    file_count=40_000,
+    content_bytes=2 * 10**9,
+)
+"""A large environment, on a node where everything is possible but reflinks."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "reason"),
+    [
+        ({}, MOUNT, "root and FUSE are available"),
+        ({"may_mount": False}, EXTRACT, "needs root"),
+        ({"has_fuse": False}, EXTRACT, "no /dev/fuse"),
+        ({"has_mounts_inside": True}, EXTRACT, "mounted inside"),
+        ({"all_whole": False}, EXTRACT, "other things"),
+        ({"all_whole": False, "is_throwaway": True}, MOUNT, "root and FUSE"),
+        ({"target_count": TARGETS_MAX + 1}, EXTRACT, "too many mounts"),
+        ({"file_count": 10, "content_bytes": 10}, EXTRACT, "small"),
+        ({"file_count": 10, "content_bytes": SMALL_BYTES}, MOUNT, "root and FUSE"),
+        ({"can_reflink": True}, MOUNT, "root and FUSE"),
+        ({"can_reflink": True, "has_trees": True}, LINK, "share their blocks"),
+        ({"has_trees": True}, MOUNT, "root and FUSE"),
+        ({"is_container": True}, LINK, "an overlay over this node's cache"),
+        ({"is_container": True, "may_mount": False}, EXTRACT, "needs root"),
+    ],
+)
+def test_the_best_way(changes: dict[str, object], mode: str, reason: str) -> None:
+    choice = choose("auto", replace(ROOT, **changes))  # type: ignore[arg-type]
+    assert (choice.mode, choice.is_refusal) == (mode, False)
+    assert reason in choice.reason
+    assert choice.sentence().endswith(choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "mode"),
+    [
+        ("mount", {}, MOUNT),
+        ("mount", {"all_whole": False, "file_count": 1, "content_bytes": 1}, MOUNT),
+        ("mount", {"may_mount": False}, EXTRACT),
+        ("mount", {"is_container": True}, EXTRACT),
+        ("link", {}, EXTRACT),
+        ("link", {"can_reflink": True}, LINK),
+        ("link", {"is_container": True}, LINK),
+        ("hardlink", {}, HARDLINK),
+        ("hardlink", {"can_hard_link": False}, EXTRACT),
+        ("extract", {}, EXTRACT),
+    ],
+)
+def test_a_way_that_was_asked_for(wanted: str, changes: dict[str, object], mode: str) -> None:
+    choice = choose(wanted, replace(ROOT, **changes))  # type: ignore[arg-type]
+    assert choice.mode == mode
+    assert choice.is_refusal is (mode != wanted)
+    assert choice.reason
+
+
+def test_methods_of_linking() -> None:
+    assert choose("link", replace(ROOT, can_reflink=True)).method == REFLINK
+    assert choose("link", replace(ROOT, can_reflink=True, is_container=True)).method == OVERLAY
+
+
+def test_every_choice_can_be_carried_out_by_extracting() -> None:
+    for wanted in RESTORE_MODES:
+        nothing = replace(ROOT, may_mount=False, has_fuse=False, can_hard_link=False)
+        assert choose(wanted, nothing).mode == EXTRACT
+    assert fallback("no overlay").sentence() == "extracted: no overlay"
