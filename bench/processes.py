@@ -167,6 +167,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait(timeout=3)
 
 
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """`command` in such a way that it is killed when the calling thread ends, however it does."""
+    return ["setpriv", "--pdeathsig", "KILL", *command]
+
+
 def python_command(*arguments: str) -> list[str]:
     """A command line for the running interpreter."""
     return [sys.executable, *arguments]

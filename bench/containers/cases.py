@@ -40,8 +40,7 @@ PEERS: tuple[Peer, ...] = (
     Containerd("containerd 2.1", "forky"),
     Docker("docker 20.10", "bookworm"),
     Soci("bookworm"),
-    Stargz("estargz", "bookworm", is_optimized=False),
-    Stargz("estargz optimized", "bookworm", is_optimized=True),
+    Stargz("bookworm"),
     LocalContainerd("containerd local", "bookworm"),
 )
 

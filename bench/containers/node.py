@@ -1,7 +1,8 @@
 """A node that has never seen the image: process and mount namespaces of its own, and a folder.
 
 Owns what runs there. Ending the node kills all of it with the first process of its namespace,
-which takes the mounts with it, so no daemon outlives a case however it ends. Needs root.
+which takes the mounts with it; so does the end of the benchmark, also when that is killed, so no
+daemon outlives it. Needs root.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.model import SkippedError
-from bench.processes import process_tree, tree_cpu_s
+from bench.processes import ending_with_us, process_tree, tree_cpu_s
 
 _START_DEADLINE_S = 60.0
 # Process 1 of the node: gives it folders for the state of programs, then waits for whatever
@@ -55,10 +56,11 @@ class Node:
         state.mkdir(parents=True)
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost {HOST}\n")
-        namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        new = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        init = [sys.executable, "-S", "-c", _INIT, str(state), str(hosts)]
         with (self.folder / "init.log").open("wb") as log:
             self._root = subprocess.Popen(
-                [*namespaces, sys.executable, "-S", "-c", _INIT, str(state), str(hosts)],
+                ending_with_us([*new, *init]),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from bench.containers.packages import Packages
 from bench.containers.torch_image import TAGS
 from bench.containers.workloads import Workload
 from bench.model import SkippedError, Workspace
+from bench.processes import ending_with_us
 from bench.tmpfs import tmpfs
 
 # Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
@@ -111,7 +112,7 @@ def open_site(
     """A registry with the images of `layout`, and an empty store. Raises: SkippedError."""
     if os.geteuid() != 0:
         raise SkippedError("namespaces, mounts and dropping the page cache need root")
-    for tool in ("openssl", "skopeo", "nsenter", "unshare", "runc"):
+    for tool in ("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"):
         if shutil.which(tool) is None:
             raise SkippedError(f"there is no {tool}; apt install openssl skopeo util-linux runc")
     # All that comes from outside comes now: the network of its own leads nowhere.
@@ -147,7 +148,10 @@ def open_site(
 def _registry(program: Path, config: Path, port: int) -> Iterator[None]:
     with config.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [str(program), "serve", str(config)], stdout=log, stderr=log, start_new_session=True
+            ending_with_us([str(program), "serve", str(config)]),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         deadline_s = time.monotonic() + _START_DEADLINE_S

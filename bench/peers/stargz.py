@@ -1,11 +1,10 @@
 """eStargz by the stargz snapshotter in containerd: `ctr-remote image rpull`, then `ctr run`.
 
-The image is converted beforehand: as it is, or optimized, that is with what the same workload read
-put first in each layer, which the snapshotter then fetches ahead. Debian has the snapshotter only
-as a Go library, so its program is built here from that, once.
+The image is converted beforehand. Debian has the snapshotter only as a Go library, so its program
+is built here from that, once. An image whose layers begin with what the workload read would start
+faster, but `ctr-remote image optimize` does not come to an end with these images.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,10 +14,11 @@ from bench.containers.node import Node
 from bench.containers.packages import Packages
 from bench.containers.site import Site, copy_image
 from bench.model import SkippedError
-from bench.peers.containerd import NAMESPACE, programs, pull, run, shell, start_containerd
+from bench.peers.containerd import NAMESPACE, ctr, programs, pull, run, shell, start_containerd
 
 _SOCKET = "/run/stargz/stargz.sock"
 _SUITE = "trixie"
+_TAG = "estargz"
 _LIBRARY = "golang-github-containerd-stargz-snapshotter-dev"
 _SOURCE = Path(__file__).with_name("stargz_snapshotter.go")
 _BUILD_DEADLINE_S = 900.0
@@ -28,12 +28,11 @@ _CONVERT_DEADLINE_S = 900.0
 class Stargz:
     """The snapshotter with an eStargz image."""
 
-    def __init__(self, name: str, containerd_suite: str, *, is_optimized: bool) -> None:
-        self.name = name
-        how = "optimized for this workload" if is_optimized else "not optimized"
-        self.description = f"an eStargz image, {how}: ctr-remote image rpull, then ctr run"
+    name = "estargz"
+    description = "the image as eStargz: ctr-remote image rpull, then ctr run"
+
+    def __init__(self, containerd_suite: str) -> None:
         self._suite = containerd_suite
-        self._is_optimized = is_optimized
 
     def fetch(self, packages: Packages) -> None:
         packages.unpacked(self._suite, "containerd")
@@ -41,38 +40,28 @@ class Stargz:
         _snapshotter(packages)
 
     def prepare(self, site: Site) -> None:
-        site.once(self._tag(site), lambda: self._convert(site))
-
-    def _tag(self, site: Site) -> str:
-        return f"estargz-{site.workload.name}" if self._is_optimized else "estargz"
+        site.once(_TAG, lambda: self._convert(site))
 
     def _convert(self, site: Site) -> None:
-        tag = self._tag(site)
         # Kept beside the image, since this takes minutes.
-        kept = f"oci:{site.layout.with_name(f'{site.layout.name}-{tag}')}:{tag}"
-        target = f"docker://{site.reference(tag)}"
-        if not Path(kept.split(":")[1]).exists():
-            with site.node("estargz") as node:
-                start_containerd(site, node, self._suite)
-                folder = programs(site, self._suite)
-                push = f"{folder / 'ctr'} --namespace {NAMESPACE} image push --plain-http"
-                command = shell(
-                    pull(site, folder), self._conversion(site), f"{push} {site.reference(tag)}"
-                )
-                node.run(command, timeout_s=_CONVERT_DEADLINE_S)
-            copy_image(target, kept)
-        else:
-            copy_image(kept, target)
-
-    def _conversion(self, site: Site) -> str:
-        names = f"{site.reference()} {site.reference(self._tag(site))}"
-        if not self._is_optimized:
-            return f"{_client(site)} image convert --estargz --oci {names}"
-        start = json.dumps(list(site.workload.command)).replace("'", r"'\''")
-        ends = f"--wait-on-line {site.workload.output} --period 120"
-        return (
-            f"{_client(site)} image optimize --oci --net-host {ends} --entrypoint '{start}' {names}"
-        )
+        kept = site.layout.with_name(f"{site.layout.name}-{_TAG}")
+        here, there = f"oci:{kept}:{_TAG}", f"docker://{site.reference(_TAG)}"
+        if kept.exists():
+            copy_image(here, there)
+            return
+        with site.node("estargz") as node:
+            start_containerd(site, node, self._suite)
+            folder = programs(site, self._suite)
+            names = f"{site.reference()} {site.reference(_TAG)}"
+            command = shell(
+                pull(site, folder),
+                f"{_client(site)} image convert --estargz --oci {names}",
+                f"{ctr(folder)} image push --plain-http {site.reference(_TAG)}",
+            )
+            node.run(command, timeout_s=_CONVERT_DEADLINE_S)
+        partial = kept.with_name(f"{kept.name}.partial")
+        copy_image(there, f"oci:{partial}:{_TAG}")
+        partial.rename(kept)
 
     def start(self, site: Site, node: Node) -> None:
         start_containerd(site, node, self._suite, {"stargz": _SOCKET})
@@ -83,7 +72,7 @@ class Stargz:
         )
 
     def launch(self, site: Site, node: Node) -> list[str]:
-        image = site.reference(self._tag(site))
+        image = site.reference(_TAG)
         rpull = f"{_client(site)} image rpull --plain-http {image}"
         start = run(site, programs(site, self._suite), "--snapshotter=stargz", image=image)
         return shell(rpull, start)

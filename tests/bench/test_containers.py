@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import socket
+import subprocess
 import sys
 import tarfile
 import time
@@ -16,7 +17,7 @@ from bench.containers.big_image import as_zstd, synthetic
 from bench.containers.layout import Layout
 from bench.containers.line import own_network
 from bench.containers.node import HOST, Node
-from bench.processes import run_json
+from bench.processes import ROOT, run_json
 from bootseer.prefetch.sources import open_source
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")
@@ -128,3 +129,25 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.05)
+
+
+_ENTER_AND_DIE = """
+import os, sys
+from pathlib import Path
+from bench.containers.node import Node
+node = Node(Path(sys.argv[1])).__enter__()
+print(*node.pids(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@needs_root
+@pytest.mark.root
+def test_a_node_ends_when_its_benchmark_is_killed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENTER_AND_DIE, str(tmp_path / "node")],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    pids = done.stdout.split()
+    assert len(pids) == 2, done.stderr
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
