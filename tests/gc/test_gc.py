@@ -272,6 +272,39 @@ def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -
         assert list(catalogue.fingerprints(store)) == []
 
 
+class _Killed(BaseException):
+    """The end of the process, as far as the store can tell."""
+
+
+def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    _image(settings, tmp_path, "one", "base", "a")
+    _trace(settings, "one", b"base/file")
+    _image(settings, tmp_path, "two", "base", "b")
+    _trace(settings, "two", b"b/file")
+    _runs(settings, tmp_path / "env", "ab")
+    rules = replace(NOW, images=("one:1",), keep_last=1)
+    steps = 0
+    while True:
+        with open_store(settings.store_url) as store:
+            inventory = take_inventory(store)
+            left = rules if "images/one%3A1.json" in inventory.images else replace(rules, images=())
+            plan = make_plan(inventory, left, time.time_ns())
+
+            def die(size_bytes: int) -> None:
+                raise _Killed
+
+            if not plan.deletions:
+                break
+            with pytest.raises(_Killed):
+                collect(store, inventory, plan, left, owner="gc", on_deleted=die)
+            _check_all(store)
+            steps += 1
+    assert steps > 10
+    assert {image.rpartition("/")[2] for image in _keys(settings, "images/")} == {"two%3A1.json"}
+    assert len(_keys(settings, "snapshots/")) == 1
+
+
 def test_a_record_that_cannot_be_read_stops_the_collection(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     (tmp_path / "env").mkdir()
