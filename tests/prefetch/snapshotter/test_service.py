@@ -331,7 +331,8 @@ def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_pat
     assert wait_published(fresh.settings, TIMEOUT_S)
     Path(fresh.settings.store_url.removeprefix("file://")).rename(tmp_path / "elsewhere")
     lower = lower_of(fresh.call("Prepare", key="c2", parent=CHAINS[-1]))
-    assert checksums_outside([lower / name for name in names]) == expected
+    found = checksums_outside([lower / name for name in names])
+    assert found == expected, f"{lower in fresh.trees()}\n{fresh.log()}\n{fresh.image_logs()}"
 
 
 def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
