@@ -56,7 +56,8 @@ _PAGES_MAX = 1000
 _UPLOAD_BYTES_PER_S = 5_000_000
 """What an upload may be as slow as, including what the registry does with it at its end: those on
 object stores copy a blob then."""
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_LENGTH = re.compile("[0-9]{1,19}")
+_RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
 
 
@@ -147,7 +148,7 @@ class RegistryClient:
             response = session.open("HEAD", f"blobs/{digest}")
             response.close()
             length = response.headers.get("Content-Length", "")
-            if not length.isdigit():
+            if not _LENGTH.fullmatch(length):
                 raise UnavailableError(f"{session.name} does not tell the size of {digest}")
             return int(length)
 

@@ -101,7 +101,10 @@ def _host(
 ) -> Host:
     if "://" not in url:
         url = f"http://{url}" if is_loopback(url) else f"https://{url}"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
         raise InvalidInputError(f"{path}: a server is not a URL such as https://host:5000")
     route = parts.path.rstrip("/")

@@ -44,7 +44,7 @@ def retry_after_s(header: str | None, now: datetime) -> float:
         return float(text[:9])
     try:
         when = email.utils.parsedate_to_datetime(text)
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, OverflowError):
         return 0.0
     if when.tzinfo is None:
         when = when.replace(tzinfo=UTC)

@@ -112,7 +112,7 @@ class Session:
         raise self._error(response, f"{method} {path.partition('?')[0][:100]}")
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
-        url = urljoin(self._base_url, path)
+        url = self._joined(self._base_url, path)
         if self.host.namespace:
             query = {**query, "ns": self.host.namespace}
         if query:
@@ -180,8 +180,17 @@ class Session:
             self._moved.clear()
         self._moved[url] = (target, time.monotonic() + _MOVED_S)
 
+    def _joined(self, base_url: str, path: str) -> str:
+        """A URL that the registry gave, in full."""
+        try:
+            url = urljoin(base_url, path)
+            urlsplit(url)
+        except ValueError as error:
+            raise UnavailableError(f"{self.name} sends us to what is no URL") from error
+        return url
+
     def _redirected(self, url: str, response: Response, method: str) -> str:
-        target = urljoin(url, response.headers.get("Location", ""))
+        target = self._joined(url, response.headers.get("Location", ""))
         parts = urlsplit(target)
         if method not in ("GET", "HEAD") or parts.scheme not in ("http", "https"):
             raise UnavailableError(f"{response.server} redirects to where we cannot go")

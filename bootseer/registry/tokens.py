@@ -28,6 +28,7 @@ _ANSWER_BYTES_MAX = 2**20
 _TOKEN = re.compile(r"[\x21-\x7e]{1,65536}")
 _LIFE_DEFAULT_S = 60.0
 """What the specification says of a token that does not tell."""
+_LIFE_MAX_S = 1e9
 _LIFE_SHARE = 0.9
 """Renewed that early, so that it does not expire on its way."""
 
@@ -136,7 +137,10 @@ class Authorizer:
         return self._parsed(response)
 
     def _checked_realm(self, realm: str) -> str:
-        parts = urlsplit(realm)
+        try:
+            parts = urlsplit(realm)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UnavailableError(f"{self._host.name} names no server to get a token from")
         secure = self._host.base_url.startswith("https:")
@@ -167,7 +171,7 @@ class Authorizer:
         if not isinstance(token, str) or not _TOKEN.fullmatch(token):
             raise UnavailableError(f"the token server {response.server} gave no token")
         known = isinstance(life_s, int | float) and life_s > 0
-        return token, float(life_s) if known else _LIFE_DEFAULT_S
+        return token, float(min(life_s, _LIFE_MAX_S)) if known else _LIFE_DEFAULT_S
 
     def _denied(self) -> BootseerError:
         name = self._host.name

@@ -183,6 +183,25 @@ def test_token_servers_that_talk_nonsense(
         server.server_close()
 
 
+def test_a_token_for_longer_than_a_number_holds(
+    registry: Registry, relay: FaultyRelay, connect: Connect
+) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.reply(200, b'{"token":"x","expires_in":1%s}' % (b"0" * 400))
+
+    client = connect(registry.host)
+    client.push_manifest("v1", MANIFEST_TYPE, manifest_of(client))
+    server = serve(Handler)
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/t"
+        relay.faults = [Fault("", 1, 401, {"WWW-Authenticate": f'Bearer realm="{url}"'})]
+        assert connect(relay.host).manifest("v1").media_type == MANIFEST_TYPE
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_login_is_not_sent_unencrypted() -> None:
     host = Host("r.io", "https://r.io/v2")
     never = SimpleNamespace(request=None)

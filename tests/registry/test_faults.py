@@ -20,7 +20,7 @@ from bootseer.registry.credentials import Credential
 from tests.registry.conftest import Connect
 from tests.registry.test_client import manifest_of, push_blob
 from tests.support.faulty_relay import Fault, FaultyRelay
-from tests.support.registry import Registry, free_port
+from tests.support.registry import QuietHandler, Registry, free_port, serve
 
 SIZE = 300_000
 DATA = os.urandom(SIZE)
@@ -302,3 +302,50 @@ def test_an_upload_is_tried_again(connect: Connect, registry: Registry, relay: F
     client = connect(relay.host)
     client.push_blob(DIGEST, DATA)
     assert client.blob(DIGEST, SIZE) == DATA
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "ask"),
+    [
+        (307, {"Location": "http://[::1"}, lambda client: client.manifest("v1")),
+        (200, {"Link": '<http://[::1>; rel="next"'}, lambda client: client.tags()),
+        (200, {"Content-Length": "\xb2"}, lambda client: client.blob_size(DIGEST)),
+        (
+            206,
+            {"Content-Range": f"bytes 0-{'9' * 5000}/{SIZE}"},
+            lambda client: client.open_blob(DIGEST, SIZE).read(1),
+        ),
+        (
+            401,
+            {"WWW-Authenticate": 'Bearer realm="http://[::1"'},
+            lambda client: client.manifest("v1"),
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_headers_that_make_no_sense_are_errors_of_the_registry(
+    connect: Connect,
+    status: int,
+    headers: dict[str, str],
+    ask: Callable[[RegistryClient], object],
+) -> None:
+    class Handler(QuietHandler):
+        def do_HEAD(self) -> None:  # noqa: N802
+            self.do_GET()
+
+        def do_GET(self) -> None:  # noqa: N802
+            self.send_response(status)
+            for name, value in ({"Content-Length": "2"} | headers).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(b"{}")
+
+    server = serve(Handler)
+    try:
+        client = connect(f"127.0.0.1:{server.server_address[1]}", deadline_s=5)
+        with pytest.raises((UnavailableError, CorruptError)):
+            ask(client)
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -51,6 +51,8 @@ def test_any_challenge_is_read(text: str) -> None:
         ("Thu, 01 Jan 2026 11:00:00 GMT", 0),
         ("٣", 0),
         ("9" * 400, 999_999_999),
+        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999999", 0),
+        ("Mon, 01 Jan 9999999999999999999999 00:00:00 GMT", 0),
     ],
 )
 def test_retry_after(header: str | None, seconds: float) -> None:
