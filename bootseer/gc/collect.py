@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import BootseerError, BusyError, NotFoundError
-from bootseer.gc.inventory import Inventory, Object, take_inventory
+from bootseer.gc.inventory import Inventory, take_inventory
 from bootseer.gc.plan import CONTENT, Plan, make_plan
 from bootseer.gc.retention import Rules
 from bootseer.snapshots.keeper import LeaseKeeper
@@ -91,7 +91,11 @@ class _Deleter:
                 info = self._store.info(key)
             except NotFoundError:
                 continue
-            if Object(info.size_bytes, info.modified_ns) != self._objects[key]:
+            known = self._objects[key]
+            if info.size_bytes != known.size_bytes or info.modified_ns not in (
+                0,
+                known.modified_ns,
+            ):
                 self.spared.append(key)
                 continue
             self._store.delete(key)

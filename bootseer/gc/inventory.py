@@ -3,6 +3,7 @@
 Edge: reads the store, changes nothing. An inventory is immutable.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,7 +60,11 @@ def take_inventory(store: Store) -> Inventory:
     Raises: CorruptError, UnknownFormatError for a record that cannot be read: what it needs is not
     known then, so nothing may be collected; UnavailableError, DeadlineError.
     """
-    objects = {info.path: Object(info.size_bytes, info.modified_ns) for info in store.list()}
+    # Where the storage does not tell an object's age, it may have been written just now.
+    now_ns = time.time_ns()
+    objects = {
+        info.path: Object(info.size_bytes, info.modified_ns or now_ns) for info in store.list()
+    }
 
     def read_all(
         keys: Callable[[str], bool], read: Callable[[Store, str], _Record]

@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ from bootseer.snapshots.manifest import Manifest, Stored, Target
 from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.verify import Verifier
-from bootseer.store import Store, open_store
+from bootseer.store import FileInfo, Store, open_store
 from bootseer.store.uses import Use, note_use, use_key
 from tests.support.image_mounts import index, mounted, settings_at, skip_unless_fuse
 from tests.support.images import Member, write_layout
@@ -270,6 +271,30 @@ def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -
         with pytest.raises(BusyError, match="run it again"):
             catalogue.publish(store, manifest)
         assert list(catalogue.fingerprints(store)) == []
+
+
+def test_where_the_storage_tells_no_ages_nothing_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store("memory://ageless") as store:
+        store.publish("blobs/sha256/" + "a" * 64, b"unnamed")
+        for name in ("stat", "list"):
+            monkeypatch.setattr(store.backend, name, _ageless(getattr(store.backend, name)))
+        for rules, count in ((Rules(), 0), (NOW, 1)):
+            inventory = take_inventory(store)
+            plan = make_plan(inventory, rules, time.time_ns())
+            assert len(plan.deletions) == count
+            assert collect(store, inventory, plan, rules, owner="x").deleted_count == count
+
+
+def _ageless(function: Any) -> Any:
+    def call(*arguments: Any) -> Any:
+        found = function(*arguments)
+        if isinstance(found, FileInfo):
+            return replace(found, modified_ns=0)
+        return (replace(info, modified_ns=0) for info in found)
+
+    return call
 
 
 class _Killed(BaseException):
