@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.harness import Node, attribute, node_at
+from tests.support.fuse_mount import require_root
 
 COUNTED = "echo ran >> ../count; mkdir -p env; echo {text} > env/{name}"
 
@@ -42,6 +43,24 @@ def test_miss_then_hit_on_another_node(node: Node) -> None:
     assert attribute(node.spans()["environment"], "bootseer.hit") is True
     third = node.run(*job)
     assert "in place" in third.stderr
+    assert counted(node) == 1
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_what_is_mounted_goes_with_the_job(node: Node) -> None:
+    require_root()
+    job = (*setup(), *TARGET, "--mode", "mount", "--", "sh", "-c", "cat env/x; echo b > env/x")
+    assert node.run(*job).stdout == "a\n"
+    (node.base / "env/x").unlink()
+    (node.base / "env").rmdir()
+    for _ in range(2):
+        done = node.run(*job)
+        assert (done.returncode, done.stdout) == (0, "a\n"), done.stderr
+        assert "mounted: it was asked for" in done.stderr
+        assert attribute(node.spans()["environment"], "bootseer.mode") == "mount"
+        node.wait_clean()
+        assert list((node.base / "env").iterdir()) == []
     assert counted(node) == 1
 
 

@@ -156,6 +156,26 @@ def test_setup_and_checkpoint_inside(node: Node, image: Image, tmp_path: Path) -
         second.wait_clean()
 
 
+def test_a_setup_inside_is_linked_at_later_starts(node: Node, image: Image) -> None:
+    """Extracted once on the node; what a job writes goes with it."""
+    code = "import os; os.umask(0); os.mkdir('env'); open('env/file', 'w').write('from-setup\\n')"
+    job = (
+        *("--image", image.source, "--mode", "link", "--target", "/job/env"),
+        *("--setup", f'python3 -c "{code}"'),
+        *("--", "sh", "-c", "cat env/file; echo written > env/file; echo x > env/new"),
+    )
+    first = node.run(*job)
+    assert (first.returncode, first.stdout) == (0, "from-setup\n"), first.stderr
+    node.wait_clean()
+    for _ in range(2):
+        done = node.run(*job)
+        assert (done.returncode, done.stdout) == (0, "from-setup\n"), done.stderr
+        assert "linked: an overlay over this node's cache" in done.stderr
+        node.wait_clean()
+    (tree,) = (path for path in (node.base / "cache/trees").iterdir() if path.is_dir())
+    assert [path.name for path in tree.iterdir()] == ["file"]
+
+
 def test_a_setup_that_fails_inside(node: Node, image: Image, tmp_path: Path) -> None:
     """The mounts of the host go, too, although the set-up was in a namespace of its own."""
     done = node.run(
