@@ -181,12 +181,18 @@ class Session:
         self._moved[url] = (target, time.monotonic() + _MOVED_S)
 
     def _joined(self, base_url: str, path: str) -> str:
-        """A URL that the registry gave, in full."""
+        """A URL that the registry gave, in full. Raises: UnavailableError; PermissionDeniedError
+        where it leaves what is encrypted."""
         try:
             url = urljoin(base_url, path)
-            urlsplit(url)
+            parts = urlsplit(url)
         except ValueError as error:
             raise UnavailableError(f"{self.name} sends us to what is no URL") from error
+        downgraded = base_url.startswith("https:") and parts.scheme == "http"
+        if downgraded and not is_loopback(parts.netloc):
+            raise PermissionDeniedError(
+                f"{self.name} sends us to {parts.netloc} unencrypted; refused"
+            )
         return url
 
     def _redirected(self, url: str, response: Response, method: str) -> str:
@@ -194,10 +200,6 @@ class Session:
         parts = urlsplit(target)
         if method not in ("GET", "HEAD") or parts.scheme not in ("http", "https"):
             raise UnavailableError(f"{response.server} redirects to where we cannot go")
-        if url.startswith("https:") and parts.scheme == "http" and not is_loopback(parts.netloc):
-            raise PermissionDeniedError(
-                f"{response.server} redirects to {parts.netloc} unencrypted; refused"
-            )
         return target
 
     def _error(self, response: Response, what: str) -> BootseerError:

@@ -2,15 +2,16 @@
 
 import base64
 import shutil
+import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
-from bootseer.registry.client import RegistryClient
+from bootseer.registry.client import RegistryClient, digest_of
 from bootseer.registry.hosts import Host
 from bootseer.registry.transport import _proxy
 from tests.support.registry import QuietHandler, Registry, running_registry, serve
@@ -119,3 +120,49 @@ def test_no_proxy_for_this_machine_and_for_exceptions(monkeypatch: pytest.Monkey
     assert _proxy("https", "r.io") == "http://proxy.lan:3128"
     for host in ("localhost", "127.0.0.1", "::1", "r.inside.lan"):
         assert _proxy("https", host) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "ask"),
+    [
+        (307, {"Location": "http://198.51.100.1/v2/a/x"}, RegistryClient.tags),
+        (200, {"Link": '<http://198.51.100.1/v2/a/x>; rel="next"'}, RegistryClient.tags),
+        (
+            202,
+            {"Location": "http://198.51.100.1/v2/a/upload?state=1"},
+            lambda client: client.push_blob(digest_of(b"x"), b"x"),
+        ),
+    ],
+    ids=["redirect", "next page", "upload"],
+)
+def test_no_server_leads_us_to_where_nothing_is_encrypted(
+    certificates: Path,
+    status: int,
+    headers: dict[str, str],
+    ask: Callable[[RegistryClient], object],
+) -> None:
+    class Handler(QuietHandler):
+        def do_HEAD(self) -> None:  # noqa: N802
+            self.reply(404)
+
+        def do_GET(self) -> None:  # noqa: N802
+            self.reply(status, b"{}", **headers)
+
+        def do_POST(self) -> None:  # noqa: N802
+            self.reply(status, **headers)
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    server = serve(Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    try:
+        name = f"127.0.0.1:{server.server_address[1]}"
+        host = Host(name, f"https://{name}/v2", ca_files=(certificates / "ca.pem",))
+        with (
+            RegistryClient("a", [host], deadline_s=5) as client,
+            pytest.raises(PermissionDeniedError, match="unencrypted"),
+        ):
+            ask(client)
+    finally:
+        server.shutdown()
+        server.server_close()
