@@ -149,7 +149,7 @@ def test_no_server_leads_us_to_where_nothing_is_encrypted(
             self.reply(status, b"{}", **headers)
 
         def do_POST(self) -> None:  # noqa: N802
-            self.reply(status, **headers)
+            self.reply(status, b"", **headers)
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
