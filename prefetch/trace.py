@@ -178,6 +178,8 @@ def decode(data: bytes) -> Trace:
         if not 0 <= size <= _DECODED_BYTES_MAX:
             raise CorruptError("a trace announces no size, or an absurd one")
         text = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        if text.count(b"\n") > 2 * ACCESS_COUNT_MAX + 2:
+            raise CorruptError("a trace has more lines than any record")
         lines = text.decode("ascii").split("\n")
         header = json.loads(lines[0])
     except (zstandard.ZstdError, ValueError, RecursionError) as error:

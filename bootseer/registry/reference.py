@@ -21,6 +21,8 @@ _HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1
 _COMPONENT = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(f"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_LOGIN = re.compile("^[^/@]*:[^/@]*@(?=[^/]+/)")
+"""As in a URL; it is no part of a name, and not for messages."""
 _DIGEST = re.compile("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 
 
@@ -72,8 +74,8 @@ def parse_reference(text: str) -> Reference:
     ):
         if not form.fullmatch(value):
             raise InvalidInputError(
-                f"{text[:200]!r} does not name an image: {value[:80]!r} is no {what}; write "
-                "[HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST], in lower case"
+                f"{_LOGIN.sub('', text)[:200]!r} does not name an image: {value[:80]!r} is no "
+                f"{what}; write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST], in lower case"
             )
     if len(host) + 1 + len(repository) > _NAME_CHARACTERS_MAX:
         raise InvalidInputError(f"the image name {text[:80]!r}... is longer than 255 characters")

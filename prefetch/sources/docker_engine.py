@@ -1,10 +1,11 @@
 """An image in a Docker engine: `docker://NAME`, through the Docker SDK.
 
-The engine streams what `docker save` would write into a private temporary file, which is then
-read as an archive and removed when the source is closed.
+The engine streams what `docker save` would write into a temporary file without a name, which is
+then read as an archive: it goes with this process, however that ends.
 """
 
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -57,17 +58,19 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
         return replace(source, reference=_with_tag(name), release=keep.close)
 
 
-def _copy(chunks: object, name: str, work_dir: Path, stack: ExitStack) -> Path:
+def _copy(chunks: Iterator[bytes], name: str, work_dir: Path, stack: ExitStack) -> Path:
     try:
         make_private_directory(work_dir)
-        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=work_dir, prefix="docker-"))
-        path = Path(directory) / "image.tar"
-        with path.open("wb") as file:
-            for chunk in chunks:  # type: ignore[attr-defined]
-                file.write(chunk)
+        file = stack.enter_context(tempfile.TemporaryFile(dir=work_dir))  # noqa: SIM115
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
     except OSError as error:
+        if error.errno is None:
+            raise  # the engine's, not the disk's
         raise from_oserror(error, f"copy the image {name!r} to {work_dir}") from error
-    return path
+    # A file without a name can be opened again by its descriptor.
+    return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def _with_tag(name: str) -> str:

@@ -83,6 +83,14 @@ def test_wrong_headers(lines: list[str], error: type[Exception]) -> None:
         decode(data)
 
 
+def test_a_trace_of_empty_lines_takes_no_memory() -> None:
+    # Would be a list of 2 GB.
+    bomb = zstandard.ZstdCompressor().compress(b"\n" * (250 * 2**20))
+    assert len(bomb) < 100_000
+    with pytest.raises(CorruptError, match="more lines"):
+        decode(bomb)
+
+
 def test_an_access_must_be_of_a_file() -> None:
     trace = trace_of([TracedFile(b"a", b"")], [Access(0, 0, 1, 0)])
     text = zstandard.ZstdDecompressor().decompress(encode(trace)).decode()

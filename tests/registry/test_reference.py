@@ -112,3 +112,10 @@ def test_this_machine(host: str) -> None:
 @pytest.mark.parametrize("host", ["localhost.evil.com", "128.0.0.1", "127.0.0.1.nip.io", "[::2]:1"])
 def test_another_machine(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_a_login_in_a_name_is_not_shown() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        parse_reference("user:s3cret@registry.example/team/train:v1")
+    assert "s3cret" not in str(caught.value)
+    assert "registry.example/team/train:v1" in str(caught.value)
