@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,21 +242,26 @@ class _Start:
 
 
 def _changed_since(directory: Path, when_ns: int) -> bool:
-    """Whether anything below a directory has changed: it has no digest to compare."""
-    top = directory.stat()
-    # The change time, which nothing but the clock sets. A removed name changes its directory.
-    if top.st_ctime_ns >= when_ns:
+    """Whether anything below a directory has changed: it has no digest to compare. Never raises:
+    what vanishes meanwhile, or cannot be looked at, is for the pull to report."""
+    try:
+        return any(status.st_ctime_ns >= when_ns for status in _statuses(directory))
+    except OSError:
         return True
+
+
+def _statuses(directory: Path) -> Iterator[os.stat_result]:
+    """Of a directory and everything in it, but for what is mounted there: that is not part of the
+    image. Raises: OSError."""
+    # Change times, which nothing but the clock sets. A removed name changes its directory.
+    top = directory.stat()
+    yield top
     pending = [directory]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                # What is mounted below is not part of the image.
-                if status.st_dev != top.st_dev:
-                    continue
-                if status.st_ctime_ns >= when_ns:
-                    return True
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(Path(entry.path))
-    return False
+                if status.st_dev == top.st_dev:
+                    yield status
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(Path(entry.path))

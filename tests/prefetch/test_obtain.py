@@ -27,6 +27,7 @@ from bootseer.prefetch.catalogue import (
 from bootseer.prefetch.indexing import change_time_ns, index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue
+from bootseer.prefetch.obtain import _changed_since
 from bootseer.prefetch.publish_image import _CachedLayer, publish_node_image
 from bootseer.prefetch.records import ImageRecord, decode_layer
 from bootseer.prefetch.sources import open_source
@@ -168,6 +169,12 @@ def test_what_changes_while_a_directory_is_read_has_changed(tmp_path: Path) -> N
         before_ns = change_time_ns()
         (tmp_path / str(number)).touch()
         assert (tmp_path / str(number)).stat().st_ctime_ns >= before_ns
+
+
+def test_what_vanishes_while_a_directory_is_compared_has_changed(tmp_path: Path) -> None:
+    assert _changed_since(tmp_path / "gone", 2**62)
+    (tmp_path / "there").mkdir()
+    assert not _changed_since(tmp_path / "there", 2**62)
 
 
 def test_sha512(node: Node, tmp_path: Path) -> None:
