@@ -31,7 +31,7 @@ from bootseer.errors import (
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
-from bootseer.prefetch.mount import WINDOW_S, MountedImage, mount_image
+from bootseer.prefetch.mount import MountedImage, mount_image
 from bootseer.prefetch.mount_state import is_alive, make_private, new_mount_dir
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
@@ -44,6 +44,7 @@ from bootseer.prefetch.process_spec import (
     resolve_user,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:

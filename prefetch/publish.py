@@ -5,6 +5,7 @@ Each runs as a process of its own (`python -m bootseer.prefetch.publish`), at th
 so that it neither disturbs the job whose start it follows nor ends with it. It is handed a folder
 under `run_dir/publishing`, whose lock is held until all is published. Whatever happens here costs
 later launches their bundle, or a pull, and nothing else; nothing is visible that is not whole.
+What publishing needs is loaded by its own process only.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bootseer.background import python_environment
 from bootseer.blob.index import decode as decode_index
@@ -28,14 +29,13 @@ from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.prefetch.hot_build import add_trace
-from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
-from bootseer.prefetch.publish_image import is_unpublished, publish_node_image
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
-from bootseer.prefetch.trace import Trace, accesses_of
 from bootseer.private import private_opener
 from bootseer.store import open_store
+
+if TYPE_CHECKING:
+    from bootseer.prefetch.hot_store import HotPointer
 
 _log = logging.getLogger(__name__)
 
@@ -173,12 +173,16 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
 
 def publish_record(
     settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
-) -> HotPointer | None:
+) -> "HotPointer | None":
     """Publish the trace, and what `hot_build.add_trace` makes of it. A trace of an image that is
     not published waits until it is.
 
     Raises: BootseerError.
     """
+    from bootseer.prefetch.hot_build import add_trace
+    from bootseer.prefetch.publish_image import is_unpublished, publish_node_image
+    from bootseer.prefetch.trace import Trace, accesses_of
+
     if not settings.auto_index and is_unpublished(settings, info.index_digest):
         _log.info("the record is left out: %s is not to be published", info.reference)
         return None
@@ -208,6 +212,8 @@ def main(directory: Path) -> int:
         job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
         settings = settings_from_json(job["settings"])
         if "image" in job:
+            from bootseer.prefetch.publish_image import publish_node_image
+
             publish_node_image(settings, job["image"])
         else:
             entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))

@@ -18,9 +18,9 @@ from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.prefetch import namespaces, signals
 from bootseer.prefetch.container import Container, become, prepare_container
-from bootseer.prefetch.mount import WINDOW_S
 from bootseer.prefetch.mount_state import wait_released
 from bootseer.prefetch.oci_runtime import exec_runc
+from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.reported import error_from_json, error_to_json
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from bootseer.config import Settings
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.repairs import Repair
-from bootseer.prefetch.sources import REGISTRY, open_source
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +29,9 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
 
     def repair(blob: Blob) -> None:
         """Raises: BootseerError."""
+        # Most servers never need what speaks to registries.
+        from bootseer.prefetch.sources import REGISTRY, open_source
+
         digest = blob.stream_digest
         cache = NodeCache(settings.cache_dir)
         with cache.pulling(digest, _WAIT_S):

@@ -10,64 +10,25 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.covers import uncover_all
-from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
+from bootseer.prefetch.mount_state import remove_scratch, sweep, take_lock, write_state
 from bootseer.prefetch.publish import load_local_tree
-from bootseer.prefetch.server import ImageServer, ServePlan
-from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
+from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan, plan_from_json
+from bootseer.prefetch.server import ImageServer
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
 
 _log = logging.getLogger(__name__)
 
-SUBTYPE = "bootseer-image"
-
 _RESTART_COUNT = 12
 """In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
-
-
-def plan_to_json(plan: ServePlan) -> dict[str, Any]:
-    """For the server's standard input."""
-    return {
-        **{name: getattr(plan, name) for name in _PLAIN},
-        "settings": settings_to_json(plan.settings),
-        "state": asdict(plan.state),
-        "state_dir": str(plan.state_dir),
-    }
-
-
-_PLAIN = (
-    "ready_name",
-    "record",
-    "prefetch",
-    "window_s",
-    "readahead_bytes",
-    "watch_pid",
-    "owner",
-    "allow_other",
-)
-
-
-def plan_from_json(document: Mapping[str, Any]) -> ServePlan:
-    """The inverse; the document is our own."""
-    plain = {name: document[name] for name in _PLAIN}
-    owner = plain["owner"]
-    plain["owner"] = None if owner is None else (owner[0], owner[1])
-    return ServePlan(
-        settings=settings_from_json(document["settings"]),
-        state=MountState(**document["state"]),
-        state_dir=Path(document["state_dir"]),
-        **plain,
-    )
 
 
 def serve_image(plan: ServePlan, report: Report) -> None:

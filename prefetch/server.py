@@ -10,12 +10,11 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bootseer.blob.tree import Extent, Tree
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import cover_users
@@ -32,11 +31,11 @@ from bootseer.prefetch.launch_figures import (
     span_attributes,
     status_of,
 )
-from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.replay import Aim, Replay, aim_of
 from bootseer.prefetch.second_source import second_source
+from bootseer.prefetch.serve_plan import ServePlan
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
@@ -46,31 +45,7 @@ from bootseer.timeline import stage
 
 _log = logging.getLogger(__name__)
 
-RECORD_MODES = ("auto", "always", "never")
-
 _UNMOUNT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServePlan:
-    """What one server is to do."""
-
-    settings: Settings
-    state: MountState
-    state_dir: Path
-    ready_name: str
-    record: str
-    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
-    much."""
-    prefetch: bool
-    window_s: float
-    """A record ends after this many seconds at the latest."""
-    readahead_bytes: int
-    watch_pid: int | None
-    """Unmount when this process ends."""
-    owner: tuple[int, int] | None
-    """Show everything as this user's: for user namespaces, which lack the image's owners."""
-    allow_other: bool
 
 
 class ImageServer:

@@ -219,14 +219,25 @@ def load_encoded_tree(store: Store, target: Target) -> tuple[Tree, bytes]:
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
+    data = read_encoded_tree(store, target)
+    return decode_tree(target, data), data
+
+
+def read_encoded_tree(store: Store, target: Target) -> bytes:
+    """A target's encoded tree, verified against its digest. Raises: as `load_encoded_tree`."""
     stored = target.index
     if stored.size_bytes > INDEX_BYTES_MAX:
         raise CorruptError(f"the index {stored.digest} is too large")
     data = store.read(index_key(stored.digest), 0, stored.size_bytes + 1)
     if len(data) != stored.size_bytes or index.digest(data) != stored.digest:
         raise CorruptError(f"the index {stored.digest} in {store.url} does not match its digest")
+    return data
+
+
+def decode_tree(target: Target, data: bytes) -> Tree:
+    """The target's tree in `data`, checked against the blob. Raises: CorruptError."""
     tree = index.decode(data)
     blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
     if blobs != [(target.blob.digest, target.blob.size_bytes)]:
-        raise CorruptError(f"the index {stored.digest} belongs to another blob")
-    return tree, data
+        raise CorruptError(f"the index {target.index.digest} belongs to another blob")
+    return tree

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bootseer.blob import index
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -32,11 +33,11 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.catalogue import keep_index
 from bootseer.prefetch.cover_users import add_user, join, sweep_covers
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
-from bootseer.prefetch.mount import serve_tree
 from bootseer.prefetch.mount_state import mounts_dir, new_mount_dir, wait_released
 from bootseer.prefetch.publish import index_path
+from bootseer.prefetch.start_server import serve_tree
 from bootseer.private import make_private_directory, private_opener
-from bootseer.snapshots.catalogue import load_encoded_tree
+from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
 from bootseer.snapshots.layers import cover_target
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.restore import Placed, check_tree
@@ -99,16 +100,19 @@ def mount_snapshot(
     else they stay until `unmount_snapshot`. On an error nothing is mounted.
     Raises: UnsupportedError and other BootseerErrors.
     """
-    moved = sum(_have_index(settings, store, item) for item in placed)
+    encoded = [_have_index(settings, store, item) for item in placed]
     with ExitStack() as undo:
         with ThreadPoolExecutor(min(_SERVERS_AT_ONCE, len(placed))) as pool:
-            served = list(pool.map(lambda item: _serve(settings, item), placed))
+            serving = [pool.submit(_serve, settings, item) for item in placed]
+            # Meanwhile: its server checks all but whose tree it is.
+            problem = _check_trees(placed, encoded)
+            served = [one.result() for one in serving]
         for state_dir, outcome in served:
             if isinstance(outcome, str):
                 undo.callback(_give_up, state_dir)
-        for _, outcome in served:
-            if not isinstance(outcome, str):
-                raise outcome
+        for error in (problem, *(outcome for _, outcome in served)):
+            if isinstance(error, BootseerError):
+                raise error
         for item, (state_dir, outcome) in zip(placed, served, strict=True):
             target = item.target
             record = Mounted(
@@ -129,22 +133,35 @@ def mount_snapshot(
         # The overlay has a mount of its own by now.
         with contextlib.suppress(BootseerError):
             mounts.detach(state_dir / "tree", lazy=True)
+    moved = sum(len(data) for data in encoded if data is not None)
     return MountOutcome(moved, tuple(str(outcome) for _, outcome in served))
 
 
-def _have_index(settings: Settings, store: Store, item: Placed) -> int:
-    """Have the target's index where its server looks for it, checked. Bytes fetched."""
+def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
+    """Have the target's index where its server looks for it. What was fetched; None: nothing."""
     blob = item.target.blob
     if store.size(blob_key(blob.digest)) != blob.size_bytes:
         # Better known now than at a read of the job.
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
-    if index_path(settings, digest).exists():
-        return 0  # its server verifies it
-    tree, encoded = load_encoded_tree(store, item.target)
-    check_tree(item.target, tree)
-    keep_index(settings.cache_dir, digest, encoded)
-    return len(encoded)
+    with contextlib.suppress(OSError):
+        # A damaged copy is no fault of the snapshot's.
+        if index.digest(index_path(settings, digest).read_bytes()) == digest:
+            return None
+    data = read_encoded_tree(store, item.target)
+    keep_index(settings.cache_dir, digest, data)
+    return data
+
+
+def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> BootseerError | None:
+    """What is wrong with trees that were fetched."""
+    try:
+        for item, data in zip(placed, encoded, strict=True):
+            if data is not None:
+                check_tree(item.target, decode_tree(item.target, data))
+    except BootseerError as error:
+        return error
+    return None
 
 
 def _scratch_of(settings: Settings, state_dir: Path) -> Path:

@@ -19,9 +19,9 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.control import ask
-from bootseer.prefetch.mount import serve_tree
 from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
+from bootseer.prefetch.start_server import serve_tree
 
 _log = logging.getLogger(__name__)
 

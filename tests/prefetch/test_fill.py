@@ -15,7 +15,8 @@ from bootseer.errors import UnavailableError
 from bootseer.prefetch import fill as fill_module
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.fill import Fill
-from bootseer.prefetch.mount import serve_tree, unmount_image
+from bootseer.prefetch.mount import unmount_image
+from bootseer.prefetch.start_server import serve_tree
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import (

@@ -10,7 +10,8 @@ from bootseer.prefetch.bundle import BundleExtent, write_bundle
 from bootseer.prefetch.control import ask
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.kept_bundle import keep_bundle, kept_bundle
-from bootseer.prefetch.mount import serve_tree, unmount_image
+from bootseer.prefetch.mount import unmount_image
+from bootseer.prefetch.start_server import serve_tree
 from tests.support.image_mounts import (
     index,
     mounted,

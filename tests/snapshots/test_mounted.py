@@ -336,6 +336,31 @@ def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
         assert _runs(home) == 1
 
 
+def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, mounting: MakeNode) -> None:
+    """A named bug: it was taken for a damaged snapshot, and the set-up ran anew."""
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    run_setup(node, request)
+    unmount_snapshot(node, target)
+    (copy,) = (node.cache_dir / "indexes").iterdir()
+    copy.write_bytes(b"damaged")
+    again = run_setup(node, request)
+    assert (again.how, again.mode, _runs(tmp_path)) == ("restored", "mount", 1)
+
+
+def test_a_snapshot_whose_blob_is_gone_is_made_anew(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    for path in (tmp_path / "store/blobs").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+    assert run_setup(mounting("b"), request).how == "captured"
+    assert cover_at(target) is None
+    shutil.rmtree(target)
+    assert run_setup(mounting("c"), request).mode == "mount"
+
+
 def test_unmounting(tmp_path: Path, mounting: MakeNode) -> None:
     request, target = _small(tmp_path)
     _captured(mounting("a"), request, target)

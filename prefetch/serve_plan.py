@@ -1,0 +1,75 @@
+"""What a server of a mounted tree is to do, and how it is handed that. Pure.
+
+Light: whoever starts a server loads no more than this.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.config import Settings
+from bootseer.prefetch.mount_state import MountState
+from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
+
+SUBTYPE = "bootseer-image"
+"""Of the FUSE mount."""
+
+RECORD_MODES = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """What one server is to do."""
+
+    settings: Settings
+    state: MountState
+    state_dir: Path
+    ready_name: str
+    record: str
+    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
+    much."""
+    prefetch: bool
+    window_s: float
+    """A record ends after this many seconds at the latest."""
+    readahead_bytes: int
+    watch_pid: int | None
+    """Unmount when this process ends."""
+    owner: tuple[int, int] | None
+    """Show everything as this user's: for user namespaces, which lack the image's owners."""
+    allow_other: bool
+
+
+def plan_to_json(plan: ServePlan) -> dict[str, Any]:
+    """For the server's standard input."""
+    return {
+        **{name: getattr(plan, name) for name in _PLAIN},
+        "settings": settings_to_json(plan.settings),
+        "state": asdict(plan.state),
+        "state_dir": str(plan.state_dir),
+    }
+
+
+_PLAIN = (
+    "ready_name",
+    "record",
+    "prefetch",
+    "window_s",
+    "readahead_bytes",
+    "watch_pid",
+    "owner",
+    "allow_other",
+)
+
+
+def plan_from_json(document: Mapping[str, Any]) -> ServePlan:
+    """The inverse; the document is our own."""
+    plain = {name: document[name] for name in _PLAIN}
+    owner = plain["owner"]
+    plain["owner"] = None if owner is None else (owner[0], owner[1])
+    return ServePlan(
+        settings=settings_from_json(document["settings"]),
+        state=MountState(**document["state"]),
+        state_dir=Path(document["state_dir"]),
+        **plain,
+    )
