@@ -63,7 +63,7 @@ def test_on_layers_that_the_store_has(node: Node, image: Image, tmp_path: Path) 
     layout = Layout(tmp_path / "top" / "img")
     top = tar_of([Member("job/new", data=b"new" * 100_000), Member("etc/.wh.passwd")])
     run = {"WorkingDir": "/job", "Env": [f"PATH={IMAGE_PATH}"]}
-    layout.add_image([buffer.getvalue(), top], tag="train", compression="gzip", run=run)
+    layout.add_image([buffer.getvalue(), top], tag="train", compression="zstd", run=run)
     code = "import decimal, os; print(len(open('new').read()), os.path.exists('/etc/passwd'))"
     with node_at(tmp_path / "second", node.store) as second:
         job = ("--image", f"oci:{layout.directory}:train", "--", "python3", "-c", code)
@@ -76,7 +76,7 @@ def test_on_layers_that_the_store_has(node: Node, image: Image, tmp_path: Path) 
         assert pulled == sum(
             layer.stat().st_size
             for layer in layout.directory.rglob("blobs/sha256/*")
-            if layer.stat().st_size < 10_000 and layer.read_bytes()[:2] == b"\x1f\x8b"
+            if layer.stat().st_size < 10_000 and layer.read_bytes()[:2] == b"\x28\xb5"
         )
         assert int(attribute(spans["image served"], "bootseer.bytes")) > 0
         again = second.run(*job)
