@@ -12,17 +12,17 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
+from bootseer.errors import InvalidInputError
 from bootseer.prefetch.cache_files import (
     HEADER_BYTES,
     SECTOR_BYTES,
+    alone,
     boot_id,
     decode_header,
-    lock_file,
     locked,
     sectors_of,
 )
@@ -107,27 +107,13 @@ class NodeCache:
         remove_abandoned(self._directory)
         return NewStream(self._directory, self._boot, self._path, self.open_stream)
 
-    @contextlib.contextmanager
-    def pulling(self, digest: str, deadline_s: float) -> Iterator[None]:
+    def pulling(self, digest: str, deadline_s: float) -> AbstractContextManager[None]:
         """Alone on this node in pulling the stream; whoever waited looks (`open_whole`) whether it
         is here before it pulls. A killed holder lets go.
 
-        Raises: DeadlineError when another process is still at it after `deadline_s`.
+        Entering raises DeadlineError when another process is still at it after `deadline_s`.
         """
-        path = self._path(digest).with_suffix(".pull")
-        try:
-            fd = lock_file(path, deadline_s)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"another process was still pulling {digest} after {deadline_s:g} s"
-            ) from error
-        except OSError as error:
-            raise from_oserror(error, f"lock {path}") from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            os.close(fd)
+        return alone(self._path(digest).with_suffix(".pull"), deadline_s, f"pulling {digest}")
 
     def replay_lock(self, bundle: str) -> Path:
         """Of the servers that replay the bundle of this digest, one holds this file locked."""

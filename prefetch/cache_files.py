@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from bootseer.errors import DeadlineError, from_oserror
 from bootseer.private import make_private_directory
 
 SECTOR_BYTES = 512
@@ -101,6 +102,26 @@ def lock_file(path: Path, timeout_s: float) -> int:
         except BaseException:
             os.close(fd)
             raise
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def alone(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
+    """The only process of this node that is `doing` what the lock file `path` stands for; the file
+    goes with it. A killed holder lets go.
+
+    Raises: DeadlineError when another one is still at it after `timeout_s`; BootseerError.
+    """
+    try:
+        fd = lock_file(path, timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"another process was still {doing} after {timeout_s:g} s") from error
+    except OSError as error:
+        raise from_oserror(error, f"lock {path}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
         os.close(fd)
 
 

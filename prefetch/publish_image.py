@@ -7,9 +7,7 @@ which comes last, says nothing that is not there. One process per node and image
 layer.
 """
 
-import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -19,13 +17,11 @@ from bootseer.config import Settings
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import (
     CorruptError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
-    from_oserror,
 )
 from bootseer.prefetch.cache import NodeCache, StreamCache
-from bootseer.prefetch.cache_files import lock_file
+from bootseer.prefetch.cache_files import alone
 from bootseer.prefetch.catalogue import load_tree
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.merge import LayerTree
@@ -61,7 +57,8 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
     image = catalogue.find_unpublished(index_digest)
     if image is None:
         return index_digest
-    with _alone(settings, index_digest):
+    lock = settings.cache_dir / "catalogue" / f"{index_digest.partition(':')[2]}.lock"
+    with alone(lock, _WAIT_S, f"publishing {index_digest}"):
         with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
             record = catalogue.find_published(index_digest)
             if record is None:
@@ -93,25 +90,6 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
             load_tree(store, record, settings.cache_dir)
         catalogue.keep_published(index_digest, record)
     return record.index_digest
-
-
-@contextlib.contextmanager
-def _alone(settings: Settings, index_digest: str) -> Iterator[None]:
-    """While no other process of this node publishes the image."""
-    path = settings.cache_dir / "catalogue" / f"{index_digest.partition(':')[2]}.lock"
-    try:
-        fd = lock_file(path, _WAIT_S)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"another process was still publishing {index_digest} after {_WAIT_S:.0f} s"
-        ) from error
-    except OSError as error:
-        raise from_oserror(error, f"lock {path}") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
