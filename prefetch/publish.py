@@ -181,14 +181,17 @@ def publish_record(
     """
     from bootseer.prefetch.hot_build import add_trace
     from bootseer.prefetch.publish_image import is_unpublished, publish_node_image
-    from bootseer.prefetch.trace import Trace, accesses_of
+    from bootseer.prefetch.trace import Trace, accesses_of, renumbered
 
     if not settings.auto_index and is_unpublished(settings, info.index_digest):
         _log.info("the record is left out: %s is not to be published", info.reference)
         return None
     index_digest = publish_node_image(settings, info.index_digest)
-    # Of the published image, whose inodes have the same numbers, and whose files have digests.
+    # Of the published image, whose files have digests. Its inodes may have other numbers, where
+    # another release has packed a layer.
     tree = load_local_tree(settings, index_digest)
+    if index_digest != info.index_digest:
+        entries = renumbered(load_local_tree(settings, info.index_digest), tree, entries)
     files, accesses = accesses_of(tree, entries)
     trace = Trace(
         index_digest,

@@ -146,6 +146,22 @@ def accesses_of(
     return tuple(files), tuple(accesses.values())
 
 
+def renumbered(
+    old: Tree, new: Tree, entries: Iterable[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """The entries of a log that was kept for `old`, with the inodes that `new` has at their paths;
+    those of paths that it lacks are left out. Pure."""
+    numbers: dict[int, int | None] = {}
+    found = []
+    for inode, offset, length, time_ns in entries:
+        if inode not in numbers:
+            numbers[inode] = new.resolve(old.path(inode))
+        number = numbers[inode]
+        if number is not None:
+            found.append((number, offset, length, time_ns))
+    return found
+
+
 def encode(trace: Trace) -> bytes:
     """The trace as zstd-compressed JSON lines. Deterministic."""
     header = {
