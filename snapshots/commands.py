@@ -1,5 +1,6 @@
 """What `snapshot create` and `snapshot restore` do: checks, locks, steps."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +10,14 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import capture, catalogue, mounted, work
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
+from bootseer.snapshots.relocated import restore_relocated
 from bootseer.snapshots.request import Report
 from bootseer.snapshots.restore import check_base, place, restore_to
 from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import declared_targets
-from bootseer.store import open_store
+from bootseer.store import Store, open_store
 
 _ROOT = Path("/")
 
@@ -48,16 +50,21 @@ def restore_snapshot(
     key: str,
     directory: Path | None = None,
     *,
+    relocates: bool = False,
     report: Report = lambda sentence: None,
 ) -> Manifest:
-    """Put a snapshot in place, or a plain one into `directory`; returns it. What is mounted stays
-    mounted. `report` gets the way that was chosen and why.
+    """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
+    returns it. What is mounted stays mounted. `report` gets the way that was chosen and why.
 
     Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
     nothing has changed then.
     """
     with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
         manifest = catalogue.find(store, key)
+        if directory is not None and relocates:
+            _restore_relocated(settings, store, manifest, directory, report)
+            catalogue.note_used(store, manifest)
+            return manifest
         if directory is not None:
             restore_to(store, manifest, directory, deadline_s=settings.deadline_s)
             catalogue.note_used(store, manifest)
@@ -86,3 +93,15 @@ def restore_snapshot(
             )
             report(done.choice.sentence())
     return manifest
+
+
+def _restore_relocated(
+    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: Report
+) -> None:
+    # Its links are followed on the way there; what files are told is the path that was asked for.
+    path = Path(os.path.abspath(directory))
+    with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
+        work.recover([path], remember(settings, _ROOT))
+        restore_relocated(
+            store, manifest, path, scan(path), deadline_s=settings.deadline_s, report=report
+        )

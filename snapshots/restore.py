@@ -150,16 +150,21 @@ def check_relocatable(tree: Tree) -> None:
         if bound in names:
             raise InvalidInputError(
                 f"this snapshot holds {bound.decode()}: it works only at the path where it was "
-                "made; restore it without --to"
+                "made; restore it without --to, or with --relocate"
             )
+
+
+def one_directory(manifest: Manifest) -> Target:
+    """The target of a snapshot of one whole directory. Raises: InvalidInputError."""
+    if len(manifest.targets) != 1 or not manifest.targets[0].whole:
+        raise InvalidInputError("--to needs a snapshot of one whole directory")
+    return manifest.targets[0]
 
 
 def restore_to(store: Store, manifest: Manifest, directory: Path, *, deadline_s: float) -> None:
     """A snapshot of one plain directory, at another path. Raises: InvalidInputError for more than
     one target, a difference, or a tree that knows its path; AlreadyExistsError."""
-    if len(manifest.targets) != 1 or not manifest.targets[0].whole:
-        raise InvalidInputError("--to needs a snapshot of one whole directory")
-    target = manifest.targets[0]
+    target = one_directory(manifest)
     tree = load_tree(store, target)
     check_relocatable(tree)
     fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)

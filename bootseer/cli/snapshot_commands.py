@@ -67,21 +67,31 @@ def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
     "directory",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Another place; only for a plain directory, which holds no path of its own.",
+    help="Another place; without --relocate only for a directory that holds no path of its own.",
+)
+@click.option(
+    "--relocate",
+    "relocates",
+    is_flag=True,
+    help="Change the paths in an environment, so that it works in the place given with --to.",
 )
 @mode_option
 @json_option
-def restore(key: str, directory: Path | None, mode: str | None, as_json: bool) -> None:
+def restore(
+    key: str, directory: Path | None, relocates: bool, mode: str | None, as_json: bool
+) -> None:
     """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
 
     A directory that exists must be empty, or be as it was before the set-up.
     """
     from bootseer.snapshots.commands import restore_snapshot
 
+    if relocates and directory is None:
+        raise click.UsageError("--relocate needs --to DIR.")
     settings = current_settings()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
-    manifest = restore_snapshot(settings, key, directory, report=say)
+    manifest = restore_snapshot(settings, key, directory, relocates=relocates, report=say)
     if as_json:
         emit_json(summary(manifest))
     else:
