@@ -153,13 +153,13 @@ class _Start:
     def _name(self, source: ImageSource) -> str:
         if source.identity is not None:
             return source.reference
-        # A directory, which is called only by its last name: others may be called so, too. Other
-        # nodes may have another one at this path, unless it is on shared storage: then its inode
-        # is the same.
+        # A directory, which is called only by its last name: others may be called so, too. And
+        # other nodes may have another one at this path, unless it is on shared storage, where its
+        # inode is the same; those are taken for versions of one image.
         path = Path(self._image).resolve()
         status = path.stat()
-        which = b"%d %d %s" % (status.st_ino, status.st_ctime_ns, os.fsencode(path))
-        return f"{source.reference}-{hashlib.sha256(which).hexdigest()[:12]}"
+        version = f"{status.st_ino} {status.st_ctime_ns}"
+        return f"{source.reference}-{_short(os.fsencode(path))}:{_short(version.encode())}"
 
     def _without_source(self, error: BootseerError) -> ObtainedImage:
         """The image as it was when its source could be reached. Raises: `error` without one."""
@@ -239,6 +239,10 @@ class _Start:
         except (BootseerError, OSError) as error:
             self._give_up_store(error)
             return None
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _changed_since(directory: Path, when_ns: int) -> bool:
