@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from bootseer.blob.tree import Tree
@@ -24,7 +24,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.prefetch import hot_store, hotset, relatives
-from bootseer.prefetch.bundle import PART_COUNT, plan_frames, write_bundle
+from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import make_private
@@ -135,6 +135,28 @@ def build_bundle(
     hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
     # All is replaced: what is there under these names may be damaged.
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
+    digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
+    pointer = HotPointer(
+        index_digest, digest, size_bytes, header_bytes, hot_digest, len(traces), time.time_ns()
+    )
+    store.publish(
+        hot_store.pointer_key(index_digest, workload),
+        hot_store.encode_pointer(pointer),
+        replace=True,
+    )
+    relatives.publish(store, pointer, reference, workload, tree)
+    _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
+    return pointer
+
+
+def _publish_bundle(
+    settings: Settings,
+    store: Store,
+    tree: Tree,
+    index_digest: str,
+    frames: Sequence[tuple[BundleExtent, ...]],
+) -> tuple[str, int, int]:
+    """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
     streams = BlobStreams(
         tree.blobs,
         store.read,
@@ -155,8 +177,7 @@ def build_bundle(
             size_bytes = len(header) + sum(part.tell() for part in parts)
             digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
             for number, part in enumerate(parts):
-                key = hot_store.part_key(digest, number)
-                store.publish(key, _pieces(part), replace=True)
+                store.publish(hot_store.part_key(digest, number), _pieces(part), replace=True)
             # The header after what it names, the pointer after the header.
             store.publish(hot_store.header_key(digest), header, replace=True)
     except OSError as error:
@@ -165,23 +186,7 @@ def build_bundle(
         raise from_oserror(error, "build the bundle") from error
     finally:
         streams.close()
-    pointer = HotPointer(
-        index_digest,
-        digest,
-        size_bytes,
-        len(header),
-        hot_digest,
-        len(traces),
-        time.time_ns(),
-    )
-    store.publish(
-        hot_store.pointer_key(index_digest, workload),
-        hot_store.encode_pointer(pointer),
-        replace=True,
-    )
-    relatives.publish(store, pointer, reference, workload, tree)
-    _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
-    return pointer
+    return digest, len(header), size_bytes
 
 
 def _pieces(spool: BinaryIO) -> Iterator[bytes]:
