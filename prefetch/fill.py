@@ -83,6 +83,7 @@ class Fill:
         ]
         # Nodes that were started together ask different servers of the store.
         first = random.randrange(len(windows)) if windows else 0
+        before_bytes = self._streams.cached_bytes
         is_complete = True
         for window in windows[first:] + windows[:first]:
             for fetch in self._streams.fill_fetches((window,)):
@@ -100,6 +101,11 @@ class Fill:
         if is_complete:
             # What is stored nowhere is not missing from anywhere.
             self.state = "complete"
+        elif not self._failures and self._streams.cached_bytes <= before_bytes:
+            # Sectors that two frames share, in an index of somebody else's.
+            _log.warning("the background fill ends: the cache keeps nothing of what comes")
+            self.state = "stopped"
+            return False
         return not is_complete
 
     def _is_quiet(self) -> bool:

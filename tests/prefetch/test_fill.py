@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack import pack_directory
 from bootseer.blob.tree import Tree
@@ -206,3 +207,27 @@ def test_a_complete_image_starts_without_the_store(
         assert all(text.partition(ended)[2].partition("\n")[0].endswith("} 0") for text in texts)
     finally:
         sweep_everything(settings)
+
+
+def test_it_ends_where_frames_share_sectors_which_are_never_kept(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "blob").open("wb") as sink,
+        FrameWriter(sink, level=1, frame_bytes=10_007, threads=1) as writer,
+    ):
+        for _ in range(10):
+            writer.write(os.urandom(10_007))
+        blob = writer.finish()
+    store = open_store((tmp_path / "store").as_uri())
+    store.publish(blob_key(blob.digest), tmp_path / "blob")
+    streams = BlobStreams(
+        [blob], store.read, NodeCache(tmp_path / "cache"), deadline_s=5, fill_bytes_per_s=10**10
+    )
+    try:
+        fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
+        fill.start()
+        wait_for(lambda: fill.state == "stopped")
+        fill.join(5)
+        # The last pass brings the frames once more, and with them nothing.
+        assert streams.statistics().delivered_bytes < 4 * 100_000
+    finally:
+        streams.close()
