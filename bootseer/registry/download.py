@@ -116,6 +116,11 @@ class BlobStream(io.RawIOBase):
         buffer[: len(data)] = data
         return len(data)
 
+    def readall(self) -> bytes:
+        """All that is left. Raises: as `read`."""
+        # The inherited one takes pieces of 8 KiB, each of which costs what a large one does.
+        return b"".join(iter(lambda: self.read(_PIECE_BYTES), b""))
+
     def _body(self) -> OpenedRange:
         if self._opened is None:
             self._opened = self._open_range(self._position, self._end)
