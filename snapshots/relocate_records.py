@@ -127,9 +127,15 @@ def relocated_conda_record(
     is_changed = False
     for entry in _paths(document):
         new = changed.get(entry["_path"].encode("utf-8", "surrogateescape"))
-        if new is not None and "sha256_in_prefix" in entry:
+        if new is None:
+            continue
+        is_changed = True
+        if "sha256_in_prefix" in entry:
             entry["sha256_in_prefix"] = new.sha256.hex()
-            is_changed = True
+        elif entry.get("path_type") == "unix_python_entry_point":
+            # Made at installation: nothing else is known of it.
+            entry["sha256"] = new.sha256.hex()
+            entry["size_in_bytes"] = new.size_bytes
     gone = {path.decode("utf-8", "surrogateescape") for path in removed}
     if any(entry["_path"] in gone for entry in _paths(document)):
         kept = [entry for entry in _paths(document) if entry["_path"] not in gone]
