@@ -105,6 +105,11 @@ def _users(state_dir: Path) -> list[str]:
     return []
 
 
+def has_users(state_dir: Path) -> bool:
+    """Whether the cover is, or was, finished."""
+    return bool(_users(state_dir))
+
+
 def is_kept(state_dir: Path) -> bool:
     """Whether the cover stays whoever ends."""
     return _KEEP in _users(state_dir)

@@ -124,18 +124,22 @@ def check_mount_point(directory: Path) -> Path:
 
 
 def _start_server(plan: ServePlan) -> None:
-    with background.start(
+    start_alone(
         "bootseer.prefetch.serve",
         json.dumps(plan_to_json(plan)),
         what=f"the server of {plan.state.directory}",
         log=log_path(plan.settings, plan.state.id),
-        append=True,
-    ) as starting:
-        # It ends as soon as it has forked the server.
+    )
+
+
+def start_alone(module: str, document: str, *, what: str, log: Path) -> None:
+    """Start a process of `background` that forks at once and lives on as nobody's child; it serves
+    when this returns. Raises: what it reported, DeadlineError, UnavailableError."""
+    with background.start(module, document, what=what, log=log, append=True) as starting:
         try:
             starting.process.wait(_START_S)
         except subprocess.TimeoutExpired as error:
-            raise DeadlineError(f"the image's server did not start in {_START_S:g} s") from error
+            raise DeadlineError(f"{what} did not start in {_START_S:g} s") from error
         finally:
             # Nothing where it has ended, as it should.
             starting.process.kill()

@@ -111,10 +111,11 @@ def _link_method(facts: Facts) -> tuple[str, str]:
     """(method, why there is none)."""
     if facts.can_reflink and not facts.is_container:
         return REFLINK, ""
-    if not facts.is_container:
-        return "", "this file system cannot share blocks (reflink) with the node's cache"
     if not facts.may_mount:
-        return "", "an overlay over this node's cache needs root"
+        return "", (
+            "files here cannot share blocks (reflink) with the node's cache, and an overlay over "
+            "it needs root"
+        )
     if facts.has_mounts_inside:
         return "", "something else is mounted inside a target"
     return OVERLAY, ""
@@ -139,11 +140,14 @@ def _automatic(facts: Facts) -> Choice:
         return Choice(EXTRACT, problem)
     if facts.has_trees and method == REFLINK:
         return Choice(LINK, _said(method), method)
+    # Whatever else is written to such a directory would be gone with the mount.
+    holds_others = not facts.all_whole and not facts.is_throwaway
     problem = _why_not_mounted(facts)
+    if problem and facts.has_trees and method and not holds_others:
+        return Choice(LINK, _said(method), method)
     if problem:
         return Choice(EXTRACT, problem)
-    if not facts.all_whole and not facts.is_throwaway:
-        # Whatever else is written to such a directory would be gone with the mount.
+    if holds_others:
         return Choice(EXTRACT, "it changes directories that hold other things as well")
     if facts.target_count > TARGETS_MAX:
         return Choice(EXTRACT, f"{facts.target_count} targets are too many mounts")

@@ -1,68 +1,44 @@
-"""Snapshots that are mounted on their targets: files are fetched as they are read.
+"""Snapshots that are mounted on their targets as overlays, and how long they stay.
 
-Alone owns the order of these steps. Each target has a server of its own (`prefetch.mount`), which
-serves the snapshot's tree in the mount's own folder; an overlay over it goes onto the target in one
-step and makes it writable; then the tree's own mount point goes, so that the overlay alone holds
-it. A process that is killed before the last step leaves covers without users: their servers, which
-watch that process, take them off, and so does the next run. The caller holds the targets' locks.
+Alone owns these steps. Somebody keeps a target's tree (`served`, `held`); an overlay over it goes
+onto the target in one step and makes it writable; then it gets its first user. A process that is
+killed before that leaves covers without users: their servers, which watch that process, take them
+off, and so does the next run. The caller holds the targets' locks.
 """
 
 import contextlib
 import json
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bootseer.blob import index
-from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
     BusyError,
-    CorruptError,
     InvalidInputError,
     from_oserror,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.catalogue import keep_index
 from bootseer.prefetch.cover_users import add_user, join, sweep_covers
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
-from bootseer.prefetch.mount_state import mounts_dir, new_mount_dir, wait_released
-from bootseer.prefetch.publish import index_path
-from bootseer.prefetch.start_server import serve_tree
-from bootseer.private import make_private_directory, private_opener
-from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
+from bootseer.prefetch.mount_state import mounts_dir, wait_released
+from bootseer.private import private_opener
 from bootseer.snapshots.layers import cover_target
-from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.restore import Placed
 from bootseer.snapshots.scan import scan
-from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
-
-PURPOSE = "snapshot"
 
 _RECORD = "snapshot.json"
 _RECORD_BYTES_MAX = 64 * 1024
 _VERSION = 1
 _END_S = 10.0
-_SERVERS_AT_ONCE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class MountOutcome:
-    """What `mount_snapshot` did."""
-
-    moved_bytes: int
-    """From the store: what had to be here before the first read."""
-    ready_names: tuple[str, ...]
-    """For BOOTSEER_READY_SOCKETS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,126 +52,64 @@ class Mounted:
     scratch: str
     """Where what is written goes."""
     file_count: int
+    mode: str
+    """Of `modes`: how it was put there."""
     ready_name: str
 
 
-def name_of(target: bytes) -> str:
-    """What a target's tree is called where images have references: bundles of environments at the
-    same path may serve each other."""
-    return f"{PURPOSE}/{text_of(target).strip('/')}"
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A target's tree, ready to be covered: somebody keeps it for as long as the cover is there."""
+
+    state_dir: Path
+    """The mount's folder."""
+    tree: Path
+    ready_name: str = ""
+    """For BOOTSEER_READY_SOCKETS, where something is recorded."""
 
 
-def mount_snapshot(
+def cover_all(
     settings: Settings,
-    store: Store,
     manifest: Manifest,
     placed: Sequence[Placed],
+    served: Sequence[Served],
     bases: Mapping[bytes, str],
     *,
+    mode: str,
     until_exit: bool,
-) -> MountOutcome:
-    """Mount all targets of a snapshot; they work when this returns.
+) -> None:
+    """Show the trees that are `served` on their targets; finished when this returns.
 
     What is there (`bases`) has been found to fit. They go when this process ends, if `until_exit`;
     else they stay until `unmount_snapshot`. On an error nothing is mounted.
     Raises: UnsupportedError and other BootseerErrors.
     """
-    encoded = [_have_index(settings, store, item) for item in placed]
     with ExitStack() as undo:
-        with ThreadPoolExecutor(min(_SERVERS_AT_ONCE, len(placed))) as pool:
-            serving = [pool.submit(_serve, settings, item) for item in placed]
-            # Meanwhile: its server checks all but whose tree it is.
-            problem = _check_trees(placed, encoded)
-            served = [one.result() for one in serving]
-        for state_dir, outcome in served:
-            if isinstance(outcome, str):
-                undo.callback(_give_up, state_dir)
-        for error in (problem, *(outcome for _, outcome in served)):
-            if isinstance(error, BootseerError):
-                raise error
-        for item, (state_dir, outcome) in zip(placed, served, strict=True):
-            target = item.target
+        for item, one in zip(placed, served, strict=True):
             record = Mounted(
                 target=str(item.path),
                 fingerprint=manifest.fingerprint,
-                base=bases[target.path],
-                scratch=str(_scratch_of(settings, state_dir)),
-                file_count=target.file_count,
-                ready_name=str(outcome),
+                base=bases[item.target.path],
+                scratch=str(scratch_of(settings, one.state_dir)),
+                file_count=item.target.file_count,
+                mode=mode,
+                ready_name=one.ready_name,
             )
-            _cover(item, state_dir, record)
-            undo.callback(_uncover, item.path, state_dir.name)
-        for state_dir, _ in served:
+            _cover(item, one, record)
+            undo.callback(_uncover, item.path, one.state_dir.name)
+        for one in served:
             # From here on it is finished, and stays.
-            add_user(state_dir, os.getpid() if until_exit else None)
+            add_user(one.state_dir, os.getpid() if until_exit else None)
         undo.pop_all()
-    for state_dir, _ in served:
-        # The overlay has a mount of its own by now.
-        with contextlib.suppress(BootseerError):
-            mounts.detach(state_dir / "tree", lazy=True)
-    moved = sum(len(data) for data in encoded if data is not None)
-    return MountOutcome(moved, tuple(str(outcome) for _, outcome in served))
 
 
-def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
-    """Have the target's index where its server looks for it. What was fetched; None: nothing."""
-    blob = item.target.blob
-    if store.size(blob_key(blob.digest)) != blob.size_bytes:
-        # Better known now than at a read of the job.
-        raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
-    digest = item.target.index.digest
-    with contextlib.suppress(OSError):
-        # A damaged copy is no fault of the snapshot's.
-        if index.digest(index_path(settings, digest).read_bytes()) == digest:
-            return None
-    data = read_encoded_tree(store, item.target)
-    keep_index(settings.cache_dir, digest, data)
-    return data
-
-
-def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> BootseerError | None:
-    """What is wrong with trees that were fetched."""
-    try:
-        for item, data in zip(placed, encoded, strict=True):
-            if data is not None:
-                check_tree(item.target, decode_tree(item.target, data))
-    except BootseerError as error:
-        return error
-    return None
-
-
-def _scratch_of(settings: Settings, state_dir: Path) -> Path:
+def scratch_of(settings: Settings, state_dir: Path) -> Path:
+    """Where what is written to a mount goes."""
     return settings.cache_dir / "containers" / state_dir.name
 
 
-def _serve(settings: Settings, item: Placed) -> tuple[Path, str | BootseerError]:
-    """Serve the target's tree in a new mount folder: the name of its ready socket, or why not."""
-    state_dir = new_mount_dir(settings)
-    scratch = _scratch_of(settings, state_dir)
-    try:
-        for path in (state_dir / "tree", scratch):
-            make_private_directory(path)
-        plan = serve_tree(
-            settings,
-            name_of(item.target.path),
-            item.target.index.digest,
-            state_dir / "tree",
-            purpose=PURPOSE,
-            state_dir=state_dir,
-            scratch=str(scratch),
-            watch_pid=os.getpid(),
-        )
-    except BootseerError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        return state_dir, error
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        return state_dir, from_oserror(error, f"prepare the mount of {item.path}")
-    return state_dir, plan.ready_name
-
-
-def _cover(item: Placed, state_dir: Path, record: Mounted) -> None:
-    file = state_dir / _RECORD
+def _cover(item: Placed, served: Served, record: Mounted) -> None:
+    file = served.state_dir / _RECORD
     try:
         item.path.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="ascii", opener=private_opener) as out:
@@ -203,21 +117,13 @@ def _cover(item: Placed, state_dir: Path, record: Mounted) -> None:
     except OSError as error:
         raise from_oserror(error, f"prepare the mount on {item.path}") from error
     cover_target(
-        state_dir / "tree",
+        served.tree,
         item.path,
         Path(record.scratch),
         is_difference=not item.target.whole,
         deletions=item.target.deletions,
-        source=source_of(state_dir.name),
+        source=source_of(served.state_dir.name),
     )
-
-
-def _give_up(state_dir: Path) -> None:
-    """End a server whose tree nobody needs. Never raises."""
-    with contextlib.suppress(BootseerError):
-        mounts.unmount(state_dir / "tree", timeout_s=1.0)
-    if not wait_released(state_dir, _END_S):
-        logger.warning("the server of the mount %s does not end", state_dir.name)
 
 
 def _uncover(path: Path, identity: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, BusyError, from_oserror
+from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 from bootseer.private import make_private_directory
 from bootseer.snapshots.reflink import can_reflink
 from bootseer.snapshots.scan import scan
@@ -82,6 +82,21 @@ class NodeTrees:
         finally:
             if lock >= 0:
                 os.close(lock)
+
+    @contextlib.contextmanager
+    def held(self, index_digest: str) -> Iterator[Path]:
+        """Keep a tree that is here from being removed. Raises: BusyError, NotFoundError."""
+        path = self.path(index_digest)
+        try:
+            lock = self._lock(path, fcntl.LOCK_SH)
+        except OSError as error:
+            raise from_oserror(error, f"lock the extracted snapshot {path}") from error
+        try:
+            if not path.is_dir():
+                raise NotFoundError(f"the extracted snapshot {path} is gone")
+            yield path
+        finally:
+            os.close(lock)
 
     def _lock(self, path: Path, kind: int, *, wait: bool = True) -> int:
         """A descriptor of the lock file of `path`, locked. Raises: BusyError, OSError."""

@@ -13,13 +13,14 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.snapshots import modes
 from bootseer.snapshots.facts import find_facts
+from bootseer.snapshots.held import hold_snapshot
 from bootseer.snapshots.linked import copy_tree
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.modes import Choice
-from bootseer.snapshots.mounted import mount_snapshot
 from bootseer.snapshots.node_trees import NodeTrees
 from bootseer.snapshots.overlaid import overlay_snapshot
 from bootseer.snapshots.restore import Placed, fetch_tree, restore
+from bootseer.snapshots.served import mount_snapshot
 from bootseer.snapshots.work import OnFinished
 from bootseer.store import Store
 
@@ -122,6 +123,8 @@ def _link(
 
     if choice.method == modes.OVERLAY and wish.scratch is not None:
         overlay_snapshot(store, trees, placed, wish.scratch, build)
+    elif choice.method == modes.OVERLAY:
+        hold_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
     else:
         restore(manifest, placed, bases, store, fill=fill, on_finished=on_finished)
     return Restored(choice, moved_bytes)

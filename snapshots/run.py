@@ -24,7 +24,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue, modes, mounted, outside
+from bootseer.snapshots import catalogue, mounted, outside
 from bootseer.snapshots import work as working
 from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.capture import Change, capture, make_manifest
@@ -275,8 +275,12 @@ class _Run:
             return None
         self.report(f"snapshot {self.key[:12]} is mounted already")
         result = self._result("in place", file_count=sum(one.record.file_count for one in mounts))
-        names = tuple(one.record.ready_name for one in mounts)
-        return replace(result, mode=modes.MOUNT, mode_reason="it was mounted", ready_names=names)
+        return replace(
+            result,
+            mode=mounts[0].record.mode,
+            mode_reason="it was mounted",
+            ready_names=tuple(filter(None, (one.record.ready_name for one in mounts))),
+        )
 
     def _is_too_old(self, manifest: Manifest) -> bool:
         return is_too_old(manifest, self.settings.snapshot_max_age_s)

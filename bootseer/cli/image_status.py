@@ -50,6 +50,8 @@ def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
         found = [] if dead else [find_live_mount(settings, directory)]
     statuses: list[dict[str, Any]] = []
     for state_dir, state in found:
+        if state.purpose == "link":
+            continue  # an environment that lies here whole: nothing is served
         try:
             statuses.append(ask(state_dir, "status"))
         except BootseerError as error:

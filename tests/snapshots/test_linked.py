@@ -136,20 +136,6 @@ def test_hard_links_and_a_tree_that_was_written_to(tmp_path: Path, make_node: Ma
     assert restored.mode == "extract"
 
 
-def test_what_cannot_be_linked_is_extracted(tmp_path: Path, make_node: MakeNode) -> None:
-    request, target = _zoo(tmp_path)
-    node = replace(make_node("a"), restore_mode="link")
-    run_setup(node, request)
-    shutil.rmtree(target)
-    said: list[str] = []
-    result = run_setup(node, request, report=said.append)
-    if result.mode == "link":
-        pytest.skip("this file system has reflinks")
-    assert result.mode == "extract"
-    assert sum(line.startswith("warning: extracted: it cannot be linked") for line in said) == 1
-    assert differences(describe(tmp_path / "zoo"), describe(target)) == []
-
-
 def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> None:
     node = replace(make_node("a"), restore_mode="hardlink")
     trees = NodeTrees(node)

@@ -51,6 +51,8 @@ ROOT = Facts(
         ({"can_reflink": True}, MOUNT, "root and FUSE"),
         ({"can_reflink": True, "has_trees": True}, LINK, "share their blocks"),
         ({"has_trees": True}, MOUNT, "root and FUSE"),
+        ({"has_trees": True, "has_fuse": False}, LINK, "an overlay over this node's cache"),
+        ({"has_trees": True, "has_fuse": False, "all_whole": False}, EXTRACT, "no /dev/fuse"),
         ({"is_container": True}, LINK, "an overlay over this node's cache"),
         ({"is_container": True, "may_mount": False}, EXTRACT, "needs root"),
     ],
@@ -69,7 +71,9 @@ def test_the_best_way(changes: dict[str, object], mode: str, reason: str) -> Non
         ("mount", {"all_whole": False, "file_count": 1, "content_bytes": 1}, MOUNT),
         ("mount", {"may_mount": False}, EXTRACT),
         ("mount", {"is_container": True}, EXTRACT),
-        ("link", {}, EXTRACT),
+        ("link", {}, LINK),
+        ("link", {"may_mount": False}, EXTRACT),
+        ("link", {"has_mounts_inside": True}, EXTRACT),
         ("link", {"can_reflink": True}, LINK),
         ("link", {"is_container": True}, LINK),
         ("hardlink", {}, HARDLINK),
@@ -85,6 +89,7 @@ def test_a_way_that_was_asked_for(wanted: str, changes: dict[str, object], mode:
 
 
 def test_methods_of_linking() -> None:
+    assert choose("link", ROOT).method == OVERLAY
     assert choose("link", replace(ROOT, can_reflink=True)).method == REFLINK
     assert choose("link", replace(ROOT, can_reflink=True, is_container=True)).method == OVERLAY
 

@@ -1,0 +1,121 @@
+"""Snapshots that are shown as overlays over the node's extracted trees.
+
+Alone owns the order of these steps: each target's tree gets a process that keeps it (`hold`), then
+the trees are shown on the targets (`mounted`). The caller holds the locks.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.prefetch.mount_state import (
+    MountState,
+    log_path,
+    new_mount_dir,
+    read_state,
+    wait_released,
+)
+from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.prefetch.start_server import start_alone
+from bootseer.private import make_private_directory
+from bootseer.snapshots import modes
+from bootseer.snapshots.catalogue import load_tree
+from bootseer.snapshots.manifest import Manifest, Target, text_of
+from bootseer.snapshots.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.node_trees import NodeTrees
+from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.store import Store
+
+PURPOSE = "link"
+
+_END_S = 10.0
+
+Build = Callable[[Target, Tree, Path], None]
+"""Extracts a target's tree to a path that does not exist, whole or not at all."""
+
+
+def hold_snapshot(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    build: Build,
+    *,
+    until_exit: bool,
+) -> None:
+    """Show all targets of a snapshot from extracted trees, which `build` makes where they are
+    missing. See `mounted.cover_all`."""
+    trees = NodeTrees(settings)
+    served: list[Served] = []
+    with ExitStack() as undo:
+        for item in placed:
+            tree = load_tree(store, item.target)
+            check_tree(item.target, tree)
+
+            def build_one(path: Path, target: Target = item.target, tree: Tree = tree) -> None:
+                build(target, tree, path)
+
+            with trees.using(item.target.index.digest, tree, build_one) as (source, _):
+                state_dir = _hold(settings, item)
+            served.append(Served(state_dir, source))
+            undo.callback(_give_up, state_dir)
+        cover_all(settings, manifest, placed, served, bases, mode=modes.LINK, until_exit=until_exit)
+        undo.pop_all()
+
+
+def _hold(settings: Settings, item: Placed) -> Path:
+    """Start the process that keeps the target's tree; its folder. Raises: BootseerError."""
+    state_dir = new_mount_dir(settings)
+    scratch = scratch_of(settings, state_dir)
+    state = MountState(
+        id=state_dir.name,
+        reference=text_of(item.target.path),
+        index_digest=item.target.index.digest,
+        workload=settings.workload,
+        # No image that could be unmounted as one.
+        directory=str(state_dir / "tree"),
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=PURPOSE,
+        scratch=str(scratch),
+    )
+    document = {
+        "settings": settings_to_json(settings),
+        "state": asdict(state),
+        "state_dir": str(state_dir),
+        "launcher": os.getpid(),
+    }
+    try:
+        make_private_directory(scratch)
+        start_alone(
+            "bootseer.snapshots.hold",
+            json.dumps(document),
+            what=f"the holder of {item.path}",
+            log=log_path(settings, state_dir.name),
+        )
+    except BaseException as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, BootseerError):
+            raise from_oserror(error, f"prepare the mount of {item.path}") from error
+        raise
+    return state_dir
+
+
+def _give_up(state_dir: Path) -> None:
+    """End a holder that nobody needs. Never raises."""
+    state = read_state(state_dir)
+    if state is not None and state.pid:
+        with contextlib.suppress(OSError):
+            os.kill(state.pid, signal.SIGTERM)
+    wait_released(state_dir, _END_S)

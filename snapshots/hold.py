@@ -1,0 +1,101 @@
+"""The process behind a linked snapshot: `python -m bootseer.snapshots.hold`, started by `held`.
+
+It keeps the node's extracted tree for as long as an overlay shows it, takes the overlay off after
+its last user, and removes what was written. What a server of `prefetch` is to a mounted tree.
+"""
+
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from bootseer.background import Report
+from bootseer.errors import BootseerError
+from bootseer.prefetch.cover_users import has_users, is_kept, leave, next_user
+from bootseer.prefetch.covers import covers, uncover_all
+from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
+from bootseer.prefetch.settings_json import settings_from_json
+from bootseer.snapshots.node_trees import NodeTrees
+
+_log = logging.getLogger(__name__)
+
+# The kernel tells of changed mounts and ended processes; this is for what it may not tell.
+_LOOK_MS = 60_000
+
+
+def _stay(identity: str, state_dir: Path, launcher: int) -> None:
+    """Until the overlay is off; or there is none, and nobody who would make one."""
+    poll = select.poll()
+    user = os.pidfd_open(launcher)
+    was_covered = False
+    try:
+        with Path("/proc/self/mountinfo").open("rb") as table:
+            # proc_pid_mountinfo(5): it is marked as having an error when mounts change.
+            poll.register(table, select.POLLPRI | select.POLLERR)
+            poll.register(user, select.POLLIN)
+            while True:
+                # Asked first: whoever has users has been covered before.
+                was_covered = was_covered or has_users(state_dir)
+                is_covered = any(cover.id == identity for cover in covers())
+                if was_covered and not is_covered:
+                    return
+                if (user, select.POLLIN) not in poll.poll(_LOOK_MS):
+                    continue
+                poll.unregister(user)
+                pid = leave(state_dir)
+                if pid is None and not is_kept(state_dir):
+                    return
+                while pid is not None:
+                    try:
+                        other = os.pidfd_open(pid)
+                    except ProcessLookupError:
+                        pid = next_user(state_dir)
+                        continue
+                    os.close(user)
+                    user = other
+                    poll.register(user, select.POLLIN)
+                    break
+    finally:
+        os.close(user)
+
+
+def main() -> int:
+    """The exit code: 0 after the overlay is off."""
+    document = json.loads(sys.stdin.buffer.read())
+    # The job that replaces whoever started us must not find a child that it never made.
+    if os.fork():
+        os._exit(0)
+    # As an exception it cleans up.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s hold: %(message)s")
+    report = Report(int(sys.argv[1]), "the holder of a linked snapshot")
+    try:
+        settings = settings_from_json(document["settings"])
+        state = MountState(**{**document["state"], "pid": os.getpid()})
+        state_dir = Path(document["state_dir"])
+        lock = take_lock(state_dir)
+        try:
+            sweep(settings)
+            with NodeTrees(settings).held(state.index_digest):
+                write_state(state_dir, state)
+                if report.send_ready():
+                    _stay(state.id, state_dir, document["launcher"])
+        finally:
+            uncover_all(state.id)
+            remove_scratch(Path(state.scratch))
+            # The folder last: it is what says that the mount is not quite gone.
+            shutil.rmtree(state_dir, ignore_errors=True)
+            os.close(lock)
+    except (BootseerError, OSError) as error:
+        _log.error("%s", error)
+        report.send_error(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

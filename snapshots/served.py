@@ -1,0 +1,152 @@
+"""Snapshots whose files are fetched as they are read: their trees, served as images are.
+
+Alone owns the order of these steps: each target gets a server of its own (`prefetch`), which serves
+the snapshot's tree in the mount's folder; the trees are shown on the targets (`mounted`); then
+their own mount points go, so that the overlays alone hold them. The caller holds the locks.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.blob import index
+from bootseer.blob.keys import blob_key
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, CorruptError, from_oserror
+from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.catalogue import keep_index
+from bootseer.prefetch.mount_state import new_mount_dir, wait_released
+from bootseer.prefetch.publish import index_path
+from bootseer.prefetch.start_server import serve_tree
+from bootseer.private import make_private_directory
+from bootseer.snapshots import modes
+from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
+from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "snapshot"
+
+_END_S = 10.0
+_SERVERS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MountOutcome:
+    """What `mount_snapshot` did."""
+
+    moved_bytes: int
+    """From the store: what had to be here before the first read."""
+    ready_names: tuple[str, ...]
+    """For BOOTSEER_READY_SOCKETS."""
+
+
+def name_of(target: bytes) -> str:
+    """What a target's tree is called where images have references: bundles of environments at the
+    same path may serve each other."""
+    return f"{PURPOSE}/{text_of(target).strip('/')}"
+
+
+def mount_snapshot(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    *,
+    until_exit: bool,
+) -> MountOutcome:
+    """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`."""
+    encoded = [_have_index(settings, store, item) for item in placed]
+    with ExitStack() as undo:
+        with ThreadPoolExecutor(min(_SERVERS_AT_ONCE, len(placed))) as pool:
+            serving = [pool.submit(_serve, settings, item) for item in placed]
+            # Meanwhile: its server checks all but whose tree it is.
+            problem = _check_trees(placed, encoded)
+            outcomes = [one.result() for one in serving]
+        served = [one for one in outcomes if isinstance(one, Served)]
+        for one in served:
+            undo.callback(_give_up, one.state_dir)
+        for error in (problem, *outcomes):
+            if isinstance(error, BootseerError):
+                raise error
+        cover_all(
+            settings, manifest, placed, served, bases, mode=modes.MOUNT, until_exit=until_exit
+        )
+        undo.pop_all()
+    for one in served:
+        # The overlay has a mount of its own by now.
+        with contextlib.suppress(BootseerError):
+            mounts.detach(one.tree, lazy=True)
+    moved = sum(len(data) for data in encoded if data is not None)
+    return MountOutcome(moved, tuple(one.ready_name for one in served))
+
+
+def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
+    """Have the target's index where its server looks for it. What was fetched; None: nothing."""
+    blob = item.target.blob
+    if store.size(blob_key(blob.digest)) != blob.size_bytes:
+        # Better known now than at a read of the job.
+        raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
+    digest = item.target.index.digest
+    with contextlib.suppress(OSError):
+        # A damaged copy is no fault of the snapshot's.
+        if index.digest(index_path(settings, digest).read_bytes()) == digest:
+            return None
+    data = read_encoded_tree(store, item.target)
+    keep_index(settings.cache_dir, digest, data)
+    return data
+
+
+def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> BootseerError | None:
+    """What is wrong with trees that were fetched."""
+    try:
+        for item, data in zip(placed, encoded, strict=True):
+            if data is not None:
+                check_tree(item.target, decode_tree(item.target, data))
+    except BootseerError as error:
+        return error
+    return None
+
+
+def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
+    """Serve the target's tree in a new mount folder; or why not."""
+    state_dir = new_mount_dir(settings)
+    scratch = scratch_of(settings, state_dir)
+    try:
+        for path in (state_dir / "tree", scratch):
+            make_private_directory(path)
+        plan = serve_tree(
+            settings,
+            name_of(item.target.path),
+            item.target.index.digest,
+            state_dir / "tree",
+            purpose=PURPOSE,
+            state_dir=state_dir,
+            scratch=str(scratch),
+            watch_pid=os.getpid(),
+        )
+    except BootseerError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        return error
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        return from_oserror(error, f"prepare the mount of {item.path}")
+    return Served(state_dir, state_dir / "tree", plan.ready_name)
+
+
+def _give_up(state_dir: Path) -> None:
+    """End a server whose tree nobody needs. Never raises."""
+    with contextlib.suppress(BootseerError):
+        mounts.unmount(state_dir / "tree", timeout_s=1.0)
+    if not wait_released(state_dir, _END_S):
+        logger.warning("the server of the mount %s does not end", state_dir.name)
