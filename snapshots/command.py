@@ -5,6 +5,7 @@ Pure (no I/O): reads the words of a command line, runs and opens nothing. What i
 of them is told to the user. A command that is not understood yields no hint, never an error.
 """
 
+import posixpath
 import re
 import shlex
 from collections.abc import Sequence
@@ -67,6 +68,21 @@ _PIP_VALUE_OPTIONS = {
 _VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
 
 
+# Options of uv's and pip's installers that name an interpreter, or its environment.
+_PYTHON_OPTIONS = {"-p", "--python"}
+# Tool -> lock file, commands that fill the project's environment, options that name the project.
+_PROJECT_TOOLS = {
+    "uv": ("uv.lock", {"sync", "add", "remove"}, {"--project", "--directory"}),
+    "poetry": (
+        "poetry.lock",
+        {"install", "sync", "add", "update", "remove"},
+        {"-C", "--directory", "-P", "--project"},
+    ),
+    "pdm": ("pdm.lock", {"install", "sync", "add", "update", "remove"}, {"-p", "--project"}),
+}
+_CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
+
+
 @dataclass(frozen=True, slots=True)
 class Hints:
     """What the words of a set-up command tell. Paths are as written, relative ones included."""
@@ -87,6 +103,12 @@ class Hints:
     """`pip install --user`."""
     uses_uv: bool = False
     """`uv pip`, which prefers the active environment to the interpreter on PATH."""
+    projects: tuple[tuple[str, str], ...] = ()
+    """"uv", "poetry" or "pdm", and the folder of the project whose environment it fills."""
+    uses_conda: bool = False
+    """Changes the active conda environment."""
+    names_conda_environment: bool = False
+    """Changes one that is given by its name, which only conda's settings lead to."""
 
 
 def simple_commands(command: Sequence[str]) -> list[list[str]]:
@@ -182,6 +204,9 @@ def _merged(one: Hints, other: Hints) -> Hints:
         one.uses_pip or other.uses_pip,
         one.uses_user_site or other.uses_user_site,
         one.uses_uv or other.uses_uv,
+        one.projects + other.projects,
+        one.uses_conda or other.uses_conda,
+        one.names_conda_environment or other.names_conda_environment,
     )
 
 
@@ -198,14 +223,31 @@ def _hints_of_simple(words: list[str]) -> Hints:
             return Hints(python_words=(words[0],), files=tuple(script))
         name, rest_words = module
         return _hints_of_tool(name, words[0], rest_words)
-    if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv", "sync"):
-        if words[1] == "sync":
-            return Hints(("python3",), (".venv",), files=("uv.lock", "pyproject.toml"))
+    if program in _PROJECT_TOOLS and (hints := _hints_of_project(program, words)) is not None:
+        return hints
+    if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv"):
         if words[1] == "venv":
             directories = _positional(words[2:], _VENV_VALUE_OPTIONS) or [".venv"]
             return Hints(("python3",), (directories[0],))
-        return replace(_hints_of_tool("pip", "python3", words[2:]), uses_uv=True)
+        hints = _hints_of_tool("pip", "python3", words[2:])
+        # Told which interpreter, it does not look for an active environment.
+        is_told = "--system" in words or bool(_values(words, _PYTHON_OPTIONS))
+        return replace(hints, uses_uv=not is_told)
     return _hints_of_tool(program, words[0], words[1:])
+
+
+def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
+    """Of "uv sync" and its like; None for a command that fills no project's environment."""
+    lock, verbs, options = _PROJECT_TOOLS[tool]
+    if not verbs.intersection(_positional(words[1:], options)[:1]):
+        return None
+    folder = (_values(words, options) or [""])[-1]
+    files = tuple(posixpath.join(folder, name) for name in (lock, "pyproject.toml"))
+    if "--active" in words:
+        return Hints(("python3",), files=files, uses_uv=True)
+    # "-g" is the Python on PATH, "--venv" one of pdm's own.
+    elsewhere = tool == "pdm" and {"-g", "--global", "--venv"}.intersection(words)
+    return Hints(("python3",), files=files, projects=() if elsewhere else ((tool, folder),))
 
 
 def _module(words: list[str]) -> tuple[str, list[str]] | None:
@@ -231,8 +273,15 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
         files = [*_values(words, options), *_positional(words, skipped)]
         places = _values(words, {"-t", "--target", "--prefix"})
+        environments = []
+        for python in _values(words, _PYTHON_OPTIONS):
+            if _PYTHON.fullmatch(_base(python)):
+                program = python
+            elif "/" in python:
+                environments.append(python)
         return Hints(
             python_words=(program,),
+            environment_dirs=tuple(environments),
             install_dirs=tuple(places),
             files=tuple(file for file in files if file not in ("install", "sync", "uninstall")),
             link_dirs=tuple(links),
@@ -240,9 +289,15 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             uses_user_site="--user" in words,
         )
     if tool in ("conda", "mamba", "micromamba"):
+        prefixes = _values(words, {"-p", "--prefix"})
+        changes = bool(_CONDA_VERBS.intersection(words[:1]))
+        # A new one without -p has a name, on the command line or in environment.yml.
+        is_named = bool(_values(words, {"-n", "--name"})) or "create" in words[:2]
         return Hints(
-            environment_dirs=tuple(_values(words, {"-p", "--prefix"})),
+            environment_dirs=tuple(prefixes),
             files=tuple(_values(words, _FILE_OPTIONS)),
+            uses_conda=changes and not prefixes and not is_named,
+            names_conda_environment=changes and not prefixes and is_named,
         )
     if tool in _SHELLS:
         return Hints(files=tuple(_positional(words, {"-o", "-O"})[:1]))

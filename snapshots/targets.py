@@ -32,16 +32,31 @@ def infer_targets(
 ) -> Targets:
     """Targets of a command of which only the words are known.
 
-    In this order: environments that it makes or activates and places given with --target or
-    --prefix; the active VIRTUAL_ENV; the environment or the system paths of the interpreter whose
-    pip is used. Raises: UnsupportedError where nothing fits.
+    In this order: environments that it makes or activates, places given with --target or
+    --prefix and projects' own environments; the active conda environment of a conda command; the
+    active VIRTUAL_ENV; the environment or the system paths of the interpreter whose pip is used.
+    Raises: UnsupportedError where nothing fits.
     """
-    named = [*hints.environment_dirs, *hints.install_dirs]
+    if hints.names_conda_environment:
+        raise UnsupportedError(
+            "where a conda environment with a name lies is known to conda only; give it with "
+            "-p DIR, or name it with --target DIR"
+        )
+    projects = [_project_environment(*project, environ) for project in hints.projects]
+    named = [*hints.environment_dirs, *hints.install_dirs, *filter(None, projects)]
     if named:
         found = [target_path(text, directory) for text in named]
         return Targets(_disjoint(found), "named in the command")
     if hints.uses_user_site and interpreter is not None and interpreter.user_base:
         return Targets((target_path(interpreter.user_base, directory),), "user site (pip --user)")
+    if hints.uses_conda:
+        active = environ.get("CONDA_PREFIX", "")
+        if active and (not hints.uses_pip or (interpreter and interpreter.prefix == active)):
+            return Targets((target_path(active, directory),), "CONDA_PREFIX")
+        raise UnsupportedError(
+            "cannot tell which conda environment the set-up command changes; give it with -p DIR, "
+            "or name it with --target DIR"
+        )
     active = environ.get("VIRTUAL_ENV", "")
     # Another environment's or the system's pip, called by its path, does not install into the
     # active environment; uv does.
@@ -58,6 +73,20 @@ def infer_targets(
     raise UnsupportedError(
         "cannot tell which directories the set-up command writes; name them with --target DIR"
     )
+
+
+def _project_environment(tool: str, folder: str, environ: Mapping[str, str]) -> str:
+    """Where a project's own environment lies; empty where only the tool's settings tell."""
+    name = ".venv"
+    if tool == "uv":
+        name = environ.get("UV_PROJECT_ENVIRONMENT") or name
+    elif environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
+        return ""  # poetry and pdm use that one
+    elif tool == "poetry" and (
+        environ.get("POETRY_VIRTUALENVS_IN_PROJECT", "").lower() not in ("1", "true")
+    ):
+        return ""
+    return posixpath.join(folder, name)
 
 
 def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:

@@ -52,6 +52,18 @@ _SYSTEM_PATHS = (
         ("pip install a", _SYSTEM, "", _SYSTEM_PATHS),
         ("uv pip install a", _SYSTEM, "/opt/env", (b"/opt/env",)),
         ("uv sync", _SYSTEM, "", (b"/job/.venv",)),
+        ("uv sync", _SYSTEM, "/opt/env", (b"/job/.venv",)),
+        ("uv sync --active", _SYSTEM, "/opt/env", (b"/opt/env",)),
+        ("uv --project sub sync", _SYSTEM, "", (b"/job/sub/.venv",)),
+        ("uv pip install --python /opt/env/bin/python a", _ENV, "/other", (b"/opt/env",)),
+        ("uv pip install -p /opt/env a", _SYSTEM, "/other", (b"/opt/env",)),
+        ("uv pip install --system a", _SYSTEM, "/opt/env", _SYSTEM_PATHS),
+        ("pip --python /opt/env/bin/python install a", _ENV, "", (b"/opt/env",)),
+        ("pdm sync", _SYSTEM, "", (b"/job/.venv",)),
+        ("pdm install -p sub", _SYSTEM, "", (b"/job/sub/.venv",)),
+        ("pdm install", _ENV, "/opt/env", (b"/opt/env",)),
+        ("poetry install", _ENV, "/opt/env", (b"/opt/env",)),
+        ("conda create -y -p /c python", _SYSTEM, "/opt/env", (b"/c",)),
         ("python3 -m venv env", _SYSTEM, "", (b"/job/env",)),
         ("pip install --target lib a", _SYSTEM, "/opt/env", (b"/job/lib",)),
         ("pip install --user a", _SYSTEM, "", (b"/home/me/.local",)),
@@ -112,3 +124,42 @@ def test_a_real_interpreter_answers() -> None:
 @pytest.mark.parametrize("output", [b"", b"hello", b"[]", b"{}", b'{"paths": 3}', b"\xff"])
 def test_other_answers_are_none(output: bytes) -> None:
     assert parse("python3", output) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "environ", "expected"),
+    [
+        ("conda install -y a", {"CONDA_PREFIX": "/c", "VIRTUAL_ENV": "/v"}, b"/c"),
+        ("micromamba env update -f e.yml", {"CONDA_PREFIX": "/c"}, b"/c"),
+        ("uv sync", {"UV_PROJECT_ENVIRONMENT": "/opt/e"}, b"/opt/e"),
+        ("poetry install", {"POETRY_VIRTUALENVS_IN_PROJECT": "true"}, b"/job/.venv"),
+        ("poetry -C sub install", {"POETRY_VIRTUALENVS_IN_PROJECT": "1"}, b"/job/sub/.venv"),
+    ],
+)
+def test_variables_that_tell_the_environment(
+    command: str, environ: dict[str, str], expected: bytes
+) -> None:
+    assert infer_targets(hints_of(command.split()), None, environ, "/job").paths == (expected,)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "conda create -n x python",
+        "conda install -n x a",
+        "mamba env create -f environment.yml",
+        "conda install a",
+        "poetry install",
+        "pdm install -g",
+    ],
+)
+def test_environments_that_only_the_tools_settings_lead_to(command: str) -> None:
+    environ = {"VIRTUAL_ENV": "/v"} if "conda" in command else {}
+    with pytest.raises(UnsupportedError, match="--target DIR"):
+        infer_targets(hints_of(command.split()), _SYSTEM, environ, "/job")
+
+
+def test_lock_files_of_projects_are_inputs() -> None:
+    for tool in ("uv", "poetry", "pdm"):
+        assert hints_of([tool, "sync"]).files == (f"{tool}.lock", "pyproject.toml")
+    assert hints_of(["uv", "run", "x"]).projects == ()
