@@ -196,7 +196,8 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
     """The image's tree. The index is kept under `cache_dir`/indexes and verified at every use; a
     copy that is damaged is fetched again.
 
-    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, NoSpaceError.
+    Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
+    made; UnknownFormatError, UnavailableError, NoSpaceError.
     """
     path = cache_dir / "indexes" / record.index_digest.partition(":")[2]
     with contextlib.suppress(OSError):
@@ -205,7 +206,12 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
             # What nobody used for long is removed.
             os.utime(path)
             return decode(data)
-    data = _read_index(store, record.index_digest)
+    try:
+        data = _read_index(store, record.index_digest)
+    except NotFoundError as error:
+        raise CorruptError(
+            f"the index of image {record.reference} is missing in {store.url}; index it again"
+        ) from error
     keep_index(cache_dir, record.index_digest, data)
     return decode(data)
 

@@ -75,13 +75,8 @@ def _stored(
     settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
 ) -> ObtainedImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
-    try:
-        # Leaves the index in the node's cache, where a server takes it from without the store.
-        load_tree(store, record, settings.cache_dir)
-    except NotFoundError as error:
-        raise CorruptError(
-            f"the index of image {record.reference} is missing in {store.url}; index it again"
-        ) from error
+    # Leaves the index in the node's cache, where a server takes it from without the store.
+    load_tree(store, record, settings.cache_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:

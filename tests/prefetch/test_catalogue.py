@@ -161,7 +161,7 @@ def test_the_tree_is_cached_and_verified_each_time(store: Store, tmp_path: Path)
     data = encode(build_tree([(b"x", 1)], [Inode(0o40755), Inode(0o100644)], []))
     record = replace(RECORD, index_digest=digest(data))
     cache = tmp_path / "cache"
-    with pytest.raises(NotFoundError):
+    with pytest.raises(CorruptError, match="index it again"):
         load_tree(store, record, cache)
     store.publish(index_key(digest(data)), data)
     assert load_tree(store, record, cache).name_count == 1
