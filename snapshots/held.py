@@ -7,7 +7,6 @@ the trees are shown on the targets (`mounted`). The caller holds the locks.
 import contextlib
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, from_oserror
 from bootseer.prefetch.mount_state import (
     MountState,
     log_path,
@@ -27,7 +25,6 @@ from bootseer.prefetch.mount_state import (
 )
 from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.prefetch.start_server import start_alone
-from bootseer.private import make_private_directory
 from bootseer.snapshots import modes
 from bootseer.snapshots.catalogue import load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
@@ -77,7 +74,6 @@ def hold_snapshot(
 def _hold(settings: Settings, item: Placed) -> Path:
     """Start the process that keeps the target's tree; its folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings)
-    scratch = scratch_of(settings, state_dir)
     state = MountState(
         id=state_dir.name,
         reference=text_of(item.target.path),
@@ -88,7 +84,7 @@ def _hold(settings: Settings, item: Placed) -> Path:
         pid=0,
         started_ns=time.time_ns(),
         purpose=PURPOSE,
-        scratch=str(scratch),
+        scratch=str(scratch_of(settings, state_dir)),
     )
     document = {
         "settings": settings_to_json(settings),
@@ -96,19 +92,12 @@ def _hold(settings: Settings, item: Placed) -> Path:
         "state_dir": str(state_dir),
         "launcher": os.getpid(),
     }
-    try:
-        make_private_directory(scratch)
-        start_alone(
-            "bootseer.snapshots.hold",
-            json.dumps(document),
-            what=f"the holder of {item.path}",
-            log=log_path(settings, state_dir.name),
-        )
-    except BaseException as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, BootseerError):
-            raise from_oserror(error, f"prepare the mount of {item.path}") from error
-        raise
+    start_alone(
+        "bootseer.snapshots.hold",
+        json.dumps(document),
+        what=f"the holder of {item.path}",
+        log=log_path(settings, state_dir.name),
+    )
     return state_dir
 
 

@@ -43,7 +43,8 @@ def _stay(identity: str, state_dir: Path, launcher: int) -> None:
                 is_covered = any(cover.id == identity for cover in covers())
                 if was_covered and not is_covered:
                     return
-                if (user, select.POLLIN) not in poll.poll(_LOOK_MS):
+                # With POLLIN, or with POLLHUP as well once its parent has reaped it.
+                if all(fd != user for fd, _ in poll.poll(_LOOK_MS)):
                     continue
                 poll.unregister(user)
                 pid = leave(state_dir)

@@ -27,7 +27,7 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.cover_users import add_user, join, sweep_covers
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
 from bootseer.prefetch.mount_state import mounts_dir, wait_released
-from bootseer.private import private_opener
+from bootseer.private import make_private_directory, private_opener
 from bootseer.snapshots.layers import cover_target
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restore import Placed
@@ -111,6 +111,8 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
 def _cover(item: Placed, served: Served, record: Mounted) -> None:
     file = served.state_dir / _RECORD
     try:
+        # By now somebody lives who will remove it.
+        make_private_directory(Path(record.scratch))
         item.path.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="ascii", opener=private_opener) as out:
             json.dump({"version": _VERSION, **asdict(record)}, out)

@@ -8,7 +8,6 @@ their own mount points go, so that the overlays alone hold them. The caller hold
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -121,10 +120,8 @@ def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> B
 def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
     """Serve the target's tree in a new mount folder; or why not."""
     state_dir = new_mount_dir(settings)
-    scratch = scratch_of(settings, state_dir)
     try:
-        for path in (state_dir / "tree", scratch):
-            make_private_directory(path)
+        make_private_directory(state_dir / "tree")
         plan = serve_tree(
             settings,
             name_of(item.target.path),
@@ -132,14 +129,12 @@ def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
             state_dir / "tree",
             purpose=PURPOSE,
             state_dir=state_dir,
-            scratch=str(scratch),
+            scratch=str(scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
         )
     except BootseerError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
         return error
     except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
         return from_oserror(error, f"prepare the mount of {item.path}")
     return Served(state_dir, state_dir / "tree", plan.ready_name)
 

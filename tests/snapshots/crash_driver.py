@@ -9,14 +9,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings, load_settings
+from bootseer.prefetch.cover_users import has_users
+from bootseer.prefetch.covers import cover_at
+from bootseer.prefetch.mount_state import mounts_dir
 from bootseer.snapshots import catalogue
+from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
 from bootseer.store import open_store
+from tests.support.snapshot_mounts import end_everything, wait_gone
 from tests.support.trees import describe, differences, make_zoo
 
 _CHANGES: tuple[str, ...] = (
@@ -151,6 +157,49 @@ def restore_difference(top: Path, wanted: int) -> None:
         assert differences(original, describe(target)) == [], point
         _no_leftovers(target.parent)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+
+
+def restore_mounted(top: Path, wanted: int) -> None:
+    """Killed anywhere, nothing is mounted, or all of it; and the next run mounts it."""
+    target = top / "work/env"
+    make_zoo(top / "zoo")
+    request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
+    target.parent.mkdir()
+    run_setup(_settings(top, "a"), request)
+    original = describe(target)
+    shutil.rmtree(target)
+    node = replace(_settings(top, "b"), restore_mode="mount")
+
+    def run() -> None:
+        assert run_setup(node, request).mode == "mount"
+
+    def unmount() -> None:
+        if cover_at(target) is not None:
+            unmount_snapshot(node, target)
+
+    try:
+        _child(run, None)
+        unmount()
+        # Counted with the index on the node, as it is from now on.
+        count = _child(run, None)
+        assert count is not None
+        for point in _points(count, wanted):
+            unmount()
+            killed = _child(run, point) is None
+            cover = cover_at(target)
+            if cover is not None and has_users(mounts_dir(node) / cover.id):
+                assert differences(original, describe(target)) == [], point
+            elif cover is not None and point % 2:
+                # Not finished: its server takes it off by itself, if the next run does not.
+                wait_gone(node)
+                assert list(target.iterdir()) == []
+            assert _child(run, None) is not None
+            assert differences(original, describe(target)) == [], point
+            print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+        unmount()
+        wait_gone(node)
+    finally:
+        end_everything(top, node)
 
 
 def capture_and_publish(top: Path, wanted: int) -> None:

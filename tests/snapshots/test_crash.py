@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
     ("scenario", "points"),
-    [("restore_whole", 16), ("restore_difference", 16), ("capture_and_publish", 2)],
+    [
+        ("restore_whole", 16),
+        ("restore_difference", 16),
+        ("restore_mounted", 8),
+        ("capture_and_publish", 2),
+    ],
 )
 def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
+    if scenario == "restore_mounted":
+        skip_unless_root()
+        skip_unless_fuse()
     driver = Path(__file__).with_name("crash_driver.py")
     environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
