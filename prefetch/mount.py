@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from bootseer.config import Settings
 from bootseer.errors import (
+    BusyError,
     InvalidInputError,
     NotFoundError,
 )
@@ -18,6 +19,7 @@ from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount_state import (
     MountState,
     live_mounts,
+    sweep,
 )
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
@@ -103,7 +105,13 @@ def mount_image(
     Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
     DeadlineError, CorruptError.
     """
-    path = check_mount_point(directory)
+    try:
+        path = check_mount_point(directory)
+    except BusyError:
+        # By a server that died, perhaps.
+        if not sweep(settings):
+            raise
+        path = check_mount_point(directory)
     obtained = obtain_image(settings, image) if isinstance(image, str) else image
     try:
         plan = serve_tree(

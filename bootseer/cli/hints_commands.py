@@ -32,6 +32,9 @@ def import_command(reference: str, file: Path, workload: str | None, as_json: bo
     FILE (- for standard input) names a file of the image on each line, in the order of use, or a
     range of one: path, offset and length, separated by tabs or spaces. Or it is what eStargz's
     optimizer records (JSON lines with "path"). What the image does not have is counted.
+
+    A list counts as one start. Where the workload has recorded others, the bundle is made of all;
+    of three and more, what only one of them read is left out.
     """
     from bootseer.prefetch import hints as hint_lists
     from bootseer.prefetch.catalogue import find_image, load_tree

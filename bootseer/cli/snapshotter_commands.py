@@ -1,5 +1,6 @@
 """`bootseer snapshotter`: the proxy snapshotter for containerd."""
 
+import os
 from pathlib import Path
 
 import click
@@ -55,6 +56,8 @@ def snapshotter(address: Path, root: Path, linger_s: float, window_s: float) -> 
         ) from error
     from bootseer.prefetch.snapshotter.core import Snapshotter
 
+    if os.geteuid() != 0:
+        raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     settings = current_settings()
     core = Snapshotter(settings, root.absolute(), linger_s=linger_s, window_s=window_s)
     try:

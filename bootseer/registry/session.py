@@ -211,7 +211,8 @@ class Session:
         response.close()
         message = f"{self.name}: {what} was answered {status}{said}"
         if status == 404:
-            return NotFoundError(message)
+            is_image = " manifests/" in what
+            return NotFoundError(message + "; check the image's name and tag" * is_image)
         if status in (401, 403):
             return PermissionDeniedError(
                 f"{message}; it may need another login (docker login {self.host.name})"

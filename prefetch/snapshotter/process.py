@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from bootseer.errors import InvalidInputError, UnavailableError, UnsupportedError, from_oserror
+from bootseer.errors import InvalidInputError, UnavailableError, from_oserror
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.service import handler_of
 from bootseer.private import make_private_directory
@@ -32,13 +32,11 @@ def serve(snapshotter: Snapshotter, address: Path, on_ready: Callable[[], None])
     """Offer `snapshotter` on the socket `address`, until SIGTERM or SIGINT; `on_ready` is called
     when it answers. A socket that is there is replaced.
 
-    Raises: InvalidInputError, UnavailableError, UnsupportedError, BootseerError.
+    Raises: InvalidInputError, UnavailableError, BootseerError.
     """
     path = address.absolute()
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise InvalidInputError(f"the address {path} is too long for a socket; use a shorter one")
-    if os.geteuid() != 0:
-        raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     # In every thread that is to be: only `sigwait` gets them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     server = grpc.server(

@@ -95,10 +95,13 @@ def open_source(
         path.stat()
         is_layout = path.is_dir() and (path / oci_layout.MARKER).exists()
     except FileNotFoundError:
-        raise NotFoundError(
-            f"there is no file or directory {source}; for an image in the Docker engine write "
-            f"docker://{source}, for one in a registry registry://{source}"
-        ) from None
+        message = f"there is no file or directory {source}"
+        if not source.startswith(("/", ".")):
+            message += (
+                f"; for an image in the Docker engine write docker://{source}, for one in a "
+                f"registry registry://{source}"
+            )
+        raise NotFoundError(message) from None
     except OSError as error:
         raise from_oserror(error, f"read {source}") from error
     if is_layout:

@@ -325,6 +325,19 @@ def test_unmount_of_a_dead_server(node: Node) -> None:
     assert mounts.find_mount(directory) is None
 
 
+def test_mounting_again_where_a_server_died(node: Node) -> None:
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory)
+    worker = image.status()["worker_pid"]
+    os.kill(find_live_mount(node.settings, directory)[1].pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    with mount_image(node.settings, "image:1", directory):
+        read_hot(node, directory)
+    assert mounts.find_mount(directory) is None
+
+
 def test_two_mounts_share_the_cache(node: Node) -> None:
     with (
         mounted(node.settings, "image:1", node.base / "one") as one,

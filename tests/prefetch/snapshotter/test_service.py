@@ -510,6 +510,29 @@ def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
             process.wait()
 
 
+def test_without_root_the_command_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    skip_unless_root()
+    code = """
+import os, sys
+import bootseer.cli.snapshotter_commands, bootseer.prefetch.snapshotter.process
+import bootseer.prefetch.snapshotter.core
+from bootseer.cli import main
+os.setuid(65534)
+main(["snapshotter", "--root", sys.argv[1]])
+"""
+    tmp_path.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "root"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 18
+    assert "needs root" in done.stderr
+    assert not (tmp_path / "root").exists()
+
+
 def test_without_grpc_the_command_says_what_to_install(tmp_path: Path) -> None:
     code = """
 import sys
