@@ -3,6 +3,10 @@
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -217,3 +221,20 @@ def test_bytecode_of_changed_sources_goes() -> None:
         b"lib/__pycache__/a.cpython-311.opt-1.pyc",
     }
     assert stale_bytecode([b"top.py"], paths) == {b"__pycache__/top.cpython-311.pyc"}
+
+
+def test_killed_at_many_steps(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    driver = Path(__file__).with_name("relocate_crash_driver.py")
+    done = subprocess.run(
+        [sys.executable, str(driver), str(tmp_path), "20"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 19
+    assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2
