@@ -327,6 +327,27 @@ def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None
     assert servers(node) == []
 
 
+def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
+    """As in most containers: it cannot take what is written, so that goes to memory."""
+    request, target = _small(tmp_path)
+    _captured(mounting("a"), request, target)
+    node = mounting("b")
+    script = (
+        "mkdir lower upper work merged; "
+        "mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work overlay merged; "
+        'BOOTSEER_CACHE_DIR=$PWD/merged/cache; export BOOTSEER_CACHE_DIR; "$@"; '
+        f"echo written > {target}/new; cat {target}/d/file {target}/new; "
+        f"{sys.executable} -m bootseer snapshot unmount {target}; ls -A {target}"
+    )
+    (tmp_path / "place").mkdir()
+    command = ["unshare", "--mount", "sh", "-ec", f"cd {tmp_path}/place; {script}", "sh"]
+    done = _done([*command, *_snapshot_run(request)], _environment(node))
+    assert done.returncode == 0, done.stderr
+    assert "mounted: it was asked for" in done.stderr
+    assert done.stdout == "hello\nwritten\n"
+    wait_gone(node)
+
+
 def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
     if not shutil.which("setpriv"):
         pytest.skip("needs setpriv to be another user")
