@@ -65,20 +65,21 @@ class Prefix:
         room. `reserved_bytes` is the length of the prefix that it was built with: an installer
         has put a shorter one in its place and filled up with NULs behind the string."""
         one = re.compile(_BEFORE + re.escape(self.old) + _BEHIND)
-        pattern = re.compile(one.pattern + rb"[^\0]*\0")
         pieces = []
         position = 0
-        while (match := pattern.search(data, position)) is not None:
-            string = match[0][:-1]
-            replaced, count = one.subn(lambda _: self.new, string)
+        while (match := one.search(data, position)) is not None:
+            start = match.start()
+            end = data.find(b"\0", start)
+            end = len(data) if end < 0 else end
+            replaced, count = one.subn(lambda _: self.new, data[start:end])
             spare = count * max(reserved_bytes - len(self.old), 0)
-            filling = data[match.end() : match.end() + spare]
+            filling = data[end + 1 : end + 1 + spare]
             # Only what is there; the last NUL ends the string.
-            room = len(string) + len(filling) - len(filling.lstrip(b"\0"))
-            if len(replaced) > room:
+            end += len(filling) - len(filling.lstrip(b"\0"))
+            if len(replaced) > end - start:
                 return None
-            pieces += [data[position : match.start()], replaced.ljust(room, b"\0")]
-            position = match.start() + room
+            pieces += [data[position:start], replaced.ljust(end - start, b"\0")]
+            position = end
         pieces.append(data[position:])
         return b"".join(pieces)
 

@@ -10,9 +10,12 @@ import csv
 import hashlib
 import json
 import posixpath
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
+
+_DIGEST = re.compile(r"[a-z0-9]+=[A-Za-z0-9_=-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def relocated_record(
         if fields and path in removed:
             continue
         new = changed.get(path)
-        if fields and fields[1] and new is not None:
+        if fields and _DIGEST.fullmatch(fields[1]) and new is not None:
             digest = base64.urlsafe_b64encode(new.sha256).decode().rstrip("=")
             name = line[: line.rindex(fields[1])]  # as it is, with its quotes and comma
             line_end = line[len(line.rstrip("\r\n")) :]
@@ -99,6 +102,14 @@ def _paths(document: Any) -> list[dict[str, Any]]:
         return []
 
 
+def _path_bytes(entry: Mapping[str, Any]) -> bytes:
+    """Half a surrogate pair is no byte of a path: it becomes one that no file has."""
+    try:
+        return str(entry["_path"]).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return b"\0"
+
+
 def _decoded(data: bytes) -> Any:
     try:
         return json.loads(data)
@@ -111,7 +122,7 @@ def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
     found: dict[bytes, Placeholder | None] = {}
     for entry in _paths(_decoded(data)):
         built = entry.get("prefix_placeholder")
-        found[entry["_path"].encode("utf-8", "surrogateescape")] = (
+        found[_path_bytes(entry)] = (
             Placeholder(entry.get("file_mode") == "binary", len(built.encode("utf-8", "replace")))
             if isinstance(built, str) and built
             else None
@@ -126,7 +137,7 @@ def relocated_conda_record(
     document = _decoded(data)
     is_changed = False
     for entry in _paths(document):
-        new = changed.get(entry["_path"].encode("utf-8", "surrogateescape"))
+        new = changed.get(_path_bytes(entry))
         if new is None:
             continue
         is_changed = True

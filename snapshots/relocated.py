@@ -33,8 +33,10 @@ from bootseer.store import Store
 
 _CAPABILITY = "security.capability"
 _SHOWN_COUNT = 10
-# No text that an installer writes is larger; what is, is not read into memory.
+# No text that an installer writes is larger, and no binary with a prefix; what is, is not read into
+# memory.
 _TEXT_BYTES_MAX = 64 * 1024 * 1024
+_BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,15 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
         elif stat.S_ISLNK(mode):
             links.append((path, tree.link_target(number)))
     paths = {path for names in files.values() for path in names}
-    records = sorted(path for path in paths if is_record(path))
-    conda_records = sorted(path for path in paths if is_conda_record(path))
+    sizes = tree.columns.size_bytes
+    readable = sorted(
+        path
+        for number, names in files.items()
+        if sizes[number] <= _TEXT_BYTES_MAX
+        for path in names
+    )
+    records = [path for path in readable if is_record(path)]
+    conda_records = [path for path in readable if is_conda_record(path)]
     last = {*records, *conda_records}
 
     def read(path: bytes) -> bytes:
@@ -144,7 +153,8 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
             continue
         # Packages list one of the names of a hard link.
         known = next((name for name in names if brought.by_conda.get(name)), names[0])
-        if size_bytes > _TEXT_BYTES_MAX and not brought.by_conda.get(known):
+        limit_bytes = _BINARY_BYTES_MAX if brought.by_conda.get(known) else _TEXT_BYTES_MAX
+        if size_bytes > limit_bytes:
             left.append(known)
             continue
         data = read(known)

@@ -207,6 +207,24 @@ def test_conda_records_follow_and_malformed_ones_say_nothing() -> None:
         assert relocated_conda_record(broken, {}, {b"x"}) == broken
 
 
+def test_odd_records_stop_nothing() -> None:
+    new = written(b"new")
+    odd = b'x,"a""b=c",1\nx,,\nx,sha256=abc,1'
+    moved = relocated_record(b"p/x-1.dist-info/RECORD", odd, {b"p/x": new}, frozenset())
+    assert moved.startswith(b'x,"a""b=c",1\nx,,\nx,sha256=')
+    assert moved.endswith(b",3")
+    half_a_pair = b'{"paths_data": {"paths": [{"_path": "\\ud800", "sha256_in_prefix": "x"}]}}'
+    assert relocated_conda_record(half_a_pair, {b"x": new}, frozenset()) == half_a_pair
+    assert len(placeholders_of(half_a_pair)) == 1
+
+
+def test_a_string_that_nothing_ends() -> None:
+    assert Prefix(b"/opt/env", b"/new").binary(b"\0/opt/env/x", 8) == b"\0/new/x\0\0\0\0"
+    assert Prefix(b"/opt/env", b"/opt/envs").binary(b"\0/opt/env/x", 99) is None
+    many = b"\0" + b"/opt/env/" * 100_000
+    assert Prefix(b"/opt/env", b"/new").binary(many, 8) is not None
+
+
 def test_bytecode_of_changed_sources_goes() -> None:
     paths = {
         b"lib/a.py",
