@@ -64,23 +64,24 @@ class _Copy:
             self._finish(name, os.lstat(os.path.join(self._source, path)), path)
 
     def _copy_files(self, directory: bytes) -> None:
-        source = os.open(os.path.join(self._source, directory), _DIRECTORY)
-        try:
-            with os.scandir(source) as entries:
-                # Names from a descriptor are str.
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        path = os.path.join(directory, os.fsencode(entry.name))
-                        self._copy_file(path, entry.stat(follow_symlinks=False))
-        finally:
-            os.close(source)
+        with contextlib.ExitStack() as stack:
+            source = os.open(os.path.join(self._source, directory), _DIRECTORY)
+            stack.callback(os.close, source)
+            target = os.open(os.path.join(self._target, directory), _DIRECTORY)
+            stack.callback(os.close, target)
+            for entry in stack.enter_context(os.scandir(source)):
+                if entry.is_dir(follow_symlinks=False):
+                    continue
+                name = entry.name  # from a descriptor: str
+                if self._hard:
+                    os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+                else:
+                    path = os.path.join(directory, os.fsencode(name))
+                    self._copy_file(path, entry.stat(follow_symlinks=False))
 
     def _copy_file(self, path: bytes, status: os.stat_result) -> None:
         name = os.path.join(self._target, path)
         original = os.path.join(self._source, path)
-        if self._hard:
-            os.link(original, name, follow_symlinks=False)
-            return
         if status.st_nlink > 1:
             with self._lock:
                 first = self._first.setdefault((status.st_dev, status.st_ino), name)
