@@ -273,6 +273,53 @@ def test_virtualenv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
     assert _is_unwritten(before, other)
 
 
+def _system_python(prefix: Path) -> Path:
+    """A Python that is no virtual environment: its own prefix, with the real standard library."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    library = prefix / f"lib/python{version}"
+    (library / "site-packages").mkdir(parents=True)
+    for path in Path(os.__file__).parent.iterdir():
+        # "EXTERNALLY-MANAGED" would forbid pip to install.
+        if path.name not in ("site-packages", "EXTERNALLY-MANAGED"):
+            (library / path.name).symlink_to(path)
+    (prefix / "bin").mkdir()
+    python = prefix / f"bin/python{version}"
+    shutil.copy2(os.path.realpath(getattr(sys, "_base_executable", sys.executable)), python)
+    if _run(python, "-c", "import sys; print(sys.prefix, sys.base_prefix)").split() != (
+        [str(prefix)] * 2
+    ):
+        pytest.skip("this Python does not find its standard library relative to itself")
+    return python
+
+
+def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
+    prefix = tmp_path / "usr"
+    python = _system_python(prefix)
+    _run("cp", "-a", prefix, tmp_path / "image")
+    pip = f"{sys.executable} -m pip --python {python}"
+    request = Request(f"{pip} install --no-index --find-links {wheels} alpha".split())
+    result = run_setup(make_node("a"), request)
+    assert result.how == "captured"
+    assert str(prefix / "bin") in result.targets
+    assert str(prefix) not in result.targets
+    installed = describe(prefix)
+    # The directories that the targets lie in are none themselves.
+    parents = [Path(target).parent for target in result.targets]
+    outside = {"", *(str(parent.relative_to(prefix)) for parent in parents)}
+
+    # Another node, with the same image.
+    shutil.rmtree(prefix)
+    (tmp_path / "image").rename(prefix)
+    result = run_setup(make_node("b"), request)
+    assert result.how == "restored"
+    assert result.file_count < 40  # what was there before is not in it
+    lines = differences(installed, describe(prefix))
+    assert [line for line in lines if line.partition(": ")[0] not in outside] == []
+    assert _run(prefix / "bin/alpha-say") == "alpha 42\n"
+    assert "No broken requirements" in _run(*pip.split(), "check")
+    assert _is_unwritten(installed, prefix)
+
+
 def _conda_environment(tmp_path: Path) -> Path:
     """Python with what it is built with, a library, and a noarch package with a console script."""
     pytest.importorskip("rattler", reason="py-rattler is not installed (it is a dev extra)")
