@@ -147,7 +147,9 @@ class ImageServer:
     def _detach_command(self) -> dict[str, Any]:
         """Take the mount off our own namespace: whoever copied it (a container) keeps it, and with
         the last of those the kernel ends the connection."""
-        mounts.detach(Path(self._plan.state.directory), lazy=True)
+        # Nothing there: it is off already, which is all that was asked for.
+        with contextlib.suppress(InvalidInputError):
+            mounts.detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
 
     def _note_use(self) -> None:

@@ -446,6 +446,18 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
         read_hot(node, other.directory)
 
 
+def test_taking_a_mount_off_that_is_off_already_is_no_error(node: Node) -> None:
+    directory = node.base / "mnt"
+    with mounted(node.settings, "image:1", directory) as image:
+        kept_open = (directory / "hot-1").open("rb")
+        try:
+            image.detach()
+            image.detach()
+            assert not directory.is_mount()
+        finally:
+            kept_open.close()
+
+
 def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         directory = node.base / "mnt"
