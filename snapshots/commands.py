@@ -102,6 +102,4 @@ def _restore_relocated(
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
         work.recover([path], remember(settings, _ROOT))
-        restore_relocated(
-            store, manifest, path, scan(path), deadline_s=settings.deadline_s, report=report
-        )
+        restore_relocated(store, manifest, path, deadline_s=settings.deadline_s, report=report)

@@ -28,7 +28,7 @@ from bootseer.snapshots.relocate_records import (
     written,
 )
 from bootseer.snapshots.restore import Placed, fetch_tree, one_directory, restore
-from bootseer.snapshots.scan import Scan, base_digest
+from bootseer.snapshots.scan import base_digest, scan
 from bootseer.store import Store
 
 _CAPABILITY = "security.capability"
@@ -68,20 +68,17 @@ def restore_relocated(
     store: Store,
     manifest: Manifest,
     path: Path,
-    before: Scan,
     *,
     deadline_s: float,
     report: Callable[[str], None],
 ) -> None:
-    """An environment at another path, changed so that it works there; the caller holds its lock
-    and has found `before` there. Raises: as `restore`; InvalidInputError for one that cannot be."""
+    """An environment at another path, changed so that it works there; the caller holds its lock.
+
+    Raises: as `restore`; AlreadyExistsError; InvalidInputError for one that cannot be moved there.
+    """
     target = one_directory(manifest)
     prefix = prefix_of(target.path, os.fsdecode(path))
-    nothing = base_digest({})
-    if path.is_symlink():
-        raise AlreadyExistsError(f"{path} is a symbolic link; name the directory itself")
-    if base_digest(before) != nothing:
-        raise AlreadyExistsError(f"{path} is not empty; choose another directory")
+    _check_free(path)
 
     def fill(target: Target, tree: Tree, directory: Path) -> None:
         fetch_tree(store, target, tree, directory, deadline_s)
@@ -91,12 +88,23 @@ def restore_relocated(
     restore(
         manifest,
         [Placed(target, path)],
-        {target.path: nothing},
+        {target.path: base_digest({})},
         store,
         fill=fill,
         # What is there is no longer what the snapshot holds.
         on_finished=lambda target, fingerprint, base: None,
     )
+
+
+def _check_free(path: Path) -> None:
+    if os.path.islink(path):
+        raise AlreadyExistsError(f"{path} is a symbolic link; name the directory itself")
+    for folder in (path, *path.parents):
+        # Follows links, and says no where it is not allowed to look.
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise AlreadyExistsError(f"{folder} exists and is not a directory")
+    if base_digest(scan(path)) != base_digest({}):
+        raise AlreadyExistsError(f"{path} is not empty; choose another directory")
 
 
 def relocate(tree: Tree, directory: Path, prefix: Prefix) -> Relocation:

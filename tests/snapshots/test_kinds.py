@@ -440,6 +440,11 @@ def test_a_full_place_is_refused_and_what_stays_is_named(
     (other / "mine").write_text("x")
     with pytest.raises(AlreadyExistsError, match="choose another"):
         restore_snapshot(make_node("b"), "env", other, relocates=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("other")
+    for place, why in (("file", "not a directory"), ("file/x", "not a dir"), ("link", "symbolic")):
+        with pytest.raises(AlreadyExistsError, match=why):
+            restore_snapshot(make_node("b"), "env", tmp_path / place, relocates=True)
     (other / "mine").unlink()
     said: list[str] = []
     restore_snapshot(make_node("b"), "env", other, relocates=True, report=said.append)
