@@ -124,7 +124,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         raise InvalidInputError(f"{text!r} is not a number of seconds") from None
     if not 0 < value < 86_400:
-        raise InvalidInputError(f"{text!r} is not between 0 and 86400 seconds")
+        raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
     return value
 
 

@@ -115,7 +115,10 @@ def check_mount_point(directory: Path) -> Path:
     """The directory's absolute path. Raises: BusyError, NotFoundError, InvalidInputError."""
     path = mounts.absolute(directory)
     if mounts.find_mount(path) is not None:
-        raise BusyError(f"cannot mount on {path}: a FUSE file system is mounted there")
+        raise BusyError(
+            f"cannot mount on {path}: a FUSE file system is mounted there; unmount it first (an "
+            f"image: `bootseer image unmount {path}`)"
+        )
     if not path.is_dir():
         if path.exists():
             raise InvalidInputError(f"cannot mount on {path}: it is not a directory")

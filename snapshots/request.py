@@ -141,7 +141,7 @@ def resolve(request: Request, report: Report) -> Resolved:
         hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
     inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
     if found:
-        report(f"inputs named in the command: {', '.join(found)}")
+        report(f"inputs named in the command or the environment: {', '.join(found)}")
     base = request.base or environ.get("BOOTSEER_IMAGE", "")
     parts = [
         command_part(request.command),
