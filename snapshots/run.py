@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from bootseer.config import Settings
@@ -38,45 +38,17 @@ from bootseer.snapshots.restore import place
 from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan
 from bootseer.snapshots.set_up_command import run_command
+from bootseer.snapshots.setup_result import SetupResult
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.targets import show
 from bootseer.store import Store, open_store
+
+__all__ = ["SetupResult", "run_setup"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.1
 _POLL_MAX_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SetupResult:
-    """What `run_setup` did."""
-
-    how: str
-    """"in place" (was there already, untouched), "restored", "captured" (ran, and the snapshot is
-    in the store) or "ran" (ran, nothing stored)."""
-    fingerprint: str
-    """Empty where it could not be computed."""
-    targets: tuple[str, ...]
-    file_count: int
-    content_bytes: int
-    moved_bytes: int
-    """Over the network, to or from the store."""
-    seconds: float
-    setup_seconds: float
-    """Of the command itself, now or when the snapshot was made."""
-    mode: str = ""
-    """How it was restored: "mount", "link", "hardlink" or "extract"; empty where it was not."""
-    mode_reason: str = ""
-    ready_names: tuple[str, ...] = ()
-    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the records of mounts."""
-    changed_outside: tuple[str, ...] = ()
-    """Of "captured": what changed outside the targets meanwhile, as far as a short look told."""
-
-    @property
-    def hit(self) -> bool:
-        """Whether the command was not needed."""
-        return self.how in ("in place", "restored")
 
 
 def run_setup(

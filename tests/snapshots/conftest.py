@@ -24,8 +24,6 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
                 "run_dir": str(tmp_path / "nodes" / name / "run"),
                 "node": name,
                 "deadline_s": "20",
-                # What is mounted would have to be unmounted: test_mounted.py does.
-                "restore_mode": "extract",
                 # What is mounted by itself would outlive its test.
                 "restore_mode": "extract",
             }
