@@ -12,11 +12,13 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.errors import InvalidInputError
+from bootseer.blob.tree import Blob
+from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.prefetch.cache_files import (
     HEADER_BYTES,
     SECTOR_BYTES,
@@ -82,6 +84,14 @@ class NodeCache:
         with contextlib.suppress(OSError):
             os.utime(directory)
         return stream
+
+    def make_durable(self, blobs: Sequence[Blob]) -> None:
+        """Have what the node has of these streams on the disk, and marked so, unless somebody uses
+        them. Never raises: what is not marked is verified after a reboot."""
+        for blob in blobs:
+            with contextlib.suppress(BootseerError):
+                if (self._path(blob.stream_digest) / "present").exists():
+                    self.open_stream(blob.stream_digest, blob.stream_length).close()
 
     def open_whole(self, digest: str) -> StreamCache | None:
         """The stream, if all of it is here; None otherwise.

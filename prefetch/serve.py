@@ -17,6 +17,7 @@ from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
+from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.mount_state import remove_scratch, sweep, take_lock, write_state
 from bootseer.prefetch.publish import load_local_tree
@@ -82,6 +83,8 @@ def serve_image(plan: ServePlan, report: Report) -> None:
             remove_scratch(Path(plan.state.scratch))
         shutil.rmtree(plan.state_dir, ignore_errors=True)
         os.close(lock)
+    # Nobody waits for this: a slow disk takes its time for what a start brought.
+    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs)
 
 
 def main() -> int:

@@ -115,7 +115,8 @@ class ImageServer:
         self._keeper.close()
         self._is_mounted = False
         self._keeper.write_figures()
-        self._streams.close()
+        # The process around us makes the cache durable when nobody waits for it any more.
+        self._streams.close(durable=False)
         self._store.close()
 
     def _watch(self, pid: int) -> None:

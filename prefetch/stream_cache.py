@@ -290,26 +290,31 @@ class StreamCache:
 
     # ---- the end --------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Let go. The last user on the node makes everything durable and marks it clean."""
+    def close(self, *, durable: bool = True) -> None:
+        """Let go. The last user on the node makes everything durable and marks it clean, unless it
+        is told to leave that to `NodeCache.make_durable`."""
         if self._data_fd < 0:
             return
-        try:
-            self._alone()
-            # The long part. Who opens the stream meanwhile waits for none of it.
-            fcntl.flock(self._data_fd, fcntl.LOCK_UN)
-            self._sync()
-            if os.fstat(self._data_fd).st_nlink:
-                with locked(self.directory):
-                    self._alone()
-                    self._sync()
-                    self._present.end()
-        except BlockingIOError:
-            pass  # Somebody else uses it still, and will do this.
-        except OSError as error:
-            _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
+        if durable:
+            try:
+                self._make_durable()
+            except BlockingIOError:
+                pass  # Somebody else uses it still, and will do this.
+            except OSError as error:
+                _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
         self._present.close()
         self._close_files()
+
+    def _make_durable(self) -> None:
+        self._alone()
+        # The long part. Who opens the stream meanwhile waits for none of it.
+        fcntl.flock(self._data_fd, fcntl.LOCK_UN)
+        self._sync()
+        if os.fstat(self._data_fd).st_nlink:
+            with locked(self.directory):
+                self._alone()
+                self._sync()
+                self._present.end()
 
     def _alone(self) -> None:
         """Raises: BlockingIOError when another process uses the stream."""

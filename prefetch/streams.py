@@ -304,10 +304,10 @@ class BlobStreams:
         """What was moved so far."""
         return self.executor.statistics()
 
-    def close(self) -> None:
-        """End all transfers and let go of the cache. Idempotent."""
+    def close(self, *, durable: bool = True) -> None:
+        """End all transfers and let go of the cache (see `StreamCache.close`). Idempotent."""
         if self.replay is not None:
             self.replay.stop()
         self.executor.close()
         for cache in self.caches:
-            cache.close()
+            cache.close(durable=durable)
