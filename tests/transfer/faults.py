@@ -88,6 +88,21 @@ def blocking(gate: threading.Event, entered: threading.Event | None = None) -> F
     return fault
 
 
+def blocking_first(gate: threading.Event) -> Fault:
+    """Blocks the first read of each chunk, together with those that are read along."""
+    seen: set[int] = set()
+
+    def fault(data: bytes) -> bytes:
+        first = CONTENT.index(data) // CHUNK_BYTES
+        numbers = set(range(first, first + len(data) // CHUNK_BYTES))
+        if not numbers & seen:
+            seen.update(numbers)
+            gate.wait(30)
+        return data
+
+    return fault
+
+
 def corrupt(data: bytes) -> bytes:
     """Every chunk with one bit flipped."""
     return bytes(byte ^ (n % CHUNK_BYTES == 0) for n, byte in enumerate(data))

@@ -279,13 +279,15 @@ def test_waiters_keep_their_deadline_while_the_reader_hangs(
 def test_hung_threads_are_replaced(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
-    reader.script.extend([faults.blocking(gate)] * 3)
+    # Each lane hangs once. Which of two lanes the next of a row of hangs hits is a matter of luck,
+    # and a lane has but one thread to spare.
+    reader.always = faults.blocking_first(gate)
     executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
     batch = executor.submit([fetch(0, 1)], cache.deliver)
     executor.demand(chunk(5), cache.deliver)
     batch.wait(LONG_S)
     assert sorted(cache.arrived) == [0, 1, 5]
-    assert executor.statistics().hung_count == 3
+    assert executor.statistics().hung_count == 2
 
 
 def test_a_store_that_hangs_for_good_fails_everything_and_may_come_back(
