@@ -8,8 +8,8 @@ import contextlib
 import json
 import logging
 import os
+import select
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -139,11 +139,13 @@ def start_alone(module: str, document: str, *, what: str, log: Path) -> None:
     """Start a process of `background` that forks at once and lives on as nobody's child; it serves
     when this returns. Raises: what it reported, DeadlineError, UnavailableError."""
     with background.start(module, document, what=what, log=log, append=True) as starting:
+        # Popen.wait would look every 50 ms, and each start waits for this.
+        process_fd = os.pidfd_open(starting.process.pid)
         try:
-            starting.process.wait(_START_S)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineError(f"{what} did not start in {_START_S:g} s") from error
+            if not select.select([process_fd], [], [], _START_S)[0]:
+                raise DeadlineError(f"{what} did not start in {_START_S:g} s")
         finally:
+            os.close(process_fd)
             # Nothing where it has ended, as it should.
             starting.process.kill()
             starting.process.wait()
