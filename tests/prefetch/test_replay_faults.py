@@ -10,6 +10,7 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.streams import BlobStreams
 from tests.support.image_mounts import wait_for
 from tests.support.stored_image import Image, stored_image
@@ -206,16 +207,24 @@ def test_a_bundle_that_hangs_is_left_for_the_blobs(
     streams.close()
 
 
+def begin_two(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
+) -> tuple[Gate, Replay, Replay, BlobStreams]:
+    """Two servers of a node begin to replay: the gate, the leader, the follower and its streams."""
+    gate = Gate(image)
+    first = image.replay(streams, *bundle, lock)
+    first.start()
+    other = image.streams(cache_dir)
+    second = image.replay(other, *bundle, lock)
+    second.start()
+    return gate, first, second, other
+
+
 def test_of_two_servers_one_fetches_and_the_other_follows(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
     lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
-    gate = Gate(image)
-    first = image.replay(streams, *bundle, lock)
-    first.start()
-    other = image.streams(tmp_path / "cache")
-    second = image.replay(other, *bundle, lock)
-    second.start()
+    gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(10**6)
     check(image, other, HOT)
     wait_for(lambda: first.is_over and second.is_over)
@@ -230,12 +239,7 @@ def test_a_follower_goes_on_where_the_leader_stopped(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
     lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
-    gate = Gate(image)
-    first = image.replay(streams, *bundle, lock)
-    first.start()
-    other = image.streams(tmp_path / "cache")
-    second = image.replay(other, *bundle, lock)
-    second.start()
+    gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(3)
     wait_for(lambda: first.fetched_bytes > 0 and len(image.reads) == WORKERS + 3)
     # A fault of the follower is not held up for long by a leader that gets nothing.
@@ -262,10 +266,7 @@ def test_closing_while_following_ends_quietly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
-    gate = Gate(image)
-    image.replay(streams, *bundle, lock).start()
-    other = image.streams(tmp_path / "cache")
-    image.replay(other, *bundle, lock).start()
+    gate, _, _, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     other.close()
     gate.let(10**6)
     streams.close()
