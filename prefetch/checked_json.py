@@ -1,6 +1,7 @@
 """JSON from a disk or a network, taken apart with every type, count and size checked.
 
-Pure. Each function raises CorruptError naming `where` the document came from.
+Pure. Each function raises CorruptError naming `where` the document came from, and
+`parse_versioned` UnknownFormatError.
 """
 
 import json
@@ -8,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bootseer.errors import CorruptError
+from bootseer.errors import CorruptError, UnknownFormatError
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 ANY_DIGEST = re.compile(rf"{DIGEST.pattern}|blake3:[0-9a-f]{{64}}")
@@ -27,6 +28,22 @@ def parse(data: bytes, size_max: int, where: str) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{where} is not valid JSON") from error
+
+
+def parse_versioned(
+    data: bytes, size_max: int, kind: str, version: int, where: str, what: str
+) -> dict[str, Any]:
+    """As `parse`, a document that states this `kind` and `version`. `what` says what another is not.
+
+    Raises: UnknownFormatError for any other.
+    """
+    document = parse(data, size_max, where)
+    if not isinstance(document, dict) or document.get("kind") != kind:
+        raise UnknownFormatError(f"{where} is {what}")
+    if document.get("version") != version:
+        found = str(document.get("version"))[:20]
+        raise UnknownFormatError(f"{where} has version {found}; this release reads {version}")
+    return document
 
 
 def object_in(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

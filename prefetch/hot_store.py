@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
-from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch import hotset
 from bootseer.prefetch import trace as trace_format
 from bootseer.prefetch.bundle import (
@@ -20,7 +20,7 @@ from bootseer.prefetch.bundle import (
     Bundle,
     decode_header,
 )
-from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse
+from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse_versioned
 from bootseer.prefetch.hotset import HotSet
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
@@ -106,12 +106,9 @@ def encode_pointer(pointer: HotPointer) -> bytes:
 
 def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
     """Raises: CorruptError, UnknownFormatError."""
-    document = parse(data, _POINTER_BYTES_MAX, where)
-    if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise UnknownFormatError(f"{where} is no pointer to a bundle")
-    if document.get("version") != _VERSION:
-        version = str(document.get("version"))[:20]
-        raise UnknownFormatError(f"{where} has version {version}; this release reads {_VERSION}")
+    document = parse_versioned(
+        data, _POINTER_BYTES_MAX, _KIND, _VERSION, where, "no pointer to a bundle"
+    )
     pointer = HotPointer(
         digest_in(document, "index_digest", where, SHA256),
         digest_in(document, "bundle_digest", where, SHA256),

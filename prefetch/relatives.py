@@ -16,7 +16,7 @@ from typing import Any
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch import hot_store
-from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, list_in, parse
+from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, list_in, parse_versioned
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.store import Store
 
@@ -92,12 +92,9 @@ def encode(relatives: Sequence[Relative]) -> bytes:
 
 def decode(data: bytes, where: str) -> list[Relative]:
     """Pure. Raises: CorruptError, UnknownFormatError."""
-    document = parse(data, _RECORD_BYTES_MAX, where)
-    if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise UnknownFormatError(f"{where} is no record of images with bundles")
-    if document.get("version") != _VERSION:
-        version = str(document.get("version"))[:20]
-        raise UnknownFormatError(f"{where} has version {version}; this release reads {_VERSION}")
+    document = parse_versioned(
+        data, _RECORD_BYTES_MAX, _KIND, _VERSION, where, "no record of images with bundles"
+    )
     return [_relative(entry, where) for entry in list_in(document, "images", dict, _KEPT, where)]
 
 
