@@ -33,7 +33,7 @@ def parse(data: bytes, size_max: int, where: str) -> Any:
 def parse_versioned(
     data: bytes, size_max: int, kind: str, version: int, where: str, what: str
 ) -> dict[str, Any]:
-    """As `parse`, a document that states this `kind` and `version`. `what` says what another is not.
+    """As `parse`, a document of this `kind` and `version`. `what`: what another document is not.
 
     Raises: UnknownFormatError for any other.
     """
