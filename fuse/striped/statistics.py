@@ -1,0 +1,101 @@
+"""What a mount has done so far, as plain counts.
+
+Owns the counters of one storage's readers and writers. `Counters` is thread-safe and cheap enough
+for every chunk; a `Statistics` is one consistent look at all of them. Counts only grow: a rate is
+the difference of two looks, divided by that of their `uptime_s`.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatistics:
+    """What came from, or went to, one place that stores bytes: a DataNode, or a part's number."""
+
+    name: str
+    read_bytes: int = 0
+    read_count: int = 0
+    read_busy_ns: int = 0
+    """Time spent in its reads, added up over those that ran at once."""
+    late_count: int = 0
+    """Reads that were asked for again elsewhere, because it took too long to answer."""
+    written_bytes: int = 0
+    write_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """One look at everything that was counted."""
+
+    uptime_s: float = 0.0
+    served_bytes: int = 0
+    """Handed to readers."""
+    fetched_bytes: int = 0
+    """Read from the storage and verified."""
+    fetch_count: int = 0
+    fetch_busy_ns: int = 0
+    """Time spent in fetches, added up over those that ran at once."""
+    read_retry_count: int = 0
+    """Reads that failed and were asked for again."""
+    corrupt_count: int = 0
+    """Reads whose bytes did not match their checksum."""
+    late_count: int = 0
+    """Reads that were asked for a second time while the first was still under way."""
+    late_won_count: int = 0
+    """Of those, how many the second request answered first."""
+    stuck_count: int = 0
+    """Reads that were given up at the deadline."""
+    written_bytes: int = 0
+    """Acknowledged by the storage."""
+    write_count: int = 0
+    write_busy_ns: int = 0
+    write_retry_count: int = 0
+    """Parts or units that failed and were written again."""
+    published_count: int = 0
+    sources: tuple[SourceStatistics, ...] = ()
+    """By place, as far as the storage's client says which one it was; ordered by name."""
+
+
+_COUNTED = frozenset(f.name for f in fields(Statistics)) - {"uptime_s", "sources"}
+_COUNTED_BY_SOURCE = frozenset(f.name for f in fields(SourceStatistics)) - {"name"}
+# A hostile or broken storage must not make the table grow without bound.
+_SOURCES_MAX = 1024
+
+
+class Counters:
+    """Counts of one storage."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic()
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._sources: dict[str, dict[str, int]] = {}
+
+    def add(self, **counts: int) -> None:
+        """Add to counters of `Statistics`, by field name."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def add_for(self, source: str, **counts: int) -> None:
+        """Add to counters of one source, by field name of `SourceStatistics`."""
+        with self._lock:
+            known = self._sources.get(source)
+            if known is None:
+                if len(self._sources) >= _SOURCES_MAX:
+                    return
+                known = self._sources[source] = dict.fromkeys(_COUNTED_BY_SOURCE, 0)
+            for name, count in counts.items():
+                known[name] += count
+
+    def look(self) -> Statistics:
+        """All counts of this moment."""
+        with self._lock:
+            values: dict[str, Any] = dict(self._counts)
+            sources = tuple(
+                SourceStatistics(name, **counts) for name, counts in sorted(self._sources.items())
+            )
+        return Statistics(uptime_s=time.monotonic() - self._start_s, sources=sources, **values)
