@@ -22,6 +22,8 @@ class FileInfo:
     size_bytes: int
     modified_ns: int
     is_dir: bool
+    block_bytes: int = 0
+    """Where the storage cuts a file into blocks on different disks; 0: it does not, or not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class Writer(Protocol):
         """Give up and remove the file. Never raises. Idempotent."""
         ...
 
+    def abandon(self) -> None:
+        """Give up, and leave to be read what the storage has: a prefix, or nothing.
+
+        Never raises. The caller deletes the file.
+        """
+        self.abort()
+
+    @property
+    def held_bytes(self) -> int:
+        """How many of the last bytes written the writer may still refer to."""
+        return 0
+
     def __enter__(self) -> Self:
         return self
 
@@ -82,6 +96,12 @@ class Backend(Protocol):
     @property
     def has_atomic_rename(self) -> bool:
         """Whether `rename` is one atomic step on the server (S3-like stores: no)."""
+        ...
+
+    @property
+    def has_atomic_put(self) -> bool:
+        """Whether what `create(overwrite=True)` writes replaces a file in one atomic step, when
+        it is closed (S3-like stores: yes)."""
         ...
 
     def stat(self, path: str) -> FileInfo:

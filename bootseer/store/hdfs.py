@@ -10,7 +10,7 @@ Every method is thread-safe.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
@@ -18,15 +18,17 @@ from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
 from bootseer.store.hdfs_writer import HdfsWriter
+from bootseer.store.opened import Attempt
 
 if TYPE_CHECKING:
-    from hdfs_native import Client, FileStatus
+    from hdfs_native import Client, FileReader, FileStatus
 
 
 class HdfsBackend(HdfsConnection):
     """Files beneath one folder of an HDFS."""
 
     has_atomic_rename = True
+    has_atomic_put = False
 
     def stat(self, path: str) -> FileInfo:
         full = self.full(path)
@@ -38,7 +40,7 @@ class HdfsBackend(HdfsConnection):
 
         def work(call: Call[bytes]) -> bytes:
             chunks = []
-            for chunk in self._stream(full, offset, length):
+            for chunk in self._stream(self.client().read(full), offset, length):
                 chunks.append(chunk)
                 call.progress_count += 1
                 if call.abandoned:
@@ -50,24 +52,54 @@ class HdfsBackend(HdfsConnection):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         full = self.full(path)
+        return self.fill(lambda: self.client().read(full), path, offset, buffer, Attempt())
+
+    def open_reader(self, path: str) -> "HdfsReader":
+        """Ask the NameNode where the blocks lie: once for all reads, and again for each reader.
+
+        The NameNode names the nearest replica first, and equally near ones in random order, so
+        another reader of the same file may be served by other DataNodes.
+        """
+        full = self.full(path)
+
+        def work(client: "Client") -> tuple["FileReader", "FileStatus"]:
+            reader = client.read(full)
+            return reader, client.get_file_info(full)
+
+        reader, status = self.call(work, "read", path)
+        return HdfsReader(self, path, reader, status)
+
+    def fill(
+        self,
+        opened: "Callable[[], FileReader]",
+        path: str,
+        offset: int,
+        buffer: memoryview,
+        attempt: Attempt,
+    ) -> int:
+        """`read_into`, which ends early when the attempt is given up."""
 
         def work(call: Call[int]) -> int:
             done = 0
-            for chunk in self._stream(full, offset, len(buffer)):
-                with call.handover:
-                    if call.abandoned:
+            for chunk in self._stream(opened(), offset, len(buffer)):
+                with attempt.lock:
+                    if attempt.is_given_up:
                         break
                     buffer[done : done + len(chunk)] = chunk
                 done += len(chunk)
+                attempt.done_bytes = done
                 call.progress_count += 1
             return done
 
-        return self.run(work, "read", path)
+        try:
+            return self.run(work, "read", path)
+        except BaseException:
+            attempt.give_up()  # a helper that is still in the library must not write any more
+            raise
 
-    def _stream(self, full: str, offset: int, length: int | None) -> Iterator[bytes]:
+    def _stream(self, reader: "FileReader", offset: int, length: int | None) -> Iterator[bytes]:
         if offset < 0 or (length is not None and length < 0):
             raise InvalidInputError(f"the range ({offset}, {length}) is negative")
-        reader = self.client().read(full)
         # Reading past the end is a panic of the Rust code, so never ask for it.
         wanted = max(0, len(reader) - offset)
         if length is not None:
@@ -112,6 +144,16 @@ class HdfsBackend(HdfsConnection):
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 
+    def can_join(self) -> bool:
+        """Whether the NameNode lets us call `concat`."""
+        return self._joiner.can_join()
+
+    def join(self, target: str, sources: list[str]) -> None:
+        """As `JoinsFiles.join`."""
+        full = self.full(target, file=True)
+        others = [self.full(source, file=True) for source in sources]
+        self._joiner.join(full, others, f"join files to {self.name(target)}")
+
     def mkdir(self, path: str) -> None:
         full = self.full(path)
         try:
@@ -131,4 +173,30 @@ class HdfsBackend(HdfsConnection):
 
 def _info(path: str, status: "FileStatus") -> FileInfo:
     size_bytes = 0 if status.isdir else status.length
-    return FileInfo(path, size_bytes, status.modification_time * 1_000_000, status.isdir)
+    block_bytes = status.blocksize or 0
+    return FileInfo(
+        path, size_bytes, status.modification_time * 1_000_000, status.isdir, block_bytes
+    )
+
+
+class HdfsReader:
+    """A file whose blocks the NameNode has named; see `store.opened`."""
+
+    can_stop = True
+
+    def __init__(
+        self, backend: HdfsBackend, path: str, reader: "FileReader", status: "FileStatus"
+    ) -> None:
+        self._backend = backend
+        self._path = path
+        self._reader = reader
+        self.info = _info(path, status)
+        self.has_replicas = (status.replication or 1) > 1
+
+    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """As the protocol says."""
+        return self._backend.fill(lambda: self._reader, self._path, offset, buffer, attempt)
+
+    def current(self) -> FileInfo:
+        """What was opened: blocks never change, whatever happens to the name."""
+        return self.info

@@ -32,6 +32,7 @@ from bootseer.store.beneath import (
     rename_exclusive,
     sync_fd,
 )
+from bootseer.store.local_reader import LocalReader
 from bootseer.store.paths import local_root, split_path
 
 # Where a file that replaces another one is written first; the Store keeps its own there too.
@@ -47,6 +48,7 @@ class LocalBackend:
     """Files beneath one folder, which is made when something is first written."""
 
     has_atomic_rename = True
+    has_atomic_put = True
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.normpath(root)
@@ -102,6 +104,11 @@ class LocalBackend:
             raise self._error(error, "read", path) from error
         finally:
             os.close(fd)
+
+    def open_reader(self, path: str) -> LocalReader:
+        """The file, kept open whatever happens to its name."""
+        fd, _ = self._open(path)
+        return LocalReader(path, fd, lambda error: self._error(error, "read", path))
 
     def create(self, path: str, *, overwrite: bool = False) -> "_LocalWriter":
         names = self._names_of_file(path)
@@ -309,7 +316,15 @@ class _LocalWriter(Writer):
             os.unlink(self._current, dir_fd=self._home)
         self._release()
 
+    def abandon(self) -> None:
+        if self._home == self._parent:
+            self._release()
+        else:
+            self.abort()
+
     def _release(self) -> None:
+        if self._fd < 0:
+            return
         fds = {self._fd, self._parent, self._home}
         self._fd = -1
         for fd in fds:

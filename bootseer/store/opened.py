@@ -1,0 +1,98 @@
+"""A stored file that is kept open for many reads, and reads that can be given up.
+
+Opening costs a walk through folders, or a call to a NameNode: the striped file system reads a file
+in many pieces and opens it once. Backends that have nothing to keep open are served by
+`open_reader`, too. Thread-safe.
+"""
+
+import threading
+from typing import Protocol, runtime_checkable
+
+from bootseer.store.backend import Backend, FileInfo
+
+
+class Attempt:
+    """One try to fill a buffer, which its owner may give up at any moment."""
+
+    __slots__ = ("done_bytes", "is_given_up", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by the reader while it writes into the buffer."""
+        self.is_given_up = False
+        self.done_bytes = 0
+        """How much is in the buffer; grows while the reader is at work."""
+
+    def give_up(self) -> None:
+        """From now on the buffer is not written to any more, by readers that can stop."""
+        with self.lock:
+            self.is_given_up = True
+
+
+class Reader(Protocol):
+    """One generation of a stored file. Any thread, several at once. Closed when it is dropped."""
+
+    @property
+    def info(self) -> FileInfo:
+        """What was opened."""
+        ...
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether it leaves the buffer alone once its attempt was given up."""
+        ...
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether another reader of the same file may be served by other disks."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """Fill `buffer` from `offset`; returns the count, short only at the end of the file or
+        when the attempt was given up.
+
+        Raises: NotFoundError, UnavailableError, DeadlineError.
+        """
+        ...
+
+    def current(self) -> FileInfo:
+        """What the bytes that it reads belong to now: not `info` where the file was changed."""
+        ...
+
+
+@runtime_checkable
+class OpensReaders(Protocol):
+    """A backend that can keep files open."""
+
+    def open_reader(self, path: str) -> Reader:
+        """Start reading the file at `path`. Raises: NotFoundError, UnavailableError."""
+        ...
+
+
+class _PathReader:
+    """Reads by name, for backends that keep nothing open."""
+
+    can_stop = False
+    has_replicas = False
+
+    def __init__(self, backend: Backend, path: str) -> None:
+        self._backend = backend
+        self._path = path
+
+    @property
+    def info(self) -> FileInfo:
+        return self._backend.stat(self._path)
+
+    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        attempt.done_bytes = self._backend.read_into(self._path, offset, buffer)
+        return attempt.done_bytes
+
+    def current(self) -> FileInfo:
+        return self._backend.stat(self._path)
+
+
+def open_reader(backend: Backend, path: str) -> Reader:
+    """The file at `path`, kept open where the backend can do so."""
+    if isinstance(backend, OpensReaders):
+        return backend.open_reader(path)
+    return _PathReader(backend, path)
