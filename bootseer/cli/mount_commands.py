@@ -1,40 +1,85 @@
 """`bootseer mount` and `bootseer unmount`: the striped checkpoint file system."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from bootseer.cli.output import Seconds, Size, current_settings, emit_json, json_option
+from bootseer.cli.output import (
+    Seconds,
+    Size,
+    current_settings,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+    printable,
+)
 from bootseer.redact import public_url
 
 _SIZE = Size()
 
 
+class _Octal(click.ParamType[int]):
+    """Permission bits, as "022"."""
+
+    name = "mode"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        try:
+            bits = value if isinstance(value, int) else int(str(value), 8)
+        except ValueError:
+            bits = -1
+        if not 0 <= bits <= 0o777:
+            self.fail(f"{value!r} is no octal number from 0 to 777.", param, ctx)
+        return bits
+
+
 @click.command(epilog="Example: bootseer mount hdfs://namenode/checkpoints /mnt/checkpoints")
-@click.argument("url")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("places", nargs=-1, metavar="URL DIRECTORY")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
 @click.option("--stripe-unit", type=_SIZE, metavar="SIZE", help="Bytes per piece (4MiB).")
 @click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8).")
 @click.option("--memory", type=_SIZE, metavar="SIZE", help="What the mount may hold in memory.")
+@click.option(
+    "--deadline",
+    type=Seconds(1, 86400),
+    metavar="S",
+    help="How long the storage may be silent before a request fails.",
+)
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option("--uid", type=click.IntRange(0), metavar="N", help="Owner of all that is shown.")
+@click.option("--gid", type=click.IntRange(0), metavar="N", help="Group of all that is shown.")
+@click.option("--umask", type=_Octal(), metavar="MODE", help="Permissions that nothing has (022).")
 @click.option(
     "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
 )
 @click.option("--warm", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option(
+    "--status",
+    is_flag=True,
+    help="Show the mount on DIRECTORY, or all of yours.",
+)
 @json_option
 def mount(
-    url: str,
-    directory: Path,
+    places: tuple[str, ...],
     read_only: bool,
     foreground: bool,
     stripe_unit: int | None,
     stripe_count: int | None,
     memory: int | None,
+    deadline: float | None,
     allow_other: bool,
+    uid: int | None,
+    gid: int | None,
+    umask: int | None,
     lifetime_pid: int | None,
     warm: bool,
+    status: bool,
     as_json: bool,
 ) -> None:
     """Mount the checkpoints at URL on DIRECTORY.
@@ -46,6 +91,12 @@ def mount(
     from bootseer.fuse.striped.mount import mount_checkpoints, mount_spec
     from bootseer.fuse.striped.server import serve_checkpoints
 
+    if status:
+        _show_status(places, as_json)
+        return
+    if len(places) != 2:
+        raise click.UsageError("Give a URL and the directory to mount it on.")
+    url, directory = places[0], Path(places[1])
     settings = current_settings()
     spec = mount_spec(
         settings,
@@ -56,6 +107,10 @@ def mount(
         stripe_unit_bytes=DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
         stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
         memory_bytes=memory,
+        deadline_s=deadline,
+        uid=uid,
+        gid=gid,
+        umask=0o022 if umask is None else umask,
         lifetime_pid=lifetime_pid,
         warm=warm,
     )
@@ -79,6 +134,75 @@ def mount(
     else:
         click.echo(
             f"{public_url(url)} is mounted on {mounted.directory} (log: {mounted.log})", err=True
+        )
+
+
+def _show_status(places: tuple[str, ...], as_json: bool) -> None:
+    from bootseer.fuse.striped.status import all_statuses, mount_status
+
+    if len(places) > 1:
+        raise click.UsageError("--status takes one directory, or none.")
+    run_dir = current_settings().run_dir
+    found = [mount_status(run_dir, Path(places[0]))] if places else all_statuses(run_dir)
+    if as_json:
+        emit_json({"mounts": found})
+        return
+    for one in found:
+        _print_status(one)
+
+
+def _print_status(one: Mapping[str, Any]) -> None:
+    title = f"{one['url']} on {one['directory']}"
+    if "problem" in one:
+        click.echo(printable(f"{title}: {one['problem']}"))
+        return
+    counts, memory, now = one["statistics"], one["memory"], one["throughput"]
+
+    def moved(name: str) -> str:
+        total = human_bytes(counts[f"{name}_bytes"])
+        return f"{human_bytes(int(now[f'{name}_bytes_per_s']))}/s now, {total} in all"
+
+    rows = [
+        ("server", f"process {one['pid']}, up {one['uptime_s']:.0f} s"),
+        ("to readers", moved("served")),
+        ("from the storage", moved("fetched")),
+        ("to the storage", moved("written")),
+        ("requests", one["requests"]),
+        (
+            "reads",
+            f"{counts['fetch_count']}, retried {counts['read_retry_count']}, "
+            f"late {counts['late_count']} (second answer first: {counts['late_won_count']}), "
+            f"given up {counts['stuck_count']}, wrong checksum {counts['corrupt_count']}",
+        ),
+        (
+            "writes",
+            f"{counts['write_count']}, retried {counts['write_retry_count']}, "
+            f"files finished {counts['published_count']}",
+        ),
+        (
+            "memory",
+            f"{human_bytes(memory['used_bytes'])} of {human_bytes(memory['limit_bytes'])}, "
+            f"at most {human_bytes(memory['peak_bytes'])}",
+        ),
+        ("open", f"{one['files_open']} files, {one['streams_active']} sequential streams"),
+        *(("unfinished", path) for path in one["unfinished"]),
+        *(("error", error["message"]) for error in one["errors"]),
+    ]
+    emit_table(("", ""), rows, title=title)
+    sources = counts["sources"]
+    if sources:
+        emit_table(
+            ("place", "read bytes", "reads count", "late count", "written bytes"),
+            (
+                (
+                    source["name"],
+                    human_bytes(source["read_bytes"]),
+                    source["read_count"],
+                    source["late_count"],
+                    human_bytes(source["written_bytes"]),
+                )
+                for source in sources
+            ),
         )
 
 

@@ -1,17 +1,22 @@
 """What a mount of a checkpoint tree is told, and what it leaves behind: two small JSON documents.
 
 Owns their form and place: `<run_dir>/checkpoint-mounts/<id>.json` and `.log`, where the id is
-derived from the mount point. Immutable values; the state file is replaced as a whole.
+derived from the mount point; `.control` is the socket of the server. Immutable values; the state
+file is replaced as a whole.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from bootseer.errors import (
+    BootseerError,
     CorruptError,
     InvalidInputError,
     PermissionDeniedError,
@@ -40,6 +45,11 @@ class MountSpec:
     """Whoever can reach the mount may do everything: for one that only a container can reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     stripe_count: int = DEFAULT_STRIPE_COUNT
+    uid: int | None = None
+    """Who owns everything that is shown; None: the user who mounts."""
+    gid: int | None = None
+    umask: int = 0o022
+    """Permissions that nothing has; the kernel checks access by the rest."""
     lifetime_pid: int | None = None
     """The server unmounts and ends when this process has ended."""
     warm: bool = False
@@ -72,6 +82,8 @@ class MountState:
     pid: int
     start_ticks: int
     """With the pid, names the process for sure."""
+    started_s: float = 0.0
+    """When it was mounted, since 1970."""
     ended: bool = False
     unwritten: tuple[str, ...] = ()
     """Files that were still being written when the mount ended; nothing of them is kept."""
@@ -79,7 +91,8 @@ class MountState:
     @classmethod
     def of_this_process(cls, spec: MountSpec) -> Self:
         """The state of a server that starts now."""
-        return cls(spec.url, spec.directory, os.getpid(), start_ticks(os.getpid()) or 0)
+        ticks = start_ticks(os.getpid()) or 0
+        return cls(spec.url, spec.directory, os.getpid(), ticks, time.time())
 
     def finished(self, unwritten: list[str]) -> "MountState":
         """The same mount at its end."""
@@ -112,6 +125,20 @@ def log_path(run_dir: Path, directory: Path) -> Path:
     return state_path(run_dir, directory).with_suffix(".log")
 
 
+def control_path(run_dir: Path, directory: Path) -> Path:
+    """Where the server of a mount is asked."""
+    return state_path(run_dir, directory).with_suffix(".control")
+
+
+def states(run_dir: Path) -> Iterator[MountState]:
+    """The readable states of all mounts that this user ever made with this `run_dir`."""
+    for path in sorted((run_dir / "checkpoint-mounts").glob("*.json")):
+        with contextlib.suppress(BootseerError):
+            state = _read(path)
+            if state is not None:
+                yield state
+
+
 def write_state(run_dir: Path, state: MountState) -> None:
     """Replace the state. Raises: BootseerError."""
     path = state_path(run_dir, Path(state.directory))
@@ -131,7 +158,10 @@ def read_state(run_dir: Path, directory: Path) -> MountState | None:
 
     Raises: CorruptError, PermissionDeniedError (another user's: it names a process to be ended).
     """
-    path = state_path(run_dir, directory)
+    return _read(state_path(run_dir, directory))
+
+
+def _read(path: Path) -> MountState | None:
     try:
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
             if not is_own(os.fstat(file.fileno())):

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bootseer.background import Report
 from bootseer.errors import (
@@ -26,8 +27,11 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel import MountOptions, Server
 from bootseer.fuse.kernel.foreground import StopSignal
+from bootseer.fuse.striped.control import ControlServer
 from bootseer.fuse.striped.file_system import StripedFileSystem
-from bootseer.fuse.striped.mount_spec import MountSpec, MountState, write_state
+from bootseer.fuse.striped.mount_spec import MountSpec, MountState, control_path, write_state
+from bootseer.fuse.striped.presentation import Ownership
+from bootseer.fuse.striped.status import RecentErrors, status_document
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.warm import warm_newest
 from bootseer.redact import public_url
@@ -70,6 +74,8 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[s
     Main thread only. Raises: BootseerError.
     """
     _keep_freed_memory(spec.memory_bytes)
+    errors = RecentErrors()
+    logging.getLogger("bootseer").addHandler(errors)
     storage = StripedStorage(
         open_backend(spec.url, deadline_s=spec.deadline_s),
         spec.stripe_settings,
@@ -77,7 +83,9 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[s
     )
     try:
         _check_root(storage, spec)
-        file_system = StripedFileSystem(storage.tree, storage.budget, spec.stripe_settings)
+        file_system = StripedFileSystem(
+            storage.tree, storage.budget, spec.stripe_settings, owner=_owner(spec)
+        )
         state = MountState.of_this_process(spec)
         with _lifetime(spec.lifetime_pid) as owner, StopSignal() as stop:
             server = Server(
@@ -85,6 +93,10 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[s
             )
             write_state(Path(spec.run_dir), state)
             stopping = threading.Event()
+            control = ControlServer(
+                control_path(Path(spec.run_dir), Path(spec.directory)),
+                {"status": lambda: _status(storage, file_system, state, errors)},
+            )
             try:
                 server.mount()
                 on_ready()
@@ -93,6 +105,7 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[s
                 select.select([stop.fileno(), *owner], [], [])
             finally:
                 stopping.set()
+                control.close()
                 with contextlib.ExitStack() as ending:
                     ending.callback(
                         lambda: write_state(
@@ -103,6 +116,25 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[s
         return file_system.unwritten
     finally:
         storage.close()
+
+
+def _status(
+    storage: StripedStorage, file_system: StripedFileSystem, state: MountState, errors: RecentErrors
+) -> dict[str, Any]:
+    memory = {
+        "limit_bytes": storage.budget.limit_bytes,
+        "used_bytes": storage.budget.used_bytes,
+        "peak_bytes": storage.budget.peak_bytes,
+    }
+    return status_document(
+        state, storage.counters.look(), file_system.figures(), memory, errors.kept()
+    )
+
+
+def _owner(spec: MountSpec) -> Ownership:
+    uid = os.geteuid() if spec.uid is None else spec.uid
+    gid = os.getegid() if spec.gid is None else spec.gid
+    return Ownership(uid, gid, spec.umask)
 
 
 def _check_root(storage: StripedStorage, spec: MountSpec) -> None:

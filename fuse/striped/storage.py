@@ -11,6 +11,7 @@ from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.pool import FetchPool
 from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import FileWriter, StripeSettings
@@ -45,6 +46,7 @@ class StripedStorage:
         self.backend = backend
         self.settings = settings
         self.budget = MemoryBudget(memory_bytes)
+        self.counters = Counters()
         self._pool = FetchPool(thread_count, max(1, thread_count // 4))
         self.reader = StripedReader(backend, self.budget, self._pool, settings.deadline_s)
         self.tree = StripedTree(

@@ -17,14 +17,23 @@ from bootseer.fuse.striped.graveyard import is_hidden
 from bootseer.fuse.striped.listing import Listings
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.nodes import Handle, Node, NodeTable
-from bootseer.fuse.striped.presentation import CACHE_S, attributes_of, attributes_ttl_s, entry_of
+from bootseer.fuse.striped.presentation import (
+    CACHE_S,
+    Ownership,
+    attributes_of,
+    attributes_ttl_s,
+    entry_of,
+)
 from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.status import OpenFigures
 from bootseer.fuse.striped.stored import FileStatus, refuse
 from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import StripeSettings
 
 NAME_MAX_BYTES = 255
+# A stream that read nothing for so long is not shown as active.
+_ACTIVE_S = 10.0
 
 
 class MountTables(Operations):
@@ -36,8 +45,7 @@ class MountTables(Operations):
         budget: MemoryBudget,
         settings: StripeSettings,
         *,
-        uid: int | None = None,
-        gid: int | None = None,
+        owner: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unwritten: list[str] = []
@@ -46,15 +54,27 @@ class MountTables(Operations):
         self._reader: StripedReader = tree.reader
         self._budget = budget
         self._settings = settings
-        self._uid = os.geteuid() if uid is None else uid
-        self._gid = os.getegid() if gid is None else gid
+        self._owner = owner or Ownership(os.geteuid(), os.getegid())
+        self._request_count = 0
         self._clock = clock
         self._lock = threading.RLock()
         root = FileStatus("", True, 0, time.time_ns(), "")
         self._nodes = NodeTable(root, clock())
         self._listings = Listings(CACHE_S)
 
+    def figures(self) -> OpenFigures:
+        """What is open now."""
+        now_s = time.monotonic()
+        active = sum(
+            file.streams.active_count(now_s - _ACTIVE_S) for file in self._reader.open_files()
+        )
+        with self._lock:
+            unfinished = {w.path for w in self._nodes.writers() if w.needs_publishing}
+            count = len(self._nodes.handles)
+            return OpenFigures(count, active, self._request_count, tuple(sorted(unfinished)))
+
     def _node(self, node: int) -> Node:
+        self._request_count += 1
         known = self._nodes.by_id.get(node)
         if known is None:
             raise refuse(errno.ESTALE)
@@ -62,6 +82,7 @@ class MountTables(Operations):
 
     def _handle(self, handle: int) -> Handle:
         with self._lock:
+            self._request_count += 1
             opened = self._nodes.handles.get(handle)
         if opened is None:
             raise refuse(errno.EBADF)
@@ -110,10 +131,10 @@ class MountTables(Operations):
         return known
 
     def _entry(self, node: Node) -> Entry:
-        return entry_of(node, self._uid, self._gid)
+        return entry_of(node, self._owner)
 
     def _shown(self, node: Node) -> tuple[Attributes, float]:
-        return attributes_of(node, self._uid, self._gid), attributes_ttl_s(node)
+        return attributes_of(node, self._owner), attributes_ttl_s(node)
 
     def _published(self, node: Node, view: FileView) -> None:
         status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)

@@ -187,6 +187,9 @@ def test_checkpoint_mounts(own_world: World) -> None:
         pytest.skip("needs root and /dev/fuse")
     try:
         agree("mount", own_world("mount", "checkpoints", "mnt", "--json").json)
+        shown = own_world("mount", "--status", "mnt", "--json").json
+        assert set(keys(shown, "", frozenset())) <= set(documented()["mount"])
+        assert own_world("mount", "--status", "--json").json["mounts"][0]["pid"]
     finally:
         unmounted = own_world("unmount", "mnt", "--json")
     agree("unmount", unmounted.json)

@@ -1,0 +1,77 @@
+"""What a mount tells of itself, and as whose it shows its files."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, UnavailableError
+from bootseer.fuse.striped.control import ask
+from bootseer.fuse.striped.mount_spec import control_path
+from bootseer.fuse.striped.status import all_statuses, mount_status
+from tests.fuse.striped.mounting import checkpoints, shell
+from tests.support.fuse_mount import check_python, run
+
+pytestmark = pytest.mark.fuse
+
+HOLD = """
+import sys, time
+file = open(sys.argv[1] + "/new", "wb", buffering=0)
+file.write(bytes(3_000_000))
+assert open(sys.argv[1] + "/old", "rb").read() == b"old"
+from bootseer.fuse.striped.status import mount_status
+from pathlib import Path
+status = mount_status(Path(sys.argv[2]), Path(sys.argv[1]))
+assert status["unfinished"] == ["new"], status
+assert status["files_open"] == 1, status
+assert status["requests"] > 5, status
+assert status["memory"]["limit_bytes"] == 128 * 2**20
+assert status["throughput"]["served_bytes_per_s"] >= 0
+"""
+
+
+def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / "old").write_bytes(b"old")
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        check_python(HOLD, mountpoint, mount.run_dir)
+        (only,) = all_statuses(mount.run_dir)
+        assert only["directory"] == str(mountpoint)
+        assert only["unfinished"] == []
+        with pytest.raises(UnavailableError, match="unknown command"):
+            ask(control_path(mount.run_dir, mountpoint), "nonsense")
+        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir), "mount"]
+        shown = run([*command, "--status", str(mountpoint)])
+        assert "sequential streams" in shown.stdout, shown.stderr
+        assert run([*command, "--status", "a", "b"]).returncode == 2
+        assert run([*command, "only-one"]).returncode == 2
+    assert all_statuses(mount.run_dir) == []
+    with pytest.raises(NotFoundError):
+        mount_status(mount.run_dir, mountpoint)
+
+
+@pytest.mark.root
+def test_owner_and_umask_decide_who_may_write(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: it acts as two other users")
+    # Others get no further than a folder of root's otherwise.
+    os.chmod(tmp_path, 0o755)
+    for parent in tmp_path.parents:
+        if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:
+            os.chmod(parent, 0o711)
+    options = {"allow_other": True, "uid": 4321, "gid": 8765, "umask": 0o027}
+    with checkpoints(tmp_path, mountpoint, local_url, **options):
+        as_owner = "setpriv --reuid 4321 --regid 4321 --clear-groups"
+        as_group = "setpriv --reuid 9999 --regid 8765 --clear-groups"
+        as_other = "setpriv --reuid 9999 --regid 9999 --clear-groups"
+        shell(f"{as_owner} sh -c 'mkdir {{d}}/sub; echo text > {{d}}/sub/f'", d=mountpoint)
+        assert shell("stat -c '%u %g %a' {d}/sub {d}/sub/f", d=mountpoint).split("\n")[:2] == [
+            "4321 8765 750",
+            "4321 8765 640",
+        ]
+        shell(f"{as_group} cat {{d}}/sub/f; ! {as_group} touch {{d}}/sub/g", d=mountpoint)
+        shell(f"! {as_other} ls {{d}}", d=mountpoint)
