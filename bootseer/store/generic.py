@@ -8,7 +8,7 @@ file system's own time-outs apply. Thread-safe as far as the fsspec file system 
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from typing import IO, Any
@@ -29,6 +29,8 @@ from bootseer.store.paths import split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
 _PIECE_BYTES = 8 << 20
+# Where an object appears whole, or not at all, under its name: others write files as they come.
+_OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
 
@@ -38,14 +40,15 @@ class FsspecBackend:
 
     has_atomic_rename = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """`options`: what fsspec passes to the file system besides the URL."""
         import fsspec
 
         self.url = public_url(url)
         protocol = split_scheme(url)
         what = f"open {self.url}"
         try:
-            self._fs, root = fsspec.core.url_to_fs(url)
+            self._fs, root = fsspec.core.url_to_fs(url, **(options or {}))
         except OSError as error:
             # Some connect at once.
             if error.errno and error.errno > 0:
@@ -56,6 +59,7 @@ class FsspecBackend:
             reason = redact(str(error)) or type(error).__name__
             raise InvalidInputError(f"cannot {what}: {reason}") from error
         self._root = str(root).rstrip("/")
+        self.has_atomic_put = protocol in _OBJECT_STORES
         memory = protocol == "memory"
         self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
 

@@ -10,7 +10,7 @@ Every method is thread-safe.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
@@ -148,7 +148,7 @@ class HdfsBackend(HdfsConnection):
         """Whether the NameNode lets us call `concat`."""
         return self._joiner.can_join()
 
-    def join(self, target: str, sources: list[str]) -> None:
+    def join(self, target: str, sources: Sequence[str]) -> None:
         """As `JoinsFiles.join`."""
         full = self.full(target, file=True)
         others = [self.full(source, file=True) for source in sources]
@@ -190,7 +190,8 @@ class HdfsReader:
         self._backend = backend
         self._path = path
         self._reader = reader
-        self.info = _info(path, status)
+        self._info = _info(path, status)
+        self.block_bytes = self._info.block_bytes
         self.has_replicas = (status.replication or 1) > 1
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -199,4 +200,4 @@ class HdfsReader:
 
     def current(self) -> FileInfo:
         """What was opened: blocks never change, whatever happens to the name."""
-        return self.info
+        return self._info

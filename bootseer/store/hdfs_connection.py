@@ -13,6 +13,7 @@ from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_errors import translate
+from bootseer.store.hdfs_joining import HdfsJoiner
 from bootseer.store.paths import split_path
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class HdfsConnection:
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         self.deadline_s = options.deadline_s
         self._options = options
+        self._joiner = HdfsJoiner(self._cluster, self.deadline_s)
         self._connect()
         self._mode_or_none: int | None = None
 

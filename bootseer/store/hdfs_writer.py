@@ -111,6 +111,18 @@ class HdfsWriter(Writer):
                 self._path, overwrite=True, replication=replication
             )
             return 0
+        self._recover_lease()
+        if single:
+            connection.call(lambda client: client.set_replication(full, 1), "write", self._path)
+        self._writer = connection.call(
+            lambda client: client.inner.append(full), "write", self._path
+        )
+        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
+        return int(status.length)
+
+    def _recover_lease(self) -> None:
+        """Have the NameNode close the file, with what the DataNodes have of it."""
+        connection, full = self._connection, self._full
         end_s = time.monotonic() + connection.deadline_s
         pause_s = _PAUSE_S
         while not connection.call(lambda client: client.recover_lease(full), "write", self._path):
@@ -121,13 +133,6 @@ class HdfsWriter(Writer):
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
-        if single:
-            connection.call(lambda client: client.set_replication(full, 1), "write", self._path)
-        self._writer = connection.call(
-            lambda client: client.inner.append(full), "write", self._path
-        )
-        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
-        return int(status.length)
 
     def _missing(self, size_bytes: int) -> Iterator[bytes]:
         """What was given to `write` from `size_bytes` on."""
@@ -173,6 +178,21 @@ class HdfsWriter(Writer):
             )
         except BootseerError as error:
             logger.warning("%s has one replica only: %s", self._connection.name(self._path), error)
+
+    @property
+    def held_bytes(self) -> int:
+        return _TAIL_MAX_BYTES
+
+    def abandon(self) -> None:
+        """Only a closed file can be read to its end: the lease is recovered for that."""
+        if self._writer is None:
+            return
+        self._writer = None
+        self._tail.clear()
+        try:
+            self._recover_lease()
+        except BootseerError as error:
+            logger.debug("%s: its end cannot be read: %s", self._path, error)
 
     def abort(self) -> None:
         if self._writer is None:

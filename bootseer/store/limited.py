@@ -120,6 +120,10 @@ class LimitedBackend:
     def has_atomic_rename(self) -> bool:
         return self._inner.has_atomic_rename
 
+    @property
+    def has_atomic_put(self) -> bool:
+        return self._inner.has_atomic_put
+
     def stat(self, path: str) -> FileInfo:
         self._meter.request()
         return self._inner.stat(path)
@@ -181,6 +185,9 @@ class _LimitedWriter(Writer):
 
     def abort(self) -> None:
         self._inner.abort()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
 
 
 class _Meter:

@@ -70,6 +70,7 @@ class OciBackend:
     """The objects beside one image."""
 
     has_atomic_rename = False
+    has_atomic_put = False
 
     def __init__(self, url: str, deadline_s: float | None = None) -> None:
         settings = load_settings()

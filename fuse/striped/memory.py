@@ -18,13 +18,21 @@ class MemoryBudget:
         self.limit_bytes = limit_bytes
         self._used_bytes = 0
         self._peak_bytes = 0
-        self._changed = threading.Condition()
-        self._reclaim: Callable[[int], None] = lambda count: None
+        self.lock = threading.RLock()
+        """Guards the counts, and what else must not be locked separately (`buffers`)."""
+        self._changed = threading.Condition(self.lock)
+        self._reclaimers: list[Callable[[int], None]] = []
+        self._trim: Callable[[int], None] = lambda count: None
 
-    def set_reclaimer(self, reclaim: Callable[[int], None]) -> None:
+    def add_reclaimer(self, reclaim: Callable[[int], None]) -> None:
         """`reclaim(count)` is called, without any lock held here, to free about `count` bytes; it
-        calls `give` for what it frees."""
-        self._reclaim = reclaim
+        calls `give` for what it frees. The one that was added first is asked first."""
+        self._reclaimers.append(reclaim)
+
+    def set_trimmer(self, trim: Callable[[int], None]) -> None:
+        """`trim(count)` is called, with the lock held, when no more than `count` bytes may be kept
+        for later use beside those that are in use."""
+        self._trim = trim
 
     @property
     def used_bytes(self) -> int:
@@ -38,14 +46,14 @@ class MemoryBudget:
 
     def try_take(self, count: int) -> bool:
         """Take `count` bytes if they are free, or can be freed at once."""
-        for attempt in range(2):
+        for reclaim in (*self._reclaimers, None):
             with self._changed:
                 if self._fits(count):
                     self._take(count)
                     return True
                 missing = self._used_bytes + count - self.limit_bytes
-            if attempt == 0:
-                self._reclaim(missing)
+            if reclaim is not None:
+                reclaim(missing)
         return False
 
     def take(self, count: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
@@ -83,3 +91,4 @@ class MemoryBudget:
     def _take(self, count: int) -> None:
         self._used_bytes += count
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        self._trim(max(0, self.limit_bytes - self._used_bytes))

@@ -47,7 +47,7 @@ class StripedReader:
         self._files: dict[str, OpenFile] = {}
         self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
         self.fetched_bytes = 0
-        budget.set_reclaimer(self._reclaim)
+        budget.add_reclaimer(self._reclaim)
 
     # ---- open files -----------------------------------------------------------------------
 

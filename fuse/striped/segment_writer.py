@@ -1,27 +1,26 @@
 """Writes one segment: units in, parts out, in parallel, within the mount's memory.
 
-Owns the threads that write parts (one per part) and the temporary folder of its generation. `send`
-and `finish` are for one thread; `abort` may be called from any. A failure of any part fails the
-segment: nothing of it becomes visible, and its folder is removed when the last thread has let go.
+Owns which unit goes to which part, and the temporary folder of its generation; each part has a
+thread of its own (`part_writer`). `send`, `seal` and `finish` are for one thread; `abort` may be
+called from any. When a part cannot be written the segment fails: nothing of it becomes visible, and
+its folder is removed when the last thread has let go.
 """
 
 import contextlib
-import logging
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
-
-import xxhash
+from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.striped.layout import Part, Segment, pack_checksums
+from bootseer.fuse.striped.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.part_writer import PartWriter
+from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
-from bootseer.store.backend import Backend, Writer
-
-_log = logging.getLogger(__name__)
+from bootseer.store.backend import Backend
 
 _POLL_S = 0.2
 
@@ -31,86 +30,19 @@ def new_generation() -> str:
     return secrets.token_hex(16)
 
 
-class _Unit:
-    __slots__ = ("first_block", "length", "pieces")
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How the units of a segment are dealt to its parts."""
 
-    def __init__(self, pieces: list[bytes], length: int, first_block: int) -> None:
-        self.pieces = pieces
-        self.length = length
-        self.first_block = first_block
-
-
-class _PartThread:
-    """One part: a queue of units, a thread, a file of the backend."""
-
-    def __init__(self, segment: "SegmentWriter", name: str) -> None:
-        self.name = name
-        self.size_bytes = 0
-        self.checksums: dict[int, int] = {}
-        self.queue: queue.SimpleQueue[_Unit | None] = queue.SimpleQueue()
-        self.done = threading.Event()
-        self._segment = segment
-        threading.Thread(target=self._run, name=f"stripe-part-{name}", daemon=True).start()
-
-    def _run(self) -> None:
-        segment = self._segment
-        writer: Writer | None = None
-        at_end = False
-        try:
-            while (unit := self.queue.get()) is not None:
-                try:
-                    if not segment.failed:
-                        if writer is None:
-                            writer = segment.create_part(self.name)
-                        self._write(writer, unit)
-                finally:
-                    segment.budget.give(unit.length)
-            at_end = True
-            if writer is not None and not segment.failed:
-                writer.close()
-                segment.note_progress()
-        except BaseException as error:
-            # hdfs-native panics with exceptions that are no `Exception`.
-            segment.fail(error)
-            if not at_end:
-                self._drain()
-        finally:
-            if segment.failed and writer is not None:
-                writer.abort()
-            segment.part_ended()
-            self.done.set()
-
-    def _write(self, writer: Writer, unit: _Unit) -> None:
-        block_bytes = self._segment.block_bytes
-        block, room = unit.first_block, block_bytes
-        digest = xxhash.xxh3_64()
-        for piece in unit.pieces:
-            writer.write(piece)
-            self._segment.note_progress()
-            rest = memoryview(piece)
-            while len(rest) >= room:
-                digest.update(rest[:room])
-                self.checksums[block] = digest.intdigest()
-                digest.reset()
-                rest = rest[room:]
-                block, room = block + 1, block_bytes
-            digest.update(rest)
-            room -= len(rest)
-        if room < block_bytes:
-            self.checksums[block] = digest.intdigest()
-        self.size_bytes += unit.length
-
-    def empty_queue(self) -> None:
-        """Give back the memory of what was not begun. For the thread that sends."""
-        with contextlib.suppress(queue.Empty):
-            while (unit := self.queue.get_nowait()) is not None:
-                self._segment.budget.give(unit.length)
-            # That was the end mark: the part's thread still needs it.
-            self.queue.put(None)
-
-    def _drain(self) -> None:
-        while (unit := self.queue.get()) is not None:
-            self._segment.budget.give(unit.length)
+    unit_bytes: int
+    block_bytes: int
+    writers_max: int
+    """How many parts are written at once."""
+    run_units: int | None = None
+    """None: units are dealt in turn to `writers_max` parts. Else each part is a run of so many
+    units, and is finished as soon as it has them."""
+    parts_max: int | None = None
+    """A segment of runs is full when it has so many parts."""
 
 
 class SegmentWriter:
@@ -120,29 +52,39 @@ class SegmentWriter:
         self,
         backend: Backend,
         directory: str,
+        kept: KeptUnits,
         budget: MemoryBudget,
-        *,
-        stripe_unit_bytes: int,
-        stripe_count: int,
-        block_bytes: int,
+        counters: Counters,
+        dealing: Dealing,
         deadline_s: float,
     ) -> None:
         self.generation = new_generation()
         self.size_bytes = 0
-        self.block_bytes = block_bytes
+        self.unit_bytes = dealing.unit_bytes
+        self.block_bytes = dealing.block_bytes
+        self.backend = backend
+        self.folder = generation_folder(directory, self.generation)
         self.budget = budget
+        self.kept = kept
+        self.counters = counters
         self.failed = False
-        self._backend = backend
-        self._folder = generation_folder(directory, self.generation)
-        self._unit_bytes = stripe_unit_bytes
-        self._count = stripe_count
+        self._dealing = dealing
         self._deadline_s = deadline_s
-        self._parts: list[_PartThread] = []
+        self._parts: list[PartWriter] = []
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._ended = 0
+        self._changed = threading.Condition()
+        self._ended_count = 0
         self._sealed = False
         self._progress_s = time.monotonic()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next unit must go to another segment."""
+        limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
+        dealing = self._dealing
+        if dealing.run_units is not None and dealing.parts_max is not None:
+            limit_bytes = dealing.parts_max * dealing.run_units * dealing.unit_bytes
+        return self.size_bytes >= limit_bytes
 
     def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
         """Hand over the next unit; full, but for the last one of the segment.
@@ -159,43 +101,58 @@ class SegmentWriter:
         except DeadlineError as error:
             self.fail(error)
             raise
-        number = self.size_bytes // self._unit_bytes
-        if number < self._count:
-            self._parts.append(_PartThread(self, f"{number:02x}"))
-        unit = _Unit(pieces, length, self.size_bytes // self.block_bytes)
+        unit = Unit(pieces, length, self.size_bytes // self.block_bytes)
+        try:
+            part = self._part_of_next(cancelled)
+        except BaseException:
+            self.kept.release(unit)
+            raise
         self.size_bytes += length
-        self._parts[number % self._count].queue.put(unit)
+        part.queue.put(unit)
+        run = self._dealing.run_units
+        if run is not None and self.size_bytes % (run * self.unit_bytes) == 0:
+            part.queue.put(None)
+
+    def seal(self) -> None:
+        """No more units will come."""
+        with self._changed:
+            if self._sealed:
+                return
+            self._sealed = True
+        for part in self._parts:
+            # A part that has its end already has no use for another one.
+            part.queue.put(None)
 
     def finish(self) -> Segment:
-        """Close every part; returns when all bytes are durable.
-
-        Raises what a part failed with, or DeadlineError when nothing moved for the deadline.
-        """
-        self._seal()
-        self.note_progress()
-        for part in self._parts:
-            while not part.done.wait(_POLL_S):
-                if self.failed:
-                    break
-                if time.monotonic() - self._progress_s > self._deadline_s:
-                    self.fail(
-                        DeadlineError(
-                            f"cannot write {self._folder}/{part.name}: no answer from "
-                            f"{self._backend.url} within {self._deadline_s:.0f} s"
-                        )
-                    )
-        self._check()
+        """As `finish_parts`; returns what the parts hold, for the layout."""
+        self.finish_parts()
         checksums: dict[int, int] = {}
         for part in self._parts:
             checksums.update(part.checksums)
         return Segment(
             self.generation,
             self.size_bytes,
-            self._unit_bytes,
+            self.unit_bytes,
             self.block_bytes,
             tuple(Part(part.name, part.size_bytes) for part in self._parts),
             pack_checksums([checksums[block] for block in range(len(checksums))]),
         )
+
+    def finish_parts(self) -> list[str]:
+        """Close every part; returns their paths, in order, when all bytes are durable.
+
+        Raises what a part failed with, or DeadlineError when nothing moved for the deadline.
+        """
+        self.seal()
+        self.note_progress()
+        for part in self._parts:
+            while not part.done.wait(_POLL_S):
+                if self.failed:
+                    break
+                if time.monotonic() - self._progress_s > self._deadline_s:
+                    self.fail(self._late(part.name))
+        self._check()
+        return [f"{self.folder}/{part.name}" for part in self._parts]
 
     def abort(self, wait_s: float = 0.0) -> None:
         """Give up: nothing of the segment stays, as soon as its threads come to it.
@@ -206,9 +163,9 @@ class SegmentWriter:
         for part in self._parts:
             # A part that is stuck in a dead server must not keep the mount's memory.
             part.empty_queue()
-        self._seal()
-        with self._lock:
-            if self._ended == len(self._parts):
+        self.seal()
+        with self._changed:
+            if self._ended_count == len(self._parts):
                 self._remove_folder()
         deadline = time.monotonic() + wait_s
         for part in self._parts:
@@ -216,47 +173,70 @@ class SegmentWriter:
 
     # ---- for the part threads -------------------------------------------------------------
 
-    def create_part(self, name: str) -> Writer:
-        return self._backend.create(f"{self._folder}/{name}")
-
     def note_progress(self) -> None:
         self._progress_s = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
         """The first failure decides what the writer is told."""
-        with self._lock:
+        with self._changed:
             if self._error is None:
                 self._error = error
             self.failed = True
+            self._changed.notify_all()
 
-    def part_ended(self) -> None:
-        with self._lock:
-            self._ended += 1
-            if self.failed and self._sealed and self._ended == len(self._parts):
+    def part_ended(self, part: PartWriter) -> None:
+        with self._changed:
+            self._ended_count += 1
+            self._changed.notify_all()
+            if self.failed and self._sealed and self._ended_count == len(self._parts):
                 self._remove_folder()
 
     # ---- inside ---------------------------------------------------------------------------
 
-    def _seal(self) -> None:
-        with self._lock:
-            if self._sealed:
-                return
-            self._sealed = True
-        for part in self._parts:
-            part.queue.put(None)
+    def _part_of_next(self, cancelled: Callable[[], bool]) -> PartWriter:
+        """The part that the next unit belongs to; begins it where the unit is its first."""
+        number = self.size_bytes // self.unit_bytes
+        writers_max, run = self._dealing.writers_max, self._dealing.run_units
+        index = number % writers_max if run is None else number // run
+        if index == len(self._parts):
+            if run is not None:
+                self._wait_for_a_place(cancelled)
+            label = f"{index:02x}"
+            self._parts.append(PartWriter(self, label, f"part {index % writers_max:02x}"))
+        return self._parts[index]
+
+    def _wait_for_a_place(self, cancelled: Callable[[], bool]) -> None:
+        """Wait until one of the parts that are written at once has ended."""
+        self.note_progress()
+        with self._changed:
+            while len(self._parts) - self._ended_count >= self._dealing.writers_max:
+                self._changed.wait(_POLL_S)
+                if self.failed:
+                    break
+                if cancelled():
+                    raise InterruptedError
+                if time.monotonic() - self._progress_s > self._deadline_s:
+                    raise self._late(self._parts[-1].name)
+        self._check()
+
+    def _late(self, part: str) -> DeadlineError:
+        return DeadlineError(
+            f"cannot write {self.folder}/{part}: no answer from {self.backend.url} within "
+            f"{self._deadline_s:.0f} s"
+        )
 
     def _check(self) -> None:
         error = self._error
         if error is None:
             return
-        self._seal()
+        self.seal()
         if isinstance(error, BootseerError | OSError):
             raise error
         raise UnavailableError(
-            f"cannot write {self._folder}: {type(error).__name__}: {error}"
+            f"cannot write {self.folder}: {type(error).__name__}: {error}"
         ) from error
 
     def _remove_folder(self) -> None:
         # What cannot be removed now is garbage that fsck names; the writer's error matters more.
         with contextlib.suppress(Exception):
-            self._backend.delete(self._folder, recursive=True)
+            self.backend.delete(self.folder, recursive=True)

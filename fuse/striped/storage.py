@@ -50,7 +50,12 @@ class StripedStorage:
         self._pool = FetchPool(thread_count, max(1, thread_count // 4))
         self.reader = StripedReader(backend, self.budget, self._pool, settings.deadline_s)
         self.tree = StripedTree(
-            backend, self.reader, grace_s=grace_s, deadline_s=settings.deadline_s
+            backend,
+            self.reader,
+            self.budget,
+            self.counters,
+            grace_s=grace_s,
+            deadline_s=settings.deadline_s,
         )
 
     def writer(self, path: str, base: FileView | None = None) -> FileWriter:

@@ -17,16 +17,20 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.fuse.striped.graveyard import Graveyard
+from bootseer.fuse.striped.kept_units import KeptUnits
 from bootseer.fuse.striped.layout import (
     Layout,
     encode_layout,
 )
+from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reader import StripedReader
 from bootseer.fuse.striped.reader_keeper import ReaderKeeper
 from bootseer.fuse.striped.segment_writer import new_generation
+from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stored import FileStatus, StoredFiles, plain_identity, refuse
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.joining import joiner
 
 
 def directory_of(path: str) -> str:
@@ -38,10 +42,20 @@ class StripedTree:
     """Logical files, by path."""
 
     def __init__(
-        self, backend: Backend, reader: StripedReader, *, grace_s: float, deadline_s: float
+        self,
+        backend: Backend,
+        reader: StripedReader,
+        budget: MemoryBudget,
+        counters: Counters,
+        *,
+        grace_s: float,
+        deadline_s: float,
     ) -> None:
         self.backend = backend
         self.reader = reader
+        self.budget = budget
+        self.kept = KeptUnits(budget)
+        self.counters = counters
         self._deadline_s = deadline_s
         self.stored = StoredFiles(backend)
         self._keeper = ReaderKeeper(backend, reader)
@@ -68,45 +82,91 @@ class StripedTree:
         and the parts must be left alone.
         """
         folder = generation_folder(directory_of(path), layout.segments[-1].generation)
-        pieces = [encode_layout(layout)]
-        return self._publish(path, pieces, expected, f"{folder}/layout", layout, before_commit)
+        temporary = f"{folder}/layout"
+        data = encode_layout(layout)
+        if self.backend.has_atomic_rename:
+            self._store(temporary, [data])
+
+        def commit() -> None:
+            before_commit()
+            if self.backend.has_atomic_rename:
+                self.backend.rename(temporary, path, overwrite=True)
+            else:
+                self._store(path, [data], overwrite=True)
+
+        named = {segment.generation for segment in layout.segments}
+        info = self._commit(path, expected, commit, named)
+        return FileView(path, layout.generation, layout.size_bytes, info.modified_ns, layout)
 
     def publish_plain(self, path: str, pieces: list[bytes], expected: str | None) -> FileView:
         """Make an ordinary file of `pieces` the file at `path`, in one step."""
+        if not self.backend.has_atomic_rename:
+            return self._commit_plain(
+                path, expected, lambda: self._store(path, pieces, overwrite=True)
+            )
         temporary = f"{generation_folder(directory_of(path), new_generation())}.plain"
         try:
-            return self._publish(path, pieces, expected, temporary, None, lambda: None)
+            self._store(temporary, pieces)
+            return self._commit_plain(
+                path, expected, lambda: self.backend.rename(temporary, path, overwrite=True)
+            )
         except BaseException:
             with contextlib.suppress(Exception):
                 self.backend.delete(temporary)
             raise
 
-    def _publish(
+    def publish_runs(
         self,
         path: str,
-        pieces: list[bytes],
+        runs: list[str],
         expected: str | None,
-        temporary: str,
-        layout: Layout | None,
+        *,
+        adds: bool,
         before_commit: Callable[[], None],
     ) -> FileView:
-        with self.backend.create(temporary) as writer:
-            for piece in pieces:
-                writer.write(piece)
+        """Make `runs` the ordinary file at `path`, or its new end, in one step.
+
+        Without `adds` there is one run, or the first was joined with the others. As for
+        `publish_layout`, what the step leaves when it fails must be left alone.
+        """
+
+        def commit() -> None:
+            before_commit()
+            if adds:
+                able = joiner(self.backend)
+                assert able is not None, "a body that adds has made sure"
+                able.join(path, runs)
+            else:
+                # Where this is a copy and a delete, the copy appears whole.
+                self.backend.rename(runs[0], path, overwrite=True)
+
+        return self._commit_plain(path, expected, commit)
+
+    def _commit_plain(
+        self, path: str, expected: str | None, commit: Callable[[], None]
+    ) -> FileView:
+        info = self._commit(path, expected, commit, named=set())
+        return FileView(path, plain_identity(info), info.size_bytes, info.modified_ns)
+
+    def _commit(
+        self, path: str, expected: str | None, commit: Callable[[], None], named: set[str]
+    ) -> FileInfo:
+        """Change what `path` is; it then stands on the generations that are `named`."""
         with self._change():
             old = self._look(path)
             if expected is not None and (old is None or old.identity != expected):
                 raise refuse(errno.ESTALE, path)
             self._keeper.keep(old)
-            before_commit()
-            self.backend.rename(temporary, path, overwrite=True)
+            commit()
+            self.counters.add(published_count=1)
             self.stored.forget(path)
-            named = {segment.generation for segment in layout.segments} if layout else set()
             self._retire(old, keep=named)
-            info = self.backend.stat(path)
-        if layout is None:
-            return FileView(path, plain_identity(info), info.size_bytes, info.modified_ns)
-        return FileView(path, layout.generation, layout.size_bytes, info.modified_ns, layout)
+            return self.backend.stat(path)
+
+    def _store(self, path: str, pieces: list[bytes], *, overwrite: bool = False) -> None:
+        with self.backend.create(path, overwrite=overwrite) as writer:
+            for piece in pieces:
+                writer.write(piece)
 
     def discard(self, path: str, generations: set[str]) -> None:
         """These generations, written for `path`, will be named by no layout."""

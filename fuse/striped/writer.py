@@ -5,48 +5,21 @@ already written. Thread-safe, one call at a time. Nothing is visible to anybody 
 after any failure nothing ever will be, and every later call raises the same error.
 """
 
-import errno
-import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.striped.layout import (
-    DEFAULT_BLOCK_BYTES,
-    DEFAULT_STRIPE_COUNT,
-    DEFAULT_STRIPE_UNIT_BYTES,
-    HEADER_BYTES,
-    MAGIC,
-    MAX_BLOCK_COUNT,
-    MAX_SEGMENT_COUNT,
-    Layout,
-    Segment,
-    check_geometry,
-)
+from bootseer.fuse.striped.body import Body
+from bootseer.fuse.striped.layout import HEADER_BYTES, MAGIC
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.segment_writer import SegmentWriter, new_generation
+from bootseer.fuse.striped.plain_body import PlainBody
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.striped_body import StripedBody
 from bootseer.fuse.striped.tail import Tail
 from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
 
-
-@dataclass(frozen=True, slots=True)
-class StripeSettings:
-    """How new files are striped."""
-
-    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
-    """Files of at most this size are stored as ordinary files."""
-    stripe_count: int = DEFAULT_STRIPE_COUNT
-    deadline_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        check_geometry(self.stripe_unit_bytes, self.stripe_count, self.block_bytes)
-
-    @property
-    def block_bytes(self) -> int:
-        """The unit of verification of new files."""
-        return min(DEFAULT_BLOCK_BYTES, self.stripe_unit_bytes)
+__all__ = ["FileWriter", "StripeSettings"]
 
 
 def _never() -> bool:
@@ -67,43 +40,41 @@ class FileWriter:
     ) -> None:
         """`base`: the generation to append to; without one the file starts empty.
 
-        Raises UnsupportedError for a base that cannot be appended to, and on a storage that cannot
-        rename in one step: there nothing could appear whole or not at all.
+        Raises UnsupportedError for a base that cannot be appended to, and on a storage where
+        nothing could appear whole or not at all.
         """
-        if not tree.backend.has_atomic_rename:
+        backend = tree.backend
+        if not (backend.has_atomic_rename or backend.has_atomic_put):
             raise UnsupportedError(
-                f"{tree.backend.url} cannot rename in one step, which a safe commit needs: "
+                f"{backend.url} cannot replace a file in one step, which a safe commit needs: "
                 "mount it with --read-only"
             )
         self.path = path
         self.view = base
         """The generation that this writer published last, or started from."""
         self._tree = tree
-        self._budget = budget
         self._settings = settings
         self._lock = threading.RLock()
-        self._segments: list[Segment] = []
-        self._current: SegmentWriter | None = None
+        self._body: Body | None = None
+        """What was sent; None as long as all is in the tail."""
         self._tail = Tail()
-        self._sent_bytes = 0
         self._is_dirty = base is None
         self._was_written = False
         self._expected = base.identity if base is not None else None
         self._error: BaseException | None = None
         self._is_detached = False
-        self._unpublished: set[str] = set()
         if base is not None:
             self._continue(base)
 
     @property
     def size_bytes(self) -> int:
         """How long the file is, with all that was written so far."""
-        return self._sent_bytes + self._tail.length
+        return self.sent_bytes + self._tail.length
 
     @property
     def sent_bytes(self) -> int:
         """What lies before this cannot be changed any more."""
-        return self._sent_bytes
+        return self._body.sent_bytes if self._body is not None else 0
 
     @property
     def has_failed(self) -> bool:
@@ -142,17 +113,17 @@ class FileWriter:
                 return 0
             gap = offset - self.size_bytes
             with self._failing():
-                if offset < self._sent_bytes or gap > self._settings.stripe_unit_bytes:
+                if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
                     raise UnsupportedError(
                         f"{self.path}: a striped file is written from start to end; what lies "
-                        f"before byte {self._sent_bytes} is on its way already"
+                        f"before byte {self.sent_bytes} is on its way already"
                     )
                 if gap > 0:
                     self._add(bytes(gap), cancelled)
                 within = self.size_bytes - offset
                 rest = memoryview(data)
                 if within:
-                    self._tail.patch(offset - self._sent_bytes, rest[:within])
+                    self._tail.patch(offset - self.sent_bytes, rest[:within])
                     rest = rest[within:]
                 self._note_change()
                 self._add(rest, cancelled)
@@ -168,12 +139,12 @@ class FileWriter:
                 self._reset()
             elif size_bytes > self.size_bytes:
                 self.write(size_bytes - 1, b"\0")
-            elif size_bytes >= self._sent_bytes:
-                self._tail.cut(size_bytes - self._sent_bytes)
+            elif size_bytes >= self.sent_bytes:
+                self._tail.cut(size_bytes - self.sent_bytes)
             else:
                 raise UnsupportedError(
                     f"{self.path}: a striped file can be cut to nothing, or back to byte "
-                    f"{self._sent_bytes}, not to {size_bytes}"
+                    f"{self.sent_bytes}, not to {size_bytes}"
                 )
             self._note_change()
 
@@ -182,9 +153,9 @@ class FileWriter:
         with self._lock:
             if offset >= self.size_bytes:
                 return b""
-            if offset < self._sent_bytes:
+            if offset < self.sent_bytes:
                 return None
-            start = offset - self._sent_bytes
+            start = offset - self.sent_bytes
             return self._tail.join()[start : start + length]
 
     # ---- committing -----------------------------------------------------------------------
@@ -203,10 +174,11 @@ class FileWriter:
                 if self._fits_a_plain_file():
                     view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
                 else:
-                    view = self._publish_striped(cancelled)
+                    body = self._body or self._begin_body()
+                    view = body.publish(self._tail, self._expected, cancelled)
             self.view = view
-            if self._segments or self._expected is not None:
-                # What comes next builds on stored segments: they must still be the file's.
+            if self._body is not None or self._expected is not None:
+                # What comes next builds on what is stored: it must still be the file's.
                 self._expected = view.identity
             self._is_dirty = self._was_written = False
 
@@ -221,14 +193,9 @@ class FileWriter:
         Idempotent, never raises.
         """
         with self._lock:
-            if self._current is not None:
-                # It removes its own parts once nobody writes to them any more.
-                self._unpublished.discard(self._current.generation)
-                self._current.abort(wait_s)
-                self._current = None
-            if self._unpublished:
-                self._tree.discard(self.path, set(self._unpublished))
-                self._unpublished.clear()
+            if self._body is not None:
+                self._body.close(wait_s)
+                self._body = None
             self._tail.clear()
 
     # ---- inside ---------------------------------------------------------------------------
@@ -236,17 +203,17 @@ class FileWriter:
     def _continue(self, base: FileView) -> None:
         """Start from an existing file; its last bytes become the tail where they are few."""
         unit_bytes = self._settings.stripe_unit_bytes
-        if base.layout is None:
-            if base.size_bytes > unit_bytes:
-                raise UnsupportedError(
-                    f"{base.path} was not written striped; it can be replaced, not appended to"
-                )
-            kept, start = [], 0
-        else:
+        start = base.size_bytes
+        if base.layout is not None:
             kept = list(base.layout.segments)
-            start = base.size_bytes
             if kept[-1].size_bytes < unit_bytes:
                 start -= kept.pop().size_bytes
+            if kept:
+                self._body = StripedBody(self._tree, self.path, self._settings, tuple(kept))
+        elif base.size_bytes > unit_bytes:
+            self._body = PlainBody(self._tree, self.path, self._settings, base)
+        else:
+            start = 0
         if start < base.size_bytes:
             file = self._tree.reader.open(base)
             try:
@@ -255,8 +222,18 @@ class FileWriter:
                 )
             finally:
                 self._tree.reader.close(file)
-        self._segments = kept
-        self._sent_bytes = start
+
+    def _begin_body(self) -> Body:
+        directory = self.path.rpartition("/")[0]
+        # Whatever looks like a layout must not be stored as an ordinary file.
+        if (
+            not self._looks_like_a_layout()
+            and self._settings.layout_in(self._tree.backend, directory) == "plain"
+        ):
+            self._body = PlainBody(self._tree, self.path, self._settings)
+        else:
+            self._body = StripedBody(self._tree, self.path, self._settings)
+        return self._body
 
     def _add(self, data: bytes | memoryview, cancelled: Callable[[], bool]) -> None:
         unit_bytes = self._settings.stripe_unit_bytes
@@ -270,57 +247,21 @@ class FileWriter:
             rest = rest[room:]
 
     def _send_tail(self, cancelled: Callable[[], bool]) -> None:
-        if self._current is None:
-            settings = self._settings
-            self._current = SegmentWriter(
-                self._tree.backend,
-                self.path.rpartition("/")[0],
-                self._budget,
-                stripe_unit_bytes=settings.stripe_unit_bytes,
-                stripe_count=settings.stripe_count,
-                block_bytes=settings.block_bytes,
-                deadline_s=settings.deadline_s,
-            )
-            self._unpublished.add(self._current.generation)
-        length = self._tail.length
-        if self._current.size_bytes + length > MAX_BLOCK_COUNT * self._settings.block_bytes:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
-        self._current.send(self._tail.pieces(), length, cancelled)
-        self._sent_bytes += length
+        body = self._body or self._begin_body()
+        body.send(self._tail.pieces(), self._tail.length, cancelled)
         self._tail.clear()
 
     def _fits_a_plain_file(self) -> bool:
-        is_short = self._sent_bytes == 0 and not self._segments and self._current is None
-        # Whatever looks like a layout must not be stored as an ordinary file.
-        return is_short and not self._tail.join()[:HEADER_BYTES].startswith(MAGIC)
+        return self._body is None and not self._looks_like_a_layout()
 
-    def _publish_striped(self, cancelled: Callable[[], bool]) -> FileView:
-        # A last segment of less than a unit may grow: it is written again with what follows.
-        is_only_tail = self._current is None
-        kept = self._tail.join() if is_only_tail else b""
-        if self._tail.length:
-            self._send_tail(cancelled)
-        if self._current is not None:
-            self._segments.append(self._current.finish())
-            self._current = None
-        if len(self._segments) > MAX_SEGMENT_COUNT:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
-        layout = Layout(new_generation(), tuple(self._segments))
-        view = self._tree.publish_layout(self.path, layout, self._expected, self._unpublished.clear)
-        if kept and len(kept) < self._settings.stripe_unit_bytes:
-            self._segments.pop()
-            self._sent_bytes -= len(kept)
-            self._tail = Tail(kept)
-        return view
+    def _looks_like_a_layout(self) -> bool:
+        return self._tail.join()[:HEADER_BYTES].startswith(MAGIC)
 
     def _reset(self) -> None:
-        if self._current is not None:
-            self._unpublished.discard(self._current.generation)
-            self._current.abort()
-            self._current = None
-        self._segments = []
+        if self._body is not None:
+            self._body.close()
+            self._body = None
         self._tail.clear()
-        self._sent_bytes = 0
         # From here on this is a new file: whatever stands under the name is replaced.
         self._expected = None
 

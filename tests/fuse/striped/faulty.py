@@ -16,6 +16,7 @@ class FaultyBackend:
         self.inner = inner
         self.url = inner.url
         self.has_atomic_rename = inner.has_atomic_rename
+        self.has_atomic_put = inner.has_atomic_put
         self.rules: list[Rule] = []
         self.after: list[Rule] = []
         self.corrupt: Callable[[str, int, memoryview], None] = lambda path, offset, data: None
@@ -89,6 +90,13 @@ class _FaultyWriter:
 
     def abort(self) -> None:
         self._inner.abort()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._inner.held_bytes
 
     def __enter__(self) -> "_FaultyWriter":
         return self

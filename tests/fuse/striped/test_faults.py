@@ -300,7 +300,7 @@ def test_a_backend_without_append_is_not_asked_to(tmp_path: Path) -> None:
 
 
 def test_a_storage_without_atomic_rename_is_read_only(world: World) -> None:
-    world.backend.has_atomic_rename = False
+    world.backend.has_atomic_rename = world.backend.has_atomic_put = False
     world.fails_with(errno.EOPNOTSUPP, lambda: world.driver.write("f", NEW))
     world.assert_old_is_whole()
     assert world.driver.read("f") == OLD

@@ -1,0 +1,92 @@
+"""HDFS's `concat` for a folder of an HDFS: which NameNodes to ask, and whether they let us.
+
+Owns the answer to the latter, asked once. Thread-safe.
+"""
+
+import getpass
+import os
+import threading
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bootseer.errors import UnsupportedError
+from bootseer.store.hdfs_errors import translate
+from bootseer.store.hdfs_rpc import NameNode, RpcError
+
+_DEFAULT_PORT = 8020
+_CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
+
+
+class HdfsJoiner:
+    """Joins files of one cluster."""
+
+    def __init__(self, cluster: str, deadline_s: float) -> None:
+        """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
+        self._cluster = cluster
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._name_node: NameNode | None = None
+        self._answers: bool | None = None
+
+    def can_join(self) -> bool:
+        """Whether a NameNode lets us call it."""
+        with self._lock:
+            if self._answers is None:
+                self._name_node = _find(self._cluster, self._deadline_s)
+                self._answers = self._name_node is not None and self._name_node.answers()
+            return self._answers
+
+    def join(self, target: str, sources: Sequence[str], what: str) -> None:
+        """Absolute paths; `what` is for messages."""
+        if not self.can_join() or self._name_node is None:
+            raise UnsupportedError(f"cannot {what}: the NameNode takes no calls from us")
+        try:
+            self._name_node.concat(target, sources)
+        except RpcError as error:
+            text = str(error)
+            if "FileNotFoundException" in text:
+                raise translate(FileNotFoundError(text), what) from error
+            raise translate(RuntimeError(text), what) from error
+        except (ConnectionError, TimeoutError) as error:
+            raise translate(error, what) from error
+
+
+def _find(cluster: str, deadline_s: float) -> NameNode | None:
+    parts = urlsplit(cluster)
+    config = _configuration()
+    if config.get("hadoop.security.authentication", "simple") != "simple":
+        return None
+    user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+    host = parts.hostname or ""
+    names = config.get(f"dfs.ha.namenodes.{host}", "")
+    if parts.port is None and names:
+        keys = [f"dfs.namenode.rpc-address.{host}.{name.strip()}" for name in names.split(",")]
+        found = [_address(config[key]) for key in keys if key in config]
+    else:
+        found = [(host, parts.port or _DEFAULT_PORT)]
+    return NameNode(tuple(found), user, deadline_s) if found else None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.strip().rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else (text, _DEFAULT_PORT)
+
+
+def _configuration() -> dict[str, str]:
+    """The site's Hadoop configuration, from where hdfs-native reads it too."""
+    folder = os.environ.get("HADOOP_CONF_DIR")
+    if folder is None and (home := os.environ.get("HADOOP_HOME")):
+        folder = f"{home}/etc/hadoop"
+    values: dict[str, str] = {}
+    for name in _CONFIG_FILES if folder else ():
+        try:
+            root = ET.parse(Path(str(folder)) / name).getroot()
+        except (OSError, ET.ParseError):
+            continue
+        for entry in root.iter("property"):
+            key, value = entry.findtext("name"), entry.findtext("value")
+            if key and value:
+                values[key.strip()] = value.strip()
+    return values

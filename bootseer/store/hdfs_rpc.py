@@ -1,0 +1,190 @@
+"""One call to a NameNode that hdfs-native does not make: `concat`.
+
+Owns the bytes of Hadoop's RPC, version 9, as far as that call needs them (simple authentication
+only, one call per connection). The call is repeated under the same identity after a broken
+connection, and the NameNode's retry cache makes it happen once. Thread-safe.
+"""
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
+
+_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
+_FRAME_MAX_BYTES = 1 << 20
+_ATTEMPTS_MAX = 5
+_PAUSE_S = 0.3
+# Of RpcRequestHeaderProto: protocol buffers, "final packet" (an ordinary call).
+_RPC_KIND, _RPC_OPERATION = 2, 0
+_CONTEXT_CALL_ID = -3
+_SUCCESS = 0
+
+
+class RpcError(Exception):
+    """The NameNode's answer is an exception; the text begins with its Java class."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameNode:
+    """Where to call, and as whom."""
+
+    addresses: tuple[tuple[str, int], ...]
+    """Of an HA pair all; the active one answers."""
+    user: str
+    deadline_s: float
+
+    def concat(self, target: str, sources: Sequence[str]) -> None:
+        """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError."""
+        message = _text(1, target) + b"".join(_text(2, source) for source in sources)
+        self._call("concat", message)
+
+    def answers(self) -> bool:
+        """Whether it takes calls from us: no where it wants Kerberos, or is not there."""
+        try:
+            self._call("getFileInfo", _text(1, "/"))
+        except (RpcError, UnavailableError, DeadlineError, UnsupportedError):
+            return False
+        return True
+
+    def _call(self, method: str, message: bytes) -> None:
+        client = secrets.token_bytes(16)
+        end_s = time.monotonic() + self.deadline_s
+        cause: Exception = UnsupportedError("no NameNode is known")
+        for attempt in range(_ATTEMPTS_MAX):
+            for address in self.addresses:
+                try:
+                    return self._call_one(address, client, attempt, method, message, end_s)
+                except RpcError as error:
+                    if "StandbyException" not in str(error):
+                        raise
+                    cause = error
+                except OSError as error:
+                    cause = error
+            if time.monotonic() + _PAUSE_S > end_s:
+                raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s")
+            time.sleep(_PAUSE_S)
+        raise UnavailableError(f"no NameNode answers: {cause}") from cause
+
+    def _call_one(
+        self,
+        address: tuple[str, int],
+        client: bytes,
+        attempt: int,
+        method: str,
+        message: bytes,
+        end_s: float,
+    ) -> None:
+        context = _bytes(2, _text(1, self.user)) + _text(3, _PROTOCOL)
+        request = _text(1, method) + _text(2, _PROTOCOL) + _number(3, 1)
+        with socket.create_connection(address, max(0.1, end_s - time.monotonic())) as connection:
+            connection.sendall(
+                b"hrpc\x09\x00\x00"
+                + _frame(_header(_CONTEXT_CALL_ID, client, -1), context)
+                + _frame(_header(0, client, attempt), request, message)
+            )
+            # The whole answer has one deadline, not each of its bytes.
+            (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
+            if length > _FRAME_MAX_BYTES:
+                raise ConnectionError(f"{address[0]} does not speak Hadoop's RPC")
+            _check(_receive(connection, length, end_s))
+
+
+def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        connection.settimeout(max(0.01, end_s - time.monotonic()))
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("the NameNode closed the connection")
+        data += piece
+    return data
+
+
+def _check(answer: bytes) -> None:
+    """Raise what the answer says."""
+    try:
+        length, start = _read_varint(answer, 0)
+        fields = _read_message(answer[start : start + length])
+    except (IndexError, ValueError) as error:
+        raise ConnectionError("the NameNode's answer cannot be understood") from error
+    if fields.get(2, _SUCCESS) != _SUCCESS:
+        name, reason = fields.get(4, b""), fields.get(5, b"")
+        texts = [f.decode("utf-8", "replace") for f in (name, reason) if isinstance(f, bytes)]
+        raise RpcError(": ".join(texts))
+
+
+# ---- protocol buffers ---------------------------------------------------------------------
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _signed(field: int, value: int) -> bytes:
+    return _number(field, value << 1 if value >= 0 else (-value << 1) - 1)
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _text(field: int, text: str) -> bytes:
+    return _bytes(field, text.encode("utf-8"))
+
+
+def _header(call_id: int, client: bytes, retry_count: int) -> bytes:
+    return (
+        _number(1, _RPC_KIND)
+        + _number(2, _RPC_OPERATION)
+        + _signed(3, call_id)
+        + _bytes(4, client)
+        + _signed(5, retry_count)
+    )
+
+
+def _frame(*messages: bytes) -> bytes:
+    body = b"".join(_varint(len(message)) + message for message in messages)
+    return struct.pack(">I", len(body)) + body
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("too long a number")
+
+
+def _read_message(data: bytes) -> dict[int, int | bytes]:
+    """The last value of each field, numbers and byte strings."""
+    fields: dict[int, int | bytes] = {}
+    position = 0
+    while position < len(data):
+        key, position = _read_varint(data, position)
+        if key & 7 == 0:
+            fields[key >> 3], position = _read_varint(data, position)
+        elif key & 7 == 2:
+            length, position = _read_varint(data, position)
+            fields[key >> 3] = data[position : position + length]
+            position += length
+        else:
+            raise ValueError("an unforeseen kind of field")
+    return fields

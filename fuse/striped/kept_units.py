@@ -1,0 +1,72 @@
+"""Stripe units on their way to the storage, and those that it has but may still lose.
+
+Owns which units are *kept*: handed to the storage, not yet durable, and held for another try only
+as long as nobody needs their memory. Thread-safe.
+"""
+
+import threading
+from collections import OrderedDict
+
+from bootseer.fuse.striped.memory import MemoryBudget
+
+
+class Unit:
+    """One stripe unit of a part; its memory is charged to the budget while it has pieces."""
+
+    __slots__ = ("first_block", "length", "pieces")
+
+    def __init__(self, pieces: list[bytes], length: int, first_block: int) -> None:
+        self.pieces: list[bytes] | None = pieces
+        """None once the memory was given back."""
+        self.length = length
+        self.first_block = first_block
+
+
+class KeptUnits:
+    """Kept units of all files of a mount; the oldest are given up first."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        # The other half is for what is on its way, and for readers.
+        self._limit_bytes = budget.limit_bytes // 2
+        self._units: OrderedDict[Unit, None] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        budget.add_reclaimer(self.reclaim)
+
+    def keep(self, unit: Unit) -> None:
+        """From now on `unit` may be given up."""
+        with self._lock:
+            self._units[unit] = None
+            self._bytes += unit.length
+            excess = self._bytes - self._limit_bytes
+        if excess > 0:
+            self.reclaim(excess)
+
+    def take(self, unit: Unit) -> bool:
+        """Whether `unit` was kept; it is the caller's again, and charged as before."""
+        with self._lock:
+            if unit not in self._units:
+                return False
+            del self._units[unit]
+            self._bytes -= unit.length
+            return True
+
+    def release(self, unit: Unit) -> None:
+        """`unit` will not be needed again: give its memory back, if it still has any."""
+        self.take(unit)
+        if unit.pieces is not None:
+            unit.pieces = None
+            self._budget.give(unit.length)
+
+    def reclaim(self, count: int) -> None:
+        """Give up about `count` bytes."""
+        freed = 0
+        with self._lock:
+            while freed < count and self._units:
+                unit, _ = self._units.popitem(last=False)
+                self._bytes -= unit.length
+                unit.pieces = None
+                freed += unit.length
+        if freed:
+            self._budget.give(freed)

@@ -1,0 +1,178 @@
+"""Writing past failures: a part is written again, from memory or from what the storage has."""
+
+import errno
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, NoSpaceError, PermissionDeniedError, UnavailableError
+from bootseer.fuse.striped.graveyard import find_garbage
+from bootseer.fuse.striped.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.store.local import LocalBackend
+from tests.fuse.striped.faulty import FaultyBackend, failing
+from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
+
+DATA = random.Random(4).randbytes(40 * UNIT + 77)
+
+
+class Saving:
+    """A driver over a faulty local folder."""
+
+    def __init__(self, root: Path, memory_units: int = 16) -> None:
+        self.root = root
+        self.backend = FaultyBackend(LocalBackend(root))
+        self.storage = storage_on(self.backend, memory_bytes=memory_units * UNIT)
+        self.driver = Driver(self.storage)
+
+    def fails(self, operation: str, after: int, error: Callable[[], BaseException]) -> None:
+        """The operation on a part fails once, when it was done `after` times."""
+        left = [after]
+        lock = threading.Lock()
+        once = failing(operation, error, within=PARTS_FOLDER, times=1)
+
+        def rule(name: str, path: str) -> None:
+            with lock:
+                left[0] -= name == operation and PARTS_FOLDER in path
+                due = left[0] < 0
+            if due:
+                once(name, path)
+
+        self.backend.rules.append(rule)
+
+    def retry_count(self) -> int:
+        return self.storage.counters.look().write_retry_count
+
+    def assert_stored_whole(self) -> None:
+        self.backend.rules.clear()
+        with storage_on(self.root) as elsewhere:
+            assert Driver(elsewhere).read("f", step=50_000) == DATA
+        assert list(find_garbage(self.backend.inner, "")) == []
+        (folder,) = (self.root / PARTS_FOLDER).iterdir()
+        assert len([each for each in folder.iterdir() if each.name != "layout"]) == 3
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Saving]:
+    made = Saving(tmp_path / "backend")
+    yield made
+    made.driver.fs.destroyed()
+    made.storage.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: UnavailableError("reset"),
+        lambda: NoSpaceError("one node is full"),
+        lambda: OSError(errno.EIO, "5"),
+        lambda: OSError(errno.EOVERFLOW, "75"),
+        lambda: OSError(errno.ENOTCONN, "107"),
+        lambda: BaseException("a panic"),  # as hdfs-native's are no Exception
+    ],
+)
+@pytest.mark.parametrize(("operation", "after"), [("create", 1), ("write", 9), ("close", 2)])
+def test_a_part_that_fails_once_is_written_again(
+    saving: Saving, operation: str, after: int, error: Callable[[], BaseException]
+) -> None:
+    saving.fails(operation, after, error)
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    saving.assert_stored_whole()
+
+
+@pytest.mark.parametrize(("operation", "after"), [("write", 30), ("close", 0)])
+def test_what_memory_has_not_kept_is_read_back_from_the_failed_part(
+    saving: Saving, operation: str, after: int
+) -> None:
+    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.fails(operation, after, lambda: UnavailableError("reset"))
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    read = [path for name, path in saving.backend.calls if name == "read"]
+    assert any(path.rpartition("/")[2] in ("00", "01", "02") for path in read)
+    saving.assert_stored_whole()
+
+
+def test_what_is_read_back_is_checked(saving: Saving) -> None:
+    def flip(path: str, offset: int, data: memoryview) -> None:
+        if PARTS_FOLDER in path and len(data):
+            data[0] ^= 1
+
+    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.fails("write", 30, lambda: OSError(errno.ENOTCONN, "107"))
+    saving.backend.corrupt = flip
+    with pytest.raises((BootseerError, OSError)) as caught:
+        saving.driver.write("f", DATA)
+    assert code_of(caught.value) == errno.ENOTCONN
+    saving.backend.rules.clear()
+    assert saving.driver.names("") == []
+
+
+def test_a_part_that_goes_on_failing_is_given_up(saving: Saving) -> None:
+    saving.backend.rules.append(
+        failing("write", lambda: UnavailableError("down"), within=PARTS_FOLDER)
+    )
+    with pytest.raises(UnavailableError):
+        saving.driver.write("f", DATA)
+    # Each of three parts is begun at most four times.
+    assert sum(name == "create" for name, _ in saving.backend.calls) <= 12
+
+
+def test_a_refusal_is_not_tried_again(saving: Saving) -> None:
+    saving.fails("create", 0, lambda: PermissionDeniedError("no"))
+    with pytest.raises(PermissionDeniedError):
+        saving.driver.write("f", DATA)
+    assert saving.retry_count() == 0
+
+
+def test_a_short_write_is_written_again(saving: Saving) -> None:
+    """The server takes a piece of what it was given, and then fails."""
+    inner_create = saving.backend.inner.create
+    torn = [True]
+
+    def create(path: str, *, overwrite: bool = False):  # type: ignore[no-untyped-def]
+        writer = inner_create(path, overwrite=overwrite)
+        whole = writer.write
+
+        def write(data: bytes) -> None:
+            if PARTS_FOLDER in path and torn:
+                torn.pop()
+                whole(data[: len(data) // 2])
+                raise OSError(errno.EIO, "short")
+            whole(data)
+
+        writer.write = write  # type: ignore[method-assign]
+        return writer
+
+    saving.backend.inner.create = create  # type: ignore[method-assign]
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    saving.assert_stored_whole()
+
+
+def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
+    budget = MemoryBudget(1000)
+    kept = KeptUnits(budget)
+    units = [Unit([b"x" * 100], 100, 0) for _ in range(8)]
+    for unit in units[:4]:
+        budget.take(100, 1.0, lambda: False)
+        kept.keep(unit)
+    # At most half of the budget is kept at all.
+    for unit in units[4:]:
+        budget.take(100, 1.0, lambda: False)
+        kept.keep(unit)
+    assert [unit.pieces is None for unit in units] == [True] * 3 + [False] * 5
+    assert budget.used_bytes == 500
+    # One that somebody took back is not given up; the others go when memory is short.
+    assert kept.take(units[3])
+    assert not kept.take(units[0])
+    assert budget.try_take(900)
+    assert [unit.pieces is None for unit in units] == [True] * 3 + [False] + [True] * 4
+    kept.release(units[3])
+    budget.give(900)
+    assert budget.used_bytes == 0
