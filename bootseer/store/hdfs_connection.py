@@ -5,6 +5,7 @@ Alone owns the client of hdfs-native and how its failures become ours. Any threa
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -24,6 +25,8 @@ Result = TypeVar("Result")
 _DEADLINE_S = 60.0
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
+# hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
+_CONNECTION_KEPT_S = 3.1
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
 
 
@@ -88,6 +91,7 @@ class HdfsConnection:
             if self._client_or_none is None:
                 from hdfs_native import Client
 
+                _outlive_inherited_connections()
                 config = {
                     # A DataNode that hangs is left in time for another replica to be tried.
                     "dfs.client.socket-timeout": str(int(self.deadline_s * 500)),
@@ -138,6 +142,29 @@ class HdfsConnection:
         """Release connections and threads. Idempotent."""
         self._caller.close()
         self._client_or_none = None
+
+
+class _Fork:
+    """When this process was forked from one that was talking to HDFS; 0.0: it was not."""
+
+    parent_has_client = False
+    time_s = 0.0
+
+
+def _note_fork() -> None:
+    _Fork.time_s = time.monotonic() if _Fork.parent_has_client else 0.0
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _outlive_inherited_connections() -> None:
+    """A forked child would take its parent's connections for its own: two processes would read one
+    stream, and wait for a reactor that stayed behind until the socket's time-out."""
+    if _Fork.time_s:
+        time.sleep(max(0.0, _Fork.time_s + _CONNECTION_KEPT_S - time.monotonic()))
+        _Fork.time_s = 0.0
+    _Fork.parent_has_client = True
 
 
 class _Options:

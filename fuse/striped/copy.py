@@ -1,18 +1,24 @@
-"""Copy files into and out of a striped tree without mounting it.
+"""Copy files into, out of and between striped trees, or into memory, without mounting them.
 
-Owns nothing but the two loops. Functions may be called from any thread.
+Owns nothing but the loops. Functions may be called from any thread.
 """
 
 import os
 from collections.abc import Callable
+from io import RawIOBase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_oserror
+from bootseer.fuse.striped.chunks import OpenFile
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.writer import StripeSettings
 from bootseer.store import open_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _STEP_BYTES = 4 * 2**20
 
@@ -46,28 +52,28 @@ def copy_in(
 ) -> int:
     """Store the local file `source` as `path`, striped; it appears whole or not at all.
 
-    `on_progress` is told the bytes of each step. Returns the size. Raises: BootseerError.
+    `path` is relative to the storage's URL. `on_progress` is told the bytes of each step. Returns
+    the size in bytes. Raises: NotFoundError; BusyError when `source` changes meanwhile; whatever
+    the storage fails with (NoSpaceError, UnavailableError, DeadlineError, ...).
     """
     try:
         file = source.open("rb", buffering=0)
     except OSError as error:
         raise from_oserror(error, f"read {source}") from error
-    writer = storage.writer(path)
-    try:
-        with file:
-            while True:
-                try:
-                    data = file.read(_STEP_BYTES)
-                except OSError as error:
-                    raise from_oserror(error, f"read {source}") from error
-                if not data:
-                    break
+    with file:
+        writer = storage.writer(path)
+        try:
+            before = os.fstat(file.fileno())
+            while data := _read_local(file, source):
                 writer.append(data)
                 on_progress(len(data))
-        writer.publish()
-        return writer.size_bytes
-    finally:
-        writer.close()
+            after = os.fstat(file.fileno())
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise BusyError(f"{source} was written to while it was copied; copy it again")
+            writer.publish()
+            return writer.size_bytes
+        finally:
+            writer.close()
 
 
 def copy_out(
@@ -79,7 +85,9 @@ def copy_out(
 ) -> int:
     """Write the striped or ordinary file `path` to the local file `target`, whole or not at all.
 
-    Returns the size. Raises: BootseerError.
+    `on_progress` is told the bytes of each step. Returns the size in bytes. Raises: NotFoundError,
+    CorruptError, NoSpaceError, UnavailableError (also when `path` is replaced meanwhile and its
+    old content gone), DeadlineError, ...
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     opened = storage.reader.open(storage.tree.stored.view(path))
@@ -108,3 +116,75 @@ def copy_out(
         raise from_oserror(error, f"write {target}") from error
     finally:
         storage.reader.close(opened)
+
+
+def copy_across(
+    source: StripedStorage,
+    path: str,
+    target: StripedStorage,
+    target_path: str,
+    *,
+    on_progress: Callable[[int], None] = _ignore,
+) -> int:
+    """Store the file `path` of one storage in another, or the same; whole or not at all.
+
+    It is striped as the target's settings say. Returns the size in bytes; raises as the other two.
+    """
+    opened = source.reader.open(source.tree.stored.view(path))
+    try:
+        writer = target.writer(target_path)
+        try:
+            while pieces := source.reader.read(opened, writer.size_bytes, _STEP_BYTES):
+                for piece in pieces:
+                    writer.append(piece)
+                    on_progress(len(piece))
+            writer.publish()
+            return writer.size_bytes
+        finally:
+            writer.close()
+    finally:
+        source.reader.close(opened)
+
+
+def read_into(storage: StripedStorage, path: str, buffer: "Buffer", offset: int = 0) -> int:
+    """Fill `buffer` with the bytes of `path` from `offset` on, from all parts at once.
+
+    `buffer`: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy, pinned
+    memory, mmap), of any shape; it is filled as bytes. Nothing lies between the network and it.
+    Returns how many bytes were read, fewer than it holds only at the end of the file; all of them
+    match their checksums. After an error the buffer's content is undefined.
+
+    Raises: InvalidInputError, NotFoundError, CorruptError, UnavailableError, DeadlineError.
+    """
+    target = memoryview(buffer)
+    if target.readonly or not target.c_contiguous or offset < 0:
+        raise InvalidInputError(
+            "read_into needs a writable, contiguous buffer and an offset that is not negative"
+        )
+    if not target.nbytes:
+        return 0
+    opened = storage.reader.open(storage.tree.stored.view(path))
+    try:
+        count = max(0, min(target.nbytes, opened.view.size_bytes - offset))
+        read_opened(storage, opened, offset, target.cast("B")[:count])
+        return count
+    finally:
+        storage.reader.close(opened)
+
+
+def read_opened(storage: StripedStorage, opened: OpenFile, offset: int, target: memoryview) -> None:
+    """Fill `target` from `offset` of an open file, which has as many bytes there."""
+    done = 0
+    while done < len(target):
+        for piece in storage.reader.read(
+            opened, offset + done, min(_STEP_BYTES, len(target) - done)
+        ):
+            target[done : done + len(piece)] = piece
+            done += len(piece)
+
+
+def _read_local(file: RawIOBase, source: Path) -> bytes | None:
+    try:
+        return file.read(_STEP_BYTES)
+    except OSError as error:
+        raise from_oserror(error, f"read {source}") from error
