@@ -94,7 +94,7 @@ class HdfsBackend(HdfsConnection):
         try:
             return self.run(work, "read", path)
         except BaseException:
-            attempt.give_up()  # a helper that is still in the library must not write any more
+            attempt.stop()  # a helper that is still in the library must not write any more
             raise
 
     def _stream(self, reader: "FileReader", offset: int, length: int | None) -> Iterator[bytes]:

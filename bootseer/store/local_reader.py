@@ -17,6 +17,7 @@ _STEP_BYTES = 8 << 20
 class LocalReader:
     """An open file; see `store.opened`. Its descriptor is closed when nobody uses it any more."""
 
+    block_bytes = 0
     can_stop = True
     has_replicas = False
 
@@ -25,7 +26,6 @@ class LocalReader:
         self._fd = fd
         self._path = path
         self._translated = translated
-        self.info = self.current()
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """As the protocol says; a call of the kernel that is under way is not given up."""
@@ -46,7 +46,7 @@ class LocalReader:
         return done
 
     def current(self) -> FileInfo:
-        """The file as it is now, which differs from `info` when it was written in place."""
+        """The file as it is now: it may have been written in place."""
         info = os.fstat(self._fd)
         return FileInfo(self._path, info.st_size, info.st_mtime_ns, False)
 

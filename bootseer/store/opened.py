@@ -24,17 +24,22 @@ class Attempt:
         """How much is in the buffer; grows while the reader is at work."""
 
     def give_up(self) -> None:
-        """From now on the buffer is not written to any more, by readers that can stop."""
+        """Let the reader stop as soon as it can."""
+        self.is_given_up = True
+
+    def stop(self) -> None:
+        """As `give_up`; when this returns, a reader that can stop writes no more."""
+        self.is_given_up = True
         with self.lock:
-            self.is_given_up = True
+            pass
 
 
 class Reader(Protocol):
     """One generation of a stored file. Any thread, several at once. Closed when it is dropped."""
 
     @property
-    def info(self) -> FileInfo:
-        """What was opened."""
+    def block_bytes(self) -> int:
+        """Where the file is cut into blocks on different disks; 0: nowhere that is known of."""
         ...
 
     @property
@@ -56,7 +61,7 @@ class Reader(Protocol):
         ...
 
     def current(self) -> FileInfo:
-        """What the bytes that it reads belong to now: not `info` where the file was changed."""
+        """What file the bytes that it reads belong to now."""
         ...
 
 
@@ -72,16 +77,13 @@ class OpensReaders(Protocol):
 class _PathReader:
     """Reads by name, for backends that keep nothing open."""
 
+    block_bytes = 0
     can_stop = False
     has_replicas = False
 
     def __init__(self, backend: Backend, path: str) -> None:
         self._backend = backend
         self._path = path
-
-    @property
-    def info(self) -> FileInfo:
-        return self._backend.stat(self._path)
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         attempt.done_bytes = self._backend.read_into(self._path, offset, buffer)

@@ -1,14 +1,19 @@
 """What is being read: the files that are open, and the runs of bytes that are here or on their way.
 
-Plain records. The lock of their `reader` guards chunks, streams and counts; a file's `view` and
-`pinned` are replaced as a whole by whoever changes its name.
+Plain records. The lock of the `window` guards chunks, that of the `reader` streams and counts; a
+file's `view` and `pinned` are replaced as a whole by whoever changes its name.
 """
 
 import threading
+from typing import TYPE_CHECKING
 
 from bootseer.fuse.striped.pool import Urgency
+from bootseer.fuse.striped.sources import Sources
 from bootseer.fuse.striped.streams import StreamTracker
 from bootseer.fuse.striped.view import FileView, Span
+
+if TYPE_CHECKING:
+    from bootseer.fuse.striped.fetching import Fetch
 
 Key = tuple[str, int, bool]
 """Identity of the file, where the chunk begins, and whether it is a whole stripe unit."""
@@ -17,7 +22,7 @@ Key = tuple[str, int, bool]
 class Chunk:
     """A run of bytes that is here, or on its way."""
 
-    __slots__ = ("data", "error", "key", "ready", "span", "urgency", "waiters")
+    __slots__ = ("data", "error", "fetch", "key", "ready", "span", "urgency", "waiters")
 
     def __init__(self, key: Key, span: Span) -> None:
         self.key = key
@@ -25,6 +30,8 @@ class Chunk:
         self.data: memoryview | None = None
         self.error: BaseException | None = None
         self.ready = threading.Event()
+        self.fetch: Fetch | None = None
+        """What brings it; None once it is here."""
         self.urgency: Urgency | None = None
         """How urgently it is queued; None once a thread works on it."""
         self.waiters = 0
@@ -33,11 +40,12 @@ class Chunk:
 class OpenFile:
     """One generation of a file that somebody has open (or warms), and who reads where in it."""
 
-    __slots__ = ("open_count", "pinned", "streams", "view")
+    __slots__ = ("open_count", "pinned", "sources", "streams", "view")
 
     def __init__(self, view: FileView) -> None:
         self.view = view
         self.streams = StreamTracker()
+        self.sources = Sources()
         self.open_count = 0
         self.pinned: bytes | None = None
         """The whole content, once the stored file is about to go away under its readers."""

@@ -1,20 +1,21 @@
-"""Threads that carry out fetches for a whole mount, most urgent first.
+"""Threads that carry out fetches for a whole mount, most urgent first, evenly over the sources.
 
 Owns its threads and their queue. Some of the threads take only what somebody waits for, so that
-read-ahead can never hold up a fault. A thread that is stuck in a dead server is replaced, up to a
-bound; all are daemons, so that a stuck one cannot keep the process alive.
+read-ahead can never hold up a fault. Of what nobody waits for yet, the fetch from the source with
+the fewest under way comes first, so that no source idles while another has a queue. A thread that
+is held up in a slow server is made up for, within a bound; all are daemons, so that a stuck one
+cannot keep the process alive.
 """
 
-import heapq
-import itertools
 import logging
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import IntEnum
 
 _log = logging.getLogger(__name__)
 
-_MAX_REPLACEMENTS = 64
+_LENT_MAX = 64
 
 
 class Urgency(IntEnum):
@@ -23,45 +24,68 @@ class Urgency(IntEnum):
     DEMAND = 0
     """Somebody is waiting."""
     READAHEAD = 1
-    """A sequential reader will be here soon."""
+    """A sequential reader will be here soon, or somebody waits for much at once."""
     WARM = 2
     """A start that has not opened the file yet."""
 
 
+_Job = tuple[str, Callable[[], None]]
+
+
 class FetchPool:
-    """A fixed number of fetching threads."""
+    """A number of fetching threads."""
 
     def __init__(self, thread_count: int = 16, demand_only_count: int = 4) -> None:
-        self._ready = threading.Condition()
-        self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self.thread_count = thread_count
+        lock = threading.Lock()
+        # Who may take any job and who takes only urgent ones are woken separately: one thread for
+        # each job.
+        self._any, self._urgent = threading.Condition(lock), threading.Condition(lock)
+        self._idle = {True: 0, False: 0}
+        self._queues: dict[Urgency, deque[_Job]] = {urgency: deque() for urgency in Urgency}
+        self._under_way: Counter[str] = Counter()
         self._closed = False
-        self._replacements = 0
+        self._lent = 0
+        self._surplus = 0
         for index in range(thread_count):
             self._start(demand_only=index < demand_only_count)
 
-    def submit(self, urgency: Urgency, job: Callable[[], None]) -> None:
-        """Run `job` on one of the threads. A job must not raise; submitted twice it runs twice."""
-        with self._ready:
-            heapq.heappush(self._heap, (urgency, next(self._order), job))
-            # Whoever wakes first may be a thread that must not take this job: wake all.
-            self._ready.notify_all()
-
-    def replace_stuck(self) -> None:
-        """A job did not end within its deadline: add a thread in place of the one it holds."""
-        with self._ready:
-            if self._closed or self._replacements >= _MAX_REPLACEMENTS:
+    def submit(self, urgency: Urgency, job: Callable[[], None], source: str = "") -> None:
+        """Run `job`, which reads from `source`, on one of the threads. A job must not raise;
+        submitted twice it runs twice."""
+        with self._any:
+            if self._closed:
                 return
-            self._replacements += 1
-        _log.warning("a fetch is stuck; adding a thread in its place")
+            self._queues[urgency].append((source, job))
+            if urgency == Urgency.DEMAND and self._idle[True]:
+                self._urgent.notify()
+            else:
+                self._any.notify()
+
+    def lend(self) -> bool:
+        """A job is held up: have one thread more until `give_back`. False: there are too many."""
+        with self._any:
+            if self._closed or self._lent >= _LENT_MAX:
+                return False
+            self._lent += 1
         self._start(demand_only=False)
+        return True
+
+    def give_back(self) -> None:
+        """A job that a thread was lent for has ended after all."""
+        with self._any:
+            self._lent -= 1
+            self._surplus += 1
+            self._any.notify()
 
     def close(self) -> None:
         """Drop what is queued and let the threads end. Does not wait for a stuck one."""
-        with self._ready:
+        with self._any:
             self._closed = True
-            self._heap.clear()
-            self._ready.notify_all()
+            for queue in self._queues.values():
+                queue.clear()
+            self._any.notify_all()
+            self._urgent.notify_all()
 
     def _start(self, demand_only: bool) -> None:
         threading.Thread(
@@ -69,16 +93,43 @@ class FetchPool:
         ).start()
 
     def _run(self, demand_only: bool) -> None:
+        wakes = self._urgent if demand_only else self._any
         while True:
-            with self._ready:
-                while not self._closed and not (
-                    self._heap and (not demand_only or self._heap[0][0] == Urgency.DEMAND)
-                ):
-                    self._ready.wait()
-                if self._closed:
-                    return
-                _, _, job = heapq.heappop(self._heap)
+            with wakes:
+                while (taken := self._take(demand_only)) is None:
+                    if self._closed:
+                        return
+                    if self._surplus and not demand_only:
+                        self._surplus -= 1
+                        return
+                    self._idle[demand_only] += 1
+                    wakes.wait()
+                    self._idle[demand_only] -= 1
+                source, job = taken
+                self._under_way[source] += 1
             try:
                 job()
             except Exception:
                 _log.exception("a fetch job failed in a way it should have handled")
+            del job, taken  # what it fetched is not ours to keep
+            with wakes:
+                self._under_way[source] -= 1
+                if not self._under_way[source]:
+                    del self._under_way[source]
+
+    def _take(self, demand_only: bool) -> _Job | None:
+        """The job to do next; the lock is held."""
+        if self._closed:
+            return None
+        urgent = self._queues[Urgency.DEMAND]
+        if urgent:
+            return urgent.popleft()
+        if demand_only:
+            return None
+        for queue in self._queues.values():
+            if queue:
+                index = min(range(len(queue)), key=lambda at: self._under_way[queue[at][0]])
+                job = queue[index]
+                del queue[index]
+                return job
+        return None

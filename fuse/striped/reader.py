@@ -1,31 +1,29 @@
 """Parallel, verified reads through one window of memory for a whole mount.
 
-Owns the cache of fetched chunks (whole stripe units for sequential readers, single blocks for
-random ones), what is in flight, and the rule which chunk is given up first. Thread-safe. A chunk is
-handed out only after its checksums matched; nothing is fetched twice at the same time; every wait
-ends by the deadline or when the asking process is interrupted.
+Owns which files are open, and decides what each read fetches: for it and ahead of it. Thread-safe.
+The memory, what is in flight and every wait are the `window`'s, the attempts the `fetching`'s.
 """
 
-import errno
-import os
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
-from bootseer.errors import DeadlineError
-from bootseer.fuse.striped.chunks import Chunk, Key, OpenFile
+from bootseer.fuse.striped.buffers import BufferPool
+from bootseer.fuse.striped.chunks import Chunk, OpenFile
+from bootseer.fuse.striped.direct import DirectReads
 from bootseer.fuse.striped.fetching import Fetcher, as_raisable
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.pool import FetchPool, Urgency
-from bootseer.fuse.striped.view import FileView, Span
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.window import Window
 from bootseer.store.backend import Backend
 
 # Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
 # is being read.
 MAX_WINDOW_BYTES = 64 * 2**20
 _ACTIVE_S = 10.0
-_POLL_S = 0.25
 
 
 def _never() -> bool:
@@ -36,18 +34,27 @@ class StripedReader:
     """All reads of one mount."""
 
     def __init__(
-        self, backend: Backend, budget: MemoryBudget, pool: FetchPool, deadline_s: float
+        self,
+        backend: Backend,
+        budget: MemoryBudget,
+        pool: FetchPool,
+        deadline_s: float,
+        counters: Counters | None = None,
     ) -> None:
-        self._backend = backend
         self._budget = budget
-        self._pool = pool
-        self._deadline_s = deadline_s
-        self._fetcher = Fetcher(backend, deadline_s)
+        self._counters = counters or Counters()
+        buffers = BufferPool(budget)
+        fetcher = Fetcher(backend, buffers, pool, self._counters, deadline_s)
+        self._window = Window(fetcher, buffers, pool, deadline_s, backend.url)
+        self._direct = DirectReads(fetcher, pool, deadline_s, backend.url)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
-        self.fetched_bytes = 0
-        budget.add_reclaimer(self._reclaim)
+        budget.add_reclaimer(self._window.reclaim)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Read from the storage so far."""
+        return self._counters.look().fetched_bytes
 
     # ---- open files -----------------------------------------------------------------------
 
@@ -95,7 +102,7 @@ class StripedReader:
             advice = file.streams.observe(offset, end, self._window_max_bytes(now_s), now_s)
         wanted = self._demand(file, offset, end, advice.whole_units, cancelled)
         if advice.ahead_end > advice.ahead_start:
-            reached = self._read_ahead(
+            reached = self._window.read_ahead(
                 file, advice.ahead_start, advice.ahead_end, Urgency.READAHEAD
             )
             if reached < min(advice.ahead_end, file.view.size_bytes):
@@ -107,6 +114,45 @@ class StripedReader:
         """As `read`, in one piece."""
         return b"".join(self.read(file, offset, length))
 
+    def read_into(
+        self,
+        file: OpenFile,
+        offset: int,
+        buffer: memoryview,
+        cancelled: Callable[[], bool] = _never,
+    ) -> int:
+        """Fill `buffer` from `offset`; returns the count, short only at the end of the file.
+
+        Whole stripe units are fetched straight into it, all in parallel; only the ends, and what is
+        in the window already, are copied. When this has raised, nothing more is written into
+        `buffer`. Raises as `read`.
+        """
+        if file.pinned is not None:
+            piece = memoryview(file.pinned)[offset : offset + len(buffer)]
+            buffer[: len(piece)] = piece
+            return len(piece)
+        end = min(offset + len(buffer), file.view.size_bytes)
+        with self._direct.reading(file, cancelled) as direct:
+            copied: deque[tuple[int, int]] = deque()
+            position = offset
+            while position < end:
+                unit = file.view.unit_at(position)
+                stop = min(unit.end, end)
+                is_whole = position == unit.start and stop == unit.end
+                if is_whole and not self._window.has(file, unit):
+                    direct.fetch(unit, buffer[position - offset : stop - offset])
+                else:
+                    copied.append((position, stop))
+                position = stop
+            # While those are on their way.
+            for start, stop in copied:
+                at = start - offset
+                chunks = self._demand(file, start, stop, False, cancelled)
+                for piece in self._collect(file, chunks, start, stop, False, cancelled):
+                    buffer[at : at + len(piece)] = piece
+                    at += len(piece)
+        return max(0, end - offset)
+
     def warm(self, file: OpenFile, budget_bytes: int, cancelled: Callable[[], bool]) -> int:
         """Fetch the start of a file, at most `budget_bytes`, below every other urgency.
 
@@ -116,14 +162,16 @@ class StripedReader:
         position = 0
         while position < end and not cancelled():
             step_end = min(position + MAX_WINDOW_BYTES // 2, end)
-            reached = self._read_ahead(file, position, step_end, Urgency.WARM)
-            self._await_cached(file, position, min(reached, step_end), cancelled)
+            reached = self._window.read_ahead(file, position, step_end, Urgency.WARM)
+            error = self._window.wait_for_units(file, position, min(reached, step_end), cancelled)
+            if error is not None:
+                raise as_raisable(error, file.view.path)
             if reached < step_end:
                 return reached
             position = reached
         return position
 
-    # ---- deciding what to fetch -----------------------------------------------------------
+    # ---- the steps of a read --------------------------------------------------------------
 
     def _window_max_bytes(self, now_s: float) -> int:
         """The share of one stream: the mount's memory is divided among those that are active."""
@@ -144,98 +192,13 @@ class StripedReader:
         position = offset
         try:
             while position < end:
-                found = self._find(file, position)
-                if found is None:
-                    unit = file.view.unit_at(position)
-                    covered = min(end, unit.end) - position
-                    if whole_units or covered * 2 >= unit.length:
-                        span, is_unit = unit, True
-                    else:
-                        span, is_unit = file.view.block_at(position), False
-                    self._budget.take(span.length, self._deadline_s, cancelled)
-                    found = self._start(file, span, is_unit, Urgency.DEMAND, hold=True)
-                chunks.append(found)
-                position = found.span.end
+                chunk = self._window.demand(file, position, end, whole_units, cancelled)
+                chunks.append(chunk)
+                position = chunk.span.end
         except BaseException:
-            self._let_go(chunks)
+            self._window.let_go(chunks)
             raise
         return chunks
-
-    def _read_ahead(self, file: OpenFile, start: int, end: int, urgency: Urgency) -> int:
-        """Start fetching whole units from `start` while memory lasts; returns how far it came."""
-        position = start
-        end = min(end, file.view.size_bytes)
-        while position < end:
-            unit = file.view.unit_at(position)
-            with self._lock:
-                known = (file.view.identity, unit.start, True) in self._chunks
-            if not known:
-                if not self._budget.try_take(unit.length):
-                    return position
-                self._start(file, unit, True, urgency, hold=False)
-            position = unit.end
-        return position
-
-    def _find(self, file: OpenFile, position: int) -> Chunk | None:
-        """The chunk that holds `position`, held for the caller and made urgent, if there is one."""
-        identity = file.view.identity
-        with self._lock:
-            for key in (
-                (identity, file.view.unit_at(position).start, True),
-                (identity, file.view.block_at(position).start, False),
-            ):
-                chunk = self._chunks.get(key)
-                if chunk is not None:
-                    chunk.waiters += 1
-                    self._chunks.move_to_end(key)
-                    if chunk.urgency is not None and chunk.urgency > Urgency.DEMAND:
-                        self._queue(file, chunk, Urgency.DEMAND)
-                    return chunk
-        return None
-
-    def _start(
-        self, file: OpenFile, span: Span, is_unit: bool, urgency: Urgency, *, hold: bool
-    ) -> Chunk:
-        """Queue the fetch of `span`, whose memory is already taken, unless somebody just has."""
-        key = (file.view.identity, span.start, is_unit)
-        with self._lock:
-            chunk = self._chunks.get(key)
-            is_new = chunk is None
-            if chunk is None:
-                chunk = self._chunks[key] = Chunk(key, span)
-                self._queue(file, chunk, urgency)
-            if hold:
-                chunk.waiters += 1
-        if not is_new:
-            self._budget.give(span.length)
-        return chunk
-
-    def _queue(self, file: OpenFile, chunk: Chunk, urgency: Urgency) -> None:
-        chunk.urgency = urgency
-        self._pool.submit(urgency, lambda: self._work(file, chunk))
-
-    # ---- fetching (on the pool's threads) -------------------------------------------------
-
-    def _work(self, file: OpenFile, chunk: Chunk) -> None:
-        with self._lock:
-            # A chunk that became urgent is queued twice: only the first to come does the work.
-            if chunk.urgency is None or self._chunks.get(chunk.key) is not chunk:
-                return
-            chunk.urgency = None
-        try:
-            data = self._fetcher.fetch(file, chunk.span)
-        except BaseException as error:
-            # hdfs-native panics with exceptions that are no `Exception`; a waiter must get them.
-            with self._lock:
-                chunk.error = error
-                self._forget(chunk)
-        else:
-            with self._lock:
-                chunk.data = data
-                self.fetched_bytes += len(data)
-        chunk.ready.set()
-
-    # ---- waiting --------------------------------------------------------------------------
 
     def _collect(
         self,
@@ -250,70 +213,15 @@ class StripedReader:
         position = offset
         try:
             for chunk in chunks:
-                self._await(file, chunk, cancelled)
+                self._window.wait(file, chunk, cancelled)
                 if chunk.data is None:
                     raise as_raisable(chunk.error, file.view.path)
                 stop = min(end, chunk.span.end)
                 result.append(chunk.data[position - chunk.span.start : stop - chunk.span.start])
                 position = stop
         finally:
-            self._let_go(chunks)
+            self._window.let_go(chunks)
         if sequential:
-            # What a sequential reader has behind it goes first when memory is needed.
-            with self._lock:
-                for chunk in chunks:
-                    if chunk.span.end <= end and chunk.key in self._chunks:
-                        self._chunks.move_to_end(chunk.key, last=False)
+            self._window.passed(chunks, end)
+        self._counters.add(served_bytes=end - offset)
         return result
-
-    def _await(self, file: OpenFile, chunk: Chunk, cancelled: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._deadline_s
-        while not chunk.ready.wait(min(_POLL_S, self._deadline_s)):
-            if cancelled():
-                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-            if time.monotonic() >= deadline:
-                with self._lock:
-                    was_working = chunk.urgency is None
-                    self._forget(chunk)
-                if was_working:
-                    self._pool.replace_stuck()
-                raise DeadlineError(
-                    f"cannot read {file.view.path} at {chunk.span.start}: no answer from "
-                    f"{self._backend.url} within {self._deadline_s:.0f} s"
-                )
-
-    def _await_cached(
-        self, file: OpenFile, start: int, end: int, cancelled: Callable[[], bool]
-    ) -> None:
-        position = start
-        while position < end:
-            unit = file.view.unit_at(position)
-            with self._lock:
-                chunk = self._chunks.get((file.view.identity, unit.start, True))
-            if chunk is not None:
-                self._await(file, chunk, cancelled)
-                if chunk.error is not None:
-                    raise as_raisable(chunk.error, file.view.path)
-            position = unit.end
-
-    # ---- giving up memory -----------------------------------------------------------------
-
-    def _let_go(self, chunks: list[Chunk]) -> None:
-        with self._lock:
-            for chunk in chunks:
-                chunk.waiters -= 1
-
-    def _forget(self, chunk: Chunk) -> None:
-        """Drop a chunk, failed or given up; the lock is held."""
-        if self._chunks.get(chunk.key) is chunk:
-            del self._chunks[chunk.key]
-            self._budget.give(chunk.span.length)
-
-    def _reclaim(self, count: int) -> None:
-        with self._lock:
-            for chunk in list(self._chunks.values()):
-                if count <= 0:
-                    return
-                if chunk.data is not None and not chunk.waiters:
-                    count -= chunk.span.length
-                    self._forget(chunk)

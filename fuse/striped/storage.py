@@ -48,7 +48,9 @@ class StripedStorage:
         self.budget = MemoryBudget(memory_bytes)
         self.counters = Counters()
         self._pool = FetchPool(thread_count, max(1, thread_count // 4))
-        self.reader = StripedReader(backend, self.budget, self._pool, settings.deadline_s)
+        self.reader = StripedReader(
+            backend, self.budget, self._pool, settings.deadline_s, self.counters
+        )
         self.tree = StripedTree(
             backend,
             self.reader,

@@ -100,7 +100,13 @@ class StoredFiles:
         """The generation that the stored file `info` is."""
         known = self._know(info, whole=True)
         if known is None:
-            return FileView(info.path, plain_identity(info), info.size_bytes, info.modified_ns)
+            return FileView(
+                info.path,
+                plain_identity(info),
+                info.size_bytes,
+                info.modified_ns,
+                block_bytes=info.block_bytes,
+            )
         layout = known.layout
         assert layout is not None
         return FileView(

@@ -68,7 +68,16 @@ def generation_folder(directory: str, generation: str) -> str:
 class FileView:
     """One generation of one file. Immutable."""
 
-    __slots__ = ("_bases", "directory", "identity", "layout", "modified_ns", "path", "size_bytes")
+    __slots__ = (
+        "_bases",
+        "block_bytes",
+        "directory",
+        "identity",
+        "layout",
+        "modified_ns",
+        "path",
+        "size_bytes",
+    )
 
     def __init__(
         self,
@@ -77,14 +86,17 @@ class FileView:
         size_bytes: int,
         modified_ns: int = 0,
         layout: Layout | None = None,
+        block_bytes: int = 0,
     ) -> None:
         """`identity` differs between any two generations that may be cached at the same time;
-        `modified_ns` is that of the file at `path`."""
+        `modified_ns` is that of the file at `path`; `block_bytes`: where an ordinary file is cut
+        into blocks on different disks, if the storage does that."""
         self.path = path
         self.identity = identity
         self.size_bytes = size_bytes
         self.modified_ns = modified_ns
         self.layout = layout
+        self.block_bytes = block_bytes
         self.directory = path.rpartition("/")[0]
         self._bases: list[int] = []
         base = 0
@@ -94,7 +106,9 @@ class FileView:
 
     def moved(self, path: str) -> "FileView":
         """The same generation after a rename within its tree."""
-        return FileView(path, self.identity, self.size_bytes, self.modified_ns, self.layout)
+        return FileView(
+            path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
+        )
 
     def unit_at(self, offset: int) -> Span:
         """The stripe unit that holds byte `offset`: the unit of read-ahead."""

@@ -1,0 +1,103 @@
+"""The stored files behind an open file, and which of several readers of each serves a block best.
+
+A reader asks fixed replicas of each block; another one of the same file may ask others. hdfs-native
+neither says which DataNode serves nor lets one choose, so this learns by reader and block: what was
+late is avoided, what was fast is kept. Thread-safe; opening waits as long as the backend does.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict
+
+from bootseer.store.backend import Backend
+from bootseer.store.opened import Reader, open_reader
+
+# Each one is a new chance of another replica; a block rarely has more than three.
+_READERS_MAX = 5
+# A descriptor or the blocks' places of as many files: appended files have many parts.
+_SOURCES_MAX = 64
+_DEFAULT_BLOCK_BYTES = 64 * 2**20
+
+
+class Source:
+    """One stored file."""
+
+    def __init__(self, backend: Backend, path: str) -> None:
+        self._backend = backend
+        self._path = path
+        self._lock = threading.Lock()
+        self._readers: dict[int, Reader] = {}
+        self._numbers = itertools.count()
+        self._block_bytes = _DEFAULT_BLOCK_BYTES
+        self._slow: set[tuple[int, int]] = set()
+        self._good: dict[int, int] = {}
+        """The reader that served a block at the usual pace, by block."""
+
+    def pick(self, offset: int, avoided: set[int]) -> tuple[int, Reader]:
+        """The number of a reader, and itself: the best for the block at `offset`, and if there is
+        another one, none of those `avoided`. Raises as opening does."""
+        with self._lock:
+            block = self._block(offset)
+            others = [n for n in self._readers if n not in avoided]
+            good = self._good.get(block)
+            if good in others:
+                return good, self._readers[good]
+            for number in others:
+                if (number, block) not in self._slow:
+                    return number, self._readers[number]
+            if len(self._readers) >= _READERS_MAX:
+                # All were tried for this block and found slow: the storage is, not the replica.
+                number = (others or list(self._readers))[-1]
+                return number, self._readers[number]
+        return self._open()
+
+    def was_late(self, number: int, offset: int) -> None:
+        """That reader did not keep pace at `offset`."""
+        with self._lock:
+            block = self._block(offset)
+            self._slow.add((number, block))
+            if self._good.get(block) == number:
+                del self._good[block]
+
+    def was_good(self, number: int, offset: int) -> None:
+        """That reader kept pace at `offset`."""
+        with self._lock:
+            block = self._block(offset)
+            self._slow.discard((number, block))
+            self._good[block] = number
+
+    def drop(self, number: int) -> None:
+        """That reader failed: what it knows of the file may be out of date."""
+        with self._lock:
+            self._readers.pop(number, None)
+
+    def _block(self, offset: int) -> int:
+        return offset // self._block_bytes
+
+    def _open(self) -> tuple[int, Reader]:
+        reader = open_reader(self._backend, self._path)
+        with self._lock:
+            number = next(self._numbers)
+            self._readers[number] = reader
+            self._block_bytes = reader.block_bytes or self._block_bytes
+            return number, reader
+
+
+class Sources:
+    """The stored files of one open file. They are closed when this is dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: OrderedDict[str, Source] = OrderedDict()
+
+    def source(self, backend: Backend, path: str) -> Source:
+        """The stored file at `path`."""
+        with self._lock:
+            found = self._sources.get(path)
+            if found is None:
+                found = self._sources[path] = Source(backend, path)
+                if len(self._sources) > _SOURCES_MAX:
+                    self._sources.popitem(last=False)
+            else:
+                self._sources.move_to_end(path)
+            return found
