@@ -1,7 +1,8 @@
 """Processes that serve in the background: started with a document, they report once how it went.
 
-Alone owns that exchange, both sides of it. `start` runs `python -m MODULE REPORT_FD` with the
-document on its standard input, never on a command line: it may hold credentials. The process makes
+Alone owns that exchange, both sides of it. `begin` runs `python -m MODULE REPORT_FD`, and `hand`
+gives it the document on its standard input, never on a command line: it may hold credentials. Both
+apart let the interpreter load while the document is still being made. The process makes
 a `Report` of the descriptor, says "ready" or why not, and goes on without whoever started it. Edge
 module; a `Starting` belongs to one thread.
 """
@@ -39,6 +40,27 @@ class Starting:
         self._report_fd = report_fd
         self._what = what
         self._log = log
+
+    def hand(self, document: str) -> None:
+        """Give the process its document, once. It must fit into a pipe (64 KiB)."""
+        assert self.process.stdin is not None
+        # Its report, or the lack of one, tells more than the broken pipe.
+        with contextlib.suppress(BrokenPipeError), self.process.stdin:
+            self.process.stdin.write(document.encode())
+
+    def abandon(self) -> None:
+        """Kill the process, and close its pipe. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let the process go on alone. Idempotent."""
+        fd, self._report_fd = self._report_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def await_ready(self, timeout_s: float) -> None:
         """Until the process says that it serves.
@@ -91,14 +113,27 @@ class Starting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._report_fd)
+        self.close()
 
 
 def start(module: str, document: str, *, what: str, log: Path, append: bool = False) -> Starting:
-    """Start `module` in a session of its own; its output goes to the file `log`.
+    """`begin` and `hand` in one. Raises: BootseerError; no process is left then."""
+    starting = begin(module, what=what, log=log, append=append)
+    try:
+        starting.hand(document)
+    except BaseException as error:
+        starting.abandon()
+        if isinstance(error, OSError):
+            raise from_oserror(error, f"start {what}") from error
+        raise
+    return starting
 
-    `document` must fit into a pipe (64 KiB). `what` names the process in messages.
-    Raises: BootseerError; no process is left then.
+
+def begin(module: str, *, what: str, log: Path, append: bool = False) -> Starting:
+    """Start `module` in a session of its own; its output goes to the file `log`. It waits for its
+    document, and ends when it gets none because we have ended.
+
+    `what` names the process in messages. Raises: BootseerError; no process is left then.
     """
     try:
         sink = open(log, "ab" if append else "wb", opener=private_opener)  # noqa: SIM115
@@ -116,15 +151,6 @@ def start(module: str, document: str, *, what: str, log: Path, append: bool = Fa
             env=python_environment(),
             cwd="/",
         )
-        try:
-            assert process.stdin is not None
-            # Its report, or the lack of one, tells more than the broken pipe.
-            with contextlib.suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(document.encode())
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):

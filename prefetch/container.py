@@ -44,6 +44,7 @@ from bootseer.prefetch.process_spec import (
     resolve_user,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.server_process import ServerProcess, begin_server
 from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.rooted import resolve_in_root
 
@@ -223,47 +224,53 @@ def prepare_container(
     prefetch: bool = True,
     window_s: float = WINDOW_S,
     binds: Sequence[str] = (),
+    process: ServerProcess | None = None,
 ) -> Container:
     """Mount the image for a container of this process; its bundle is on its way when it returns.
 
-    `binds`: "SRC:/DST[:ro]". If this process ends before it has entered, all is taken down.
+    `binds`: "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
+    it has entered, all is taken down.
     Raises: as `mount.mount_image`.
     """
     parsed = [parse_bind(text) for text in binds]
-    # First: a pull takes minutes, and a folder without a server is soon swept away.
-    obtained = obtain_image(settings, image) if isinstance(image, str) else image
-    rootless = not can_mount_directly()
-    try:
-        state_dir = new_mount_dir(settings)
-    except BaseException:
-        obtained.release()
-        raise
-    scratch = settings.cache_dir / "containers" / state_dir.name
-    try:
-        tree, root = state_dir / "tree", state_dir / "root"
-        for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
-            make_private(path)
-        mounted = mount_image(
-            settings,
-            obtained,
-            tree,
-            workload=workload,
-            record=record,
-            prefetch=prefetch,
-            window_s=window_s,
-            purpose="run",
-            state_dir=state_dir,
-            scratch=str(scratch),
-            watch_pid=os.getpid(),
-            owner=(os.geteuid(), os.getegid()) if rootless else None,
-        )
-    except BaseException:
-        obtained.release()
-        with contextlib.suppress(OSError):
-            scratch.rmdir()
-        if not is_alive(state_dir):
-            shutil.rmtree(state_dir, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as stack:
+        # Loads while we look for the image.
+        process = process or stack.enter_context(begin_server(settings))
+        # Before the folder: a pull takes minutes, and one without a server is soon swept away.
+        obtained = obtain_image(settings, image) if isinstance(image, str) else image
+        rootless = not can_mount_directly()
+        try:
+            state_dir = new_mount_dir(settings, process.identity)
+        except BaseException:
+            obtained.release()
+            raise
+        scratch = settings.cache_dir / "containers" / state_dir.name
+        try:
+            tree, root = state_dir / "tree", state_dir / "root"
+            for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
+                make_private(path)
+            mounted = mount_image(
+                settings,
+                obtained,
+                tree,
+                workload=workload,
+                record=record,
+                prefetch=prefetch,
+                window_s=window_s,
+                purpose="run",
+                state_dir=state_dir,
+                scratch=str(scratch),
+                watch_pid=os.getpid(),
+                owner=(os.geteuid(), os.getegid()) if rootless else None,
+                process=process,
+            )
+        except BaseException:
+            obtained.release()
+            with contextlib.suppress(OSError):
+                scratch.rmdir()
+            if not is_alive(state_dir):
+                shutil.rmtree(state_dir, ignore_errors=True)
+            raise
     return Container(mounted, root, scratch, rootless, parsed)
 
 

@@ -25,6 +25,7 @@ from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve_plan import SUBTYPE
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import (
     READAHEAD_BYTES,
     WINDOW_S,
@@ -94,13 +95,15 @@ def mount_image(
     scratch: str = "",
     watch_pid: int | None = None,
     owner: tuple[int, int] | None = None,
+    process: ServerProcess | None = None,
 ) -> MountedImage:
     """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
     this returns. What of it was pulled is published in the background, if settings say so.
 
     The bundle of `workload` (default: the settings') is on its way by then. `record`: "auto"
     records where there is no bundle yet or where it missed much; "always"; "never".
-    `watch_pid`: unmount when that process ends.
+    `watch_pid`: unmount when that process ends. `process` serves it, if one was begun, and
+    `state_dir` is named after it.
 
     Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
     DeadlineError, CorruptError.
@@ -129,6 +132,7 @@ def mount_image(
             scratch=scratch,
             watch_pid=watch_pid,
             owner=owner,
+            process=process,
         )
     finally:
         # The server has the streams open by now.

@@ -10,7 +10,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.covers import uncover_all
+from bootseer.prefetch.server_process import new_identity
 from bootseer.private import is_own, make_private_directory, private_opener
 
 _log = logging.getLogger(__name__)
@@ -54,11 +54,6 @@ def mounts_dir(settings: Settings) -> Path:
     return settings.run_dir / "mounts"
 
 
-def log_path(settings: Settings, identity: str) -> Path:
-    """The log of a mount's server and of what it starts."""
-    return settings.run_dir / "logs" / f"{identity}.log"
-
-
 def make_private(path: Path) -> Path:
     """The folder, made for us alone if it is not there. Raises: BootseerError."""
     try:
@@ -68,14 +63,12 @@ def make_private(path: Path) -> Path:
     return path
 
 
-def new_mount_dir(settings: Settings) -> Path:
-    """A new folder for a mount; its name is the mount's identity."""
+def new_mount_dir(settings: Settings, identity: str | None = None) -> Path:
+    """A new folder for a mount; its name is the mount's identity, by default a new one."""
     # Each by itself: with `parents=True` only the last one would be private.
     make_private(settings.run_dir)
     make_private(mounts_dir(settings))
-    path = make_private(mounts_dir(settings) / secrets.token_hex(8))
-    make_private(settings.run_dir / "logs")
-    return path
+    return make_private(mounts_dir(settings) / (identity or new_identity()))
 
 
 def take_lock(directory: Path, *, create: bool = True) -> int:

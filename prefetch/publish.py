@@ -29,7 +29,8 @@ from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.prefetch.mount_state import is_alive, log_path, make_private, take_lock
+from bootseer.prefetch.mount_state import is_alive, make_private, take_lock
+from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.private import private_opener
 from bootseer.store import open_store

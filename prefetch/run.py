@@ -20,6 +20,7 @@ from bootseer.prefetch import namespaces, signals
 from bootseer.prefetch.container import Container, become, prepare_container
 from bootseer.prefetch.mount_state import wait_released
 from bootseer.prefetch.oci_runtime import exec_runc
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.reported import error_from_json, error_to_json
 
@@ -55,8 +56,10 @@ def run_image(
     record: str = "auto",
     prefetch: bool = True,
     window_s: float = WINDOW_S,
+    process: ServerProcess | None = None,
 ) -> int:
-    """Run `command` (default: the image's own) in the image; returns its exit code.
+    """Run `command` (default: the image's own) in the image; returns its exit code. `process`
+    serves it, if one was begun.
 
     Signals that this process gets are passed on. Nothing of the container outlives the call.
     Raises: as `prepare_container`; SetupFailedError with 126 or 127 where the command cannot be
@@ -71,6 +74,7 @@ def run_image(
         prefetch=prefetch,
         window_s=window_s,
         binds=binds,
+        process=process,
     )
     variables = dict(environment or {})
     if sys.stdin.isatty() and "TERM" in os.environ:

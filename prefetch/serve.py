@@ -89,7 +89,11 @@ def serve_image(plan: ServePlan, report: Report) -> None:
 
 def main() -> int:
     """The exit code: 0 after an unmount."""
-    document = json.loads(sys.stdin.buffer.read())
+    words = sys.stdin.buffer.read()
+    if not words:
+        # Whoever began us needs no server, or has ended.
+        return 0
+    document = json.loads(words)
     # The job that replaces whoever started us must not find a child that it never made.
     if os.fork():
         os._exit(0)

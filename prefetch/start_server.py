@@ -8,12 +8,10 @@ import contextlib
 import json
 import logging
 import os
-import select
 import shutil
 import time
 from pathlib import Path
 
-from bootseer import background
 from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
@@ -27,11 +25,11 @@ from bootseer.prefetch.control import new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
     is_alive,
-    log_path,
     new_mount_dir,
     wait_released,
 )
 from bootseer.prefetch.serve_plan import RECORD_MODES, ServePlan, plan_to_json
+from bootseer.prefetch.server_process import ServerProcess, begin_server
 
 READAHEAD_BYTES = 32 * 1024
 """The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
@@ -41,7 +39,6 @@ WINDOW_S = 120.0
 
 _log = logging.getLogger(__name__)
 
-_START_S = 30.0
 _FAILED_END_S = 3.0
 
 
@@ -61,10 +58,12 @@ def serve_tree(
     scratch: str = "",
     watch_pid: int | None = None,
     owner: tuple[int, int] | None = None,
+    process: ServerProcess | None = None,
 ) -> ServePlan:
     """Mount the tree whose index this node's cache holds on `directory`, an existing one, as
     `mount_image` does. `name` is what people will see. The plan that its server carries out.
 
+    `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.
     """
     if record not in RECORD_MODES:
@@ -97,7 +96,8 @@ def serve_tree(
         allow_other=os.geteuid() == 0,
     )
     try:
-        _start_server(plan)
+        process = process or begin_server(settings, identity=state.id)
+        process.serve(json.dumps(plan_to_json(plan)))
     except BaseException:
         # A server that did start unmounts and cleans up by itself, also when it finds nobody to
         # report to; until then the directory is still in use.
@@ -124,32 +124,6 @@ def check_mount_point(directory: Path) -> Path:
             raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
         raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
     return path
-
-
-def _start_server(plan: ServePlan) -> None:
-    start_alone(
-        "bootseer.prefetch.serve",
-        json.dumps(plan_to_json(plan)),
-        what=f"the server of {plan.state.directory}",
-        log=log_path(plan.settings, plan.state.id),
-    )
-
-
-def start_alone(module: str, document: str, *, what: str, log: Path) -> None:
-    """Start a process of `background` that forks at once and lives on as nobody's child; it serves
-    when this returns. Raises: what it reported, DeadlineError, UnavailableError."""
-    with background.start(module, document, what=what, log=log, append=True) as starting:
-        # Popen.wait would look every 50 ms, and each start waits for this.
-        process_fd = os.pidfd_open(starting.process.pid)
-        try:
-            if not select.select([process_fd], [], [], _START_S)[0]:
-                raise DeadlineError(f"{what} did not start in {_START_S:g} s")
-        finally:
-            os.close(process_fd)
-            # Nothing where it has ended, as it should.
-            starting.process.kill()
-            starting.process.wait()
-        starting.await_ready(_START_S)
 
 
 def end_server(state_dir: Path, state: MountState, timeout_s: float) -> None:

@@ -18,13 +18,12 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.prefetch.mount_state import (
     MountState,
-    log_path,
     new_mount_dir,
     read_state,
     wait_released,
 )
+from bootseer.prefetch.server_process import begin_server
 from bootseer.prefetch.settings_json import settings_to_json
-from bootseer.prefetch.start_server import start_alone
 from bootseer.snapshots import modes
 from bootseer.snapshots.catalogue import load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
@@ -92,12 +91,13 @@ def _hold(settings: Settings, item: Placed) -> Path:
         "state_dir": str(state_dir),
         "launcher": os.getpid(),
     }
-    start_alone(
-        "bootseer.snapshots.hold",
-        json.dumps(document),
+    process = begin_server(
+        settings,
+        identity=state_dir.name,
+        module="bootseer.snapshots.hold",
         what=f"the holder of {item.path}",
-        log=log_path(settings, state_dir.name),
     )
+    process.serve(json.dumps(document))
     return state_dir
 
 

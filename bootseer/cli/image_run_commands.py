@@ -185,21 +185,27 @@ def run(
     The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
     is the command's own; 126 and 127 where it cannot be started.
     """
-    from bootseer.prefetch.process_spec import parse_environment
-    from bootseer.prefetch.run import run_image
+    from bootseer.prefetch.server_process import begin_server
 
-    return run_image(
-        _with(current_settings(), fill_bytes_per_s, no_index),
-        reference,
-        command,
-        runtime=runtime,
-        binds=binds,
-        environment=parse_environment(variables, os.environ),
-        user=user,
-        record=_record_mode(record),
-        prefetch=prefetch,
-        window_s=window_s,
-    )
+    settings = _with(current_settings(), fill_bytes_per_s, no_index)
+    # Its code loads while ours does.
+    with begin_server(settings) as process:
+        from bootseer.prefetch.process_spec import parse_environment
+        from bootseer.prefetch.run import run_image
+
+        return run_image(
+            settings,
+            reference,
+            command,
+            runtime=runtime,
+            binds=binds,
+            environment=parse_environment(variables, os.environ),
+            user=user,
+            record=_record_mode(record),
+            prefetch=prefetch,
+            window_s=window_s,
+            process=process,
+        )
 
 
 @click.command(epilog="Example: bootseer image warm train:v1")

@@ -4,6 +4,7 @@ Alone decides what is tried where the image cannot be mounted: it is extracted. 
 is decided by `prefetch.obtain`. Main thread only.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -34,14 +35,20 @@ def open_image(
 
     Raises: BootseerError where the image cannot be had at all.
     """
-    from bootseer.prefetch.container import prepare_container
-    from bootseer.prefetch.extracted import prepare_extracted
-    from bootseer.prefetch.obtain import obtain_image
+    from bootseer.prefetch.server_process import begin_server
 
-    with timeline.span("image") as span:
+    with timeline.span("image") as span, contextlib.ExitStack() as stack:
+        process = None
+        # Its code loads while ours does. Without one, mounting says why.
+        with contextlib.suppress(BootseerError):
+            process = stack.enter_context(begin_server(settings))
+        from bootseer.prefetch.container import prepare_container
+        from bootseer.prefetch.extracted import prepare_extracted
+        from bootseer.prefetch.obtain import obtain_image
+
         obtained = obtain_image(settings, image, say=say, timeline=timeline.below(span))
         try:
-            container = prepare_container(settings, obtained, binds=binds)
+            container = prepare_container(settings, obtained, binds=binds, process=process)
             span.set("bootseer.from", "store" if obtained.image.is_published else "node")
         except (InvalidInputError, NotFoundError):
             raise

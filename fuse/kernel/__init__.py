@@ -11,12 +11,16 @@ Inside: `wire` (bytes), `connection` (what is agreed with the kernel), `mount`, 
 `session` (threads), `server`, `foreground` and `supervisor` (lives).
 """
 
-from bootseer.fuse.kernel.foreground import serve
-from bootseer.fuse.kernel.mounts import Mount, abort, find_mounts, unmount
-from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Server
-from bootseer.fuse.kernel.supervisor import supervise
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bootseer.fuse.kernel.foreground import serve
+    from bootseer.fuse.kernel.mounts import Mount, abort, find_mounts, unmount
+    from bootseer.fuse.kernel.operations import Operations
+    from bootseer.fuse.kernel.options import MountOptions
+    from bootseer.fuse.kernel.server import Server
+    from bootseer.fuse.kernel.supervisor import supervise
 
 __all__ = [
     "Mount",
@@ -29,3 +33,19 @@ __all__ = [
     "supervise",
     "unmount",
 ]
+
+# Loaded when first used: who looks for a mount need not load a server.
+_HOME = {
+    **dict.fromkeys(("Mount", "abort", "find_mounts", "unmount"), "mounts"),
+    "MountOptions": "options",
+    "Operations": "operations",
+    "Server": "server",
+    "serve": "foreground",
+    "supervise": "supervisor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -25,9 +25,10 @@ from bootseer.errors import (
 from bootseer.fuse.kernel import control, mounts
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
-from bootseer.prefetch.mount_state import is_alive, live_mounts, log_path, sweep
+from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.store import open_store
 from tests.support.image_mounts import (

@@ -16,10 +16,10 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch import hot_store, relatives
 from bootseer.prefetch.catalogue import read_tree
-from bootseer.prefetch.mount_state import log_path
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.relatives import Relative, choose, decode, describe, encode, name_of
+from bootseer.prefetch.server_process import log_path
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import (
     checksums_outside,

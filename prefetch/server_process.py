@@ -1,0 +1,103 @@
+"""A server's process from its first instruction to its report that it serves.
+
+Alone owns the two steps: `begin_server` when it is clear that there will be a server, which loads
+its code beside whatever else a start has to do; `serve` when it is clear what it will serve. Light,
+since whoever starts a server waits for what is loaded here. One thread per process.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bootseer import background
+from bootseer.config import Settings
+from bootseer.errors import DeadlineError, from_oserror
+from bootseer.private import make_private_directory
+
+_START_S = 30.0
+
+
+def new_identity() -> str:
+    """Of a mount that is about to be made."""
+    return secrets.token_hex(8)
+
+
+def log_path(settings: Settings, identity: str) -> Path:
+    """The log of a mount's server and of what it starts."""
+    return settings.run_dir / "logs" / f"{identity}.log"
+
+
+class ServerProcess:
+    """A process that waits to be told what to serve. A `with` block ends it unless it was."""
+
+    def __init__(self, identity: str, starting: background.Starting, what: str) -> None:
+        self.identity = identity
+        """Of the mount that it will serve."""
+        self._starting: background.Starting | None = starting
+        self._what = what
+
+    def serve(self, document: str) -> None:
+        """Hand it its plan, once; it serves when this returns, as nobody's child.
+
+        Raises: what it reported, DeadlineError, UnavailableError.
+        """
+        starting, self._starting = self._starting, None
+        assert starting is not None
+        with starting:
+            # Popen.wait would look every 50 ms, and each start waits for this.
+            process_fd = os.pidfd_open(starting.process.pid)
+            try:
+                starting.hand(document)
+                if not select.select([process_fd], [], [], _START_S)[0]:
+                    raise DeadlineError(f"{self._what} did not start in {_START_S:g} s")
+            finally:
+                os.close(process_fd)
+                # Nothing where it has ended, as it should.
+                starting.process.kill()
+                starting.process.wait()
+            starting.await_ready(_START_S)
+
+    def abandon(self) -> None:
+        """End it, if it was not told to serve anything. Idempotent; never raises."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with contextlib.suppress(OSError):
+                starting.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+
+def begin_server(
+    settings: Settings,
+    *,
+    identity: str | None = None,
+    module: str = "bootseer.prefetch.serve",
+    what: str = "the image's server",
+) -> ServerProcess:
+    """Start a process that will serve a mount, by default one that nobody has named yet, through
+    `module`, whose `main` forks once it has its plan. Then `serve` or `abandon` it.
+
+    Raises: BootseerError.
+    """
+    identity = identity or new_identity()
+    log = log_path(settings, identity)
+    try:
+        # Each by itself: both may be there with other modes.
+        make_private_directory(settings.run_dir)
+        make_private_directory(log.parent)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {log.parent}") from error
+    return ServerProcess(identity, background.begin(module, what=what, log=log, append=True), what)

@@ -1,0 +1,71 @@
+"""A server that is begun before anybody knows what it will serve."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.prefetch.container import prepare_container
+from bootseer.prefetch.mount_state import mounts_dir
+from bootseer.prefetch.server_process import begin_server, log_path
+from tests.support.image_mounts import settings_at
+
+_END_S = 30.0
+
+
+def _children() -> set[int]:
+    # Each thread has its own.
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for one in lists for pid in one.read_text().split()}
+
+
+def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
+    settings, before = settings_at(tmp_path), _children()
+    with begin_server(settings) as process:
+        assert _children() - before
+    assert not _children() - before
+    assert log_path(settings, process.identity).stat().st_mode & 0o777 == 0o600
+    assert not mounts_dir(settings).exists()
+
+
+def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
+    """It has no plan then, and nothing to say."""
+    settings = settings_at(tmp_path)
+    code = f"""
+import os, signal
+from bootseer.prefetch.server_process import begin_server
+from tests.support.image_mounts import settings_at
+from pathlib import Path
+process = begin_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
+print(process._starting.process.pid, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        watched = os.pidfd_open(int(one.stdout.readline()))
+        one.send_signal(signal.SIGKILL)
+    try:
+        assert select.select([watched], [], [], _END_S)[0]
+    finally:
+        os.close(watched)
+    assert log_path(settings, "orphan").read_text() == ""
+
+
+def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
+    settings, before = settings_at(tmp_path), _children()
+    with pytest.raises(NotFoundError):
+        prepare_container(settings, "nobody:1")
+    assert not _children() - before
+    assert not mounts_dir(settings).exists()
+
+
+def test_no_folder_for_its_log(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    settings.run_dir.write_text("a file")
+    with pytest.raises(BootseerError, match="run"):
+        begin_server(settings)
