@@ -37,8 +37,10 @@ class FileWriter:
         settings: StripeSettings,
         *,
         base: FileView | None = None,
+        expected: str | None = None,
     ) -> None:
-        """`base`: the generation to append to; without one the file starts empty.
+        """`base`: the generation to append to; without one the file starts empty. `expected`: the
+        identity of the file that it may replace; anything, without one.
 
         Raises UnsupportedError for a base that cannot be appended to, and on a storage where
         nothing could appear whole or not at all.
@@ -58,9 +60,10 @@ class FileWriter:
         self._body: Body | None = None
         """What was sent; None as long as all is in the tail."""
         self._tail = Tail()
+        self._announced_bytes = 0
         self._is_dirty = base is None
         self._was_written = False
-        self._expected = base.identity if base is not None else None
+        self._expected = base.identity if base is not None else expected
         self._error: BaseException | None = None
         self._is_detached = False
         if base is not None:
@@ -68,8 +71,8 @@ class FileWriter:
 
     @property
     def size_bytes(self) -> int:
-        """How long the file is, with all that was written so far."""
-        return self.sent_bytes + self._tail.length
+        """How long the file is, with all that was written, or announced by `truncate`, so far."""
+        return max(self._end, self._announced_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -111,7 +114,7 @@ class FileWriter:
             self._check()
             if not len(data):
                 return 0
-            gap = offset - self.size_bytes
+            gap = offset - self._end
             with self._failing():
                 if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
                     raise UnsupportedError(
@@ -120,7 +123,7 @@ class FileWriter:
                     )
                 if gap > 0:
                     self._add(bytes(gap), cancelled)
-                within = self.size_bytes - offset
+                within = self._end - offset
                 rest = memoryview(data)
                 if within:
                     self._tail.patch(offset - self.sent_bytes, rest[:within])
@@ -130,17 +133,21 @@ class FileWriter:
             return len(data)
 
     def truncate(self, size_bytes: int) -> None:
-        """Cut to nothing, or cut or grow within what has not been sent yet; else EOPNOTSUPP."""
+        """Cut to nothing, or within what has not been sent yet, else EOPNOTSUPP; or grow.
+
+        What is grown is expected to be written then, as safetensors does: zeros are put only for
+        up to one unit of it.
+        """
         with self._lock:
             self._check()
             if size_bytes == self.size_bytes:
                 return
             if size_bytes == 0:
                 self._reset()
-            elif size_bytes > self.size_bytes:
-                self.write(size_bytes - 1, b"\0")
             elif size_bytes >= self.sent_bytes:
-                self._tail.cut(size_bytes - self.sent_bytes)
+                if size_bytes < self._end:
+                    self._tail.cut(size_bytes - self.sent_bytes)
+                self._announced_bytes = size_bytes
             else:
                 raise UnsupportedError(
                     f"{self.path}: a striped file can be cut to nothing, or back to byte "
@@ -151,12 +158,13 @@ class FileWriter:
     def read(self, offset: int, length: int) -> bytes | None:
         """Bytes that were written and not sent yet; None where they are elsewhere."""
         with self._lock:
-            if offset >= self.size_bytes:
+            end = min(offset + length, self.size_bytes)
+            if offset >= end:
                 return b""
             if offset < self.sent_bytes:
                 return None
             start = offset - self.sent_bytes
-            return self._tail.join()[start : start + length]
+            return self._tail.join()[start : start + length].ljust(end - offset, b"\0")
 
     # ---- committing -----------------------------------------------------------------------
 
@@ -171,10 +179,12 @@ class FileWriter:
             if not self._is_dirty or self._is_detached:
                 return
             with self._failing():
+                self._fill_up(cancelled)
                 if self._fits_a_plain_file():
                     view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
                 else:
                     body = self._body or self._begin_body()
+                    body.path = self.path
                     view = body.publish(self._tail, self._expected, cancelled)
             self.view = view
             if self._body is not None or self._expected is not None:
@@ -199,6 +209,22 @@ class FileWriter:
             self._tail.clear()
 
     # ---- inside ---------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> int:
+        """What was written ends here."""
+        return self.sent_bytes + self._tail.length
+
+    def _fill_up(self, cancelled: Callable[[], bool]) -> None:
+        """Put zeros where the file was announced to be longer than what was written."""
+        gap = self.size_bytes - self._end
+        if gap > self._settings.stripe_unit_bytes:
+            raise UnsupportedError(
+                f"{self.path}: its size was set to {self._announced_bytes} bytes, and only "
+                f"{self._end} were written"
+            )
+        self._add(bytes(gap), cancelled)
+        self._announced_bytes = 0
 
     def _continue(self, base: FileView) -> None:
         """Start from an existing file; its last bytes become the tail where they are few."""
@@ -262,6 +288,7 @@ class FileWriter:
             self._body.close()
             self._body = None
         self._tail.clear()
+        self._announced_bytes = 0
         # From here on this is a new file: whatever stands under the name is replaced.
         self._expected = None
 
