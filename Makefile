@@ -26,7 +26,7 @@ demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

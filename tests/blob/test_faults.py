@@ -19,6 +19,7 @@ from bootseer.blob.pack import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
 from tests.blob.trees import packed, reader_of, state
+from tests.support.others import let_others_in
 
 NOBODY = 65534
 
@@ -94,9 +95,7 @@ def as_nobody(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+    let_others_in(tmp_path)
     (tmp_path / "in/d").mkdir(parents=True)
     (tmp_path / "in/d/secret").write_bytes(b"x")
     (tmp_path / "in/d/secret").chmod(0o600)
@@ -114,9 +113,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_extraction_without_privileges(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+    let_others_in(tmp_path)
     (tmp_path / "in/read-only").mkdir(parents=True)
     (tmp_path / "in/read-only/file").write_bytes(b"content")
     (tmp_path / "in/set-id").write_bytes(b"program")

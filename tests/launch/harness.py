@@ -107,7 +107,7 @@ class Node:
 
     def wait_clean(self) -> None:
         """Until nothing of any start is left: no process, no mount, no folder of a container."""
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 90
         while True:
             left: list[object] = [*self.processes().values(), *self.mounts()]
             for folder in ("run/mounts", "cache/containers"):

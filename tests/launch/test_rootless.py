@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch.harness import Node
 from tests.support.fuse_mount import require_fuse
+from tests.support.others import let_others_in
 
 pytestmark = pytest.mark.fuse
 
@@ -30,8 +31,7 @@ def unprivileged(node: Node) -> tuple[str, ...]:
         pytest.skip("this kernel has no user namespaces")
     if os.geteuid() != 0:
         return ()
-    for path in (node.base, *node.base.parents[:3]):
-        path.chmod(0o755)
+    let_others_in(node.base)
     subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)
     user = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups")
     read = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")

@@ -12,6 +12,7 @@ import pytest
 
 from bootseer.config import Settings
 from tests.support.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
+from tests.support.others import let_others_in
 from tests.support.rootfs import python_root
 
 pytestmark = pytest.mark.fuse
@@ -33,8 +34,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     settings = settings_at(base)
     index(settings, python_root(base / "root"), "py:1")
     if os.geteuid() == 0:
-        for path in (base, *base.parents[:2]):
-            path.chmod(0o755)
+        let_others_in(base)
         for name in ("store", "cache", "run"):
             (base / name).mkdir(exist_ok=True)
             subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", base / name], check=True)

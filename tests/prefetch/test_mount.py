@@ -253,7 +253,8 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
     for arguments in ((), (directory,)):
         shown = bootseer(node.settings, "image", "status", *arguments).stdout
         assert "its server died" in shown
-        assert str(directory) in shown
+        # A table cuts what is longer than the line.
+        assert str(directory)[:40] in shown
     assert sweep(node.settings) == 1
     assert mounts.find_mount(directory) is None
     assert not image.state_dir.exists()

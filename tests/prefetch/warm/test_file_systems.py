@@ -18,6 +18,7 @@ from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
 from tests.support.fuse_mount import check_python, mounted, require_root, short_options
+from tests.support.others import let_others_in
 from tests.support.slow_fs import SlowFileSystem
 
 _NOBODY = 65534
@@ -127,9 +128,7 @@ def test_an_overlay_is_warmed_through_its_lower_files(
 def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
-    # pytest's folders are private.
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
     evict(source)
     ours, theirs = os.pipe()
     child = os.fork()
