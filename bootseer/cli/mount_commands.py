@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -44,6 +44,13 @@ class _Octal(click.ParamType[int]):
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
 @click.option("--stripe-unit", type=_SIZE, metavar="SIZE", help="Bytes per piece (4MiB).")
 @click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8).")
+@click.option(
+    "--layout",
+    type=click.Choice(["striped", "plain"]),
+    default="striped",
+    show_default=True,
+    help="How new large files are stored.",
+)
 @click.option("--memory", type=_SIZE, metavar="SIZE", help="What the mount may hold in memory.")
 @click.option(
     "--deadline",
@@ -64,6 +71,20 @@ class _Octal(click.ParamType[int]):
     is_flag=True,
     help="Show the mount on DIRECTORY, or all of yours.",
 )
+@click.option(
+    "--restart",
+    is_flag=True,
+    help="Serve the mount on DIRECTORY by a new process; what is open stays open.",
+)
+@click.option("--force", is_flag=True, help="Restart although files are being written.")
+@click.option(
+    "--timeout",
+    type=Seconds(0, 86400),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="How long a restart waits for files that are being written.",
+)
 @json_option
 def mount(
     places: tuple[str, ...],
@@ -71,6 +92,7 @@ def mount(
     foreground: bool,
     stripe_unit: int | None,
     stripe_count: int | None,
+    layout: Literal["striped", "plain"],
     memory: int | None,
     deadline: float | None,
     allow_other: bool,
@@ -80,6 +102,9 @@ def mount(
     lifetime_pid: int | None,
     warm: bool,
     status: bool,
+    restart: bool,
+    force: bool,
+    timeout: float,
     as_json: bool,
 ) -> None:
     """Mount the checkpoints at URL on DIRECTORY.
@@ -93,6 +118,9 @@ def mount(
 
     if status:
         _show_status(places, as_json)
+        return
+    if restart:
+        _restart(places, timeout, force, as_json)
         return
     if len(places) != 2:
         raise click.UsageError("Give a URL and the directory to mount it on.")
@@ -108,6 +136,7 @@ def mount(
         stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
         memory_bytes=memory,
         deadline_s=deadline,
+        layout=layout,
         uid=uid,
         gid=gid,
         umask=0o022 if umask is None else umask,
@@ -151,6 +180,20 @@ def _show_status(places: tuple[str, ...], as_json: bool) -> None:
         _print_status(one)
 
 
+def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bool) -> None:
+    from bootseer.fuse.striped.mount import restart_checkpoints
+
+    if len(places) != 1:
+        raise click.UsageError("--restart takes one directory.")
+    pid = restart_checkpoints(
+        current_settings().run_dir, Path(places[0]), timeout_s=timeout_s, force=force
+    )
+    if as_json:
+        emit_json({"directory": places[0], "worker_pid": pid})
+    else:
+        click.echo(f"process {pid} serves {places[0]} now", err=True)
+
+
 def _print_status(one: Mapping[str, Any]) -> None:
     title = f"{one['url']} on {one['directory']}"
     if "problem" in one:
@@ -163,7 +206,7 @@ def _print_status(one: Mapping[str, Any]) -> None:
         return f"{human_bytes(int(now[f'{name}_bytes_per_s']))}/s now, {total} in all"
 
     rows = [
-        ("server", f"process {one['pid']}, up {one['uptime_s']:.0f} s"),
+        ("server", f"process {one['worker_pid']} under {one['pid']}, up {one['uptime_s']:.0f} s"),
         ("to readers", moved("served")),
         ("from the storage", moved("fetched")),
         ("to the storage", moved("written")),

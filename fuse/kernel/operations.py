@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 ROOT_NODE = 1
+# Set in the number of a request that another process may have begun (FUSE_UNIQUE_RESEND, 7.40).
+_UNIQUE_RESENT = 1 << 63
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -130,6 +132,16 @@ class Caller:
     def is_interrupted(self) -> bool:
         """Whether the process behind this request has been asked to stop waiting."""
         return self.unique in self.interrupts
+
+    @property
+    def is_resent(self) -> bool:
+        """Whether a predecessor of this process may have done, in part or whole, what is asked."""
+        return bool(self.unique & _UNIQUE_RESENT)
+
+    @property
+    def request(self) -> int:
+        """The request's number, the same when it is asked again."""
+        return self.unique & ~_UNIQUE_RESENT
 
 
 def _refuse(code: int) -> OSError:

@@ -6,6 +6,9 @@ worker dies, another takes over and makes the kernel repeat what was not answere
 do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
 hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
 
+A worker that ends with `HANDED_OVER` wants another to take over, maybe with newer code: `hand_over`
+may then replace this process by one that calls `supervise` with the same `Attached`.
+
 What `Operations` must keep to under supervision: node ids, handles and directory cookies mean the
 same in every worker, derived without state of the process (the image tree: node = inode number
 + 1, handle 0); a request may run twice, so one that changes something must bear repetition; and
@@ -34,6 +37,7 @@ from bootseer.fuse.kernel.server import Attached, Server, attach
 
 log = logging.getLogger(__name__)
 
+HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
@@ -66,11 +70,18 @@ def supervise(
     *,
     on_ready: Callable[[], None] | None = None,
     restart: RestartPolicy | None = None,
+    attached: Attached | None = None,
+    on_attached: Callable[[Attached], None] | None = None,
+    hand_over: Callable[[Attached], None] | None = None,
 ) -> None:
     """Mount, and serve `factory()` from a worker process until unmounted, SIGTERM or SIGINT.
 
     `factory` is called in each worker, after the fork. `on_ready` is called once, here, when the
     first worker serves. Main thread of a single-threaded process only.
+
+    `attached`: a mount that another process of ours has made; its requests are asked for again.
+    `on_attached` is called before the first fork. `hand_over` is called after a worker has ended
+    with `HANDED_OVER`, with the stop signals blocked; where it returns, this code goes on serving.
 
     Raises:
         InvalidInputError: this process has other threads.
@@ -84,13 +95,20 @@ def supervise(
             "starts threads, or in a process of its own"
         )
     with StopSignal() as stop:
-        attached = attach(mountpoint, options)
+        # Blocked by whoever handed over, until we had handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        is_taken_over = attached is not None
+        attached = attached or attach(mountpoint, options)
         try:
+            if on_attached is not None:
+                on_attached(attached)
             # From here on: once it is unmounted, its number may be another mount's.
             with control.connection(attached.device_minor) as connection:
                 policy = restart or RestartPolicy()
-                supervisor = _Supervisor(factory, options, attached, connection, stop, policy)
-                supervisor.run(on_ready)
+                supervisor = _Supervisor(
+                    factory, options, attached, connection, stop, policy, hand_over
+                )
+                supervisor.run(on_ready, is_taken_over)
         finally:
             os.close(attached.device)
 
@@ -106,7 +124,9 @@ class _Supervisor:
         connection: control.Connection | None,
         stop: StopSignal,
         restart: RestartPolicy,
+        hand_over: Callable[[Attached], None] | None,
     ) -> None:
+        self._hand_over = hand_over
         self._factory = factory
         self._options = options
         self._attached = attached
@@ -114,12 +134,15 @@ class _Supervisor:
         self._stop = stop
         self._restart = restart
 
-    def run(self, on_ready: Callable[[], None] | None) -> None:
+    def run(self, on_ready: Callable[[], None] | None, is_taken_over: bool) -> None:
         """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
         worker = -1
         try:
-            worker, ready = self._start(resend=False)
-            if not self._await_ready(ready):
+            worker, ready = self._start(resend=is_taken_over)
+            if is_taken_over:
+                # One that fails is replaced, as any that dies: the mount is in use.
+                os.close(ready)
+            elif not self._await_ready(ready):
                 return
             if on_ready is not None:
                 on_ready()
@@ -180,6 +203,11 @@ class _Supervisor:
     def _replace(self, code: int) -> int:
         """Start the successor of a worker that died; -1 if told to stop meanwhile."""
         path = self._attached.path
+        if code == HANDED_OVER and self._hand_over is not None:
+            self._try_to_hand_over(self._hand_over)
+            worker, ready = self._start(resend=True)
+            os.close(ready)
+            return worker
         if not self._attached.connection.resend:
             raise UnavailableError(
                 f"the process that served {path} died ({_died_of(code)}), and this kernel cannot "
@@ -196,6 +224,15 @@ class _Supervisor:
         worker, ready = self._start(resend=True)
         os.close(ready)
         return worker
+
+    def _try_to_hand_over(self, hand_over: Callable[[Attached], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            hand_over(self._attached)
+        except Exception:
+            log.exception("cannot hand %s over: serving on", self._attached.path)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _clean_up(self, worker: int) -> None:
         """End the worker within its time, and see that no reader is left waiting."""

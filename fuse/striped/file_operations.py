@@ -29,6 +29,10 @@ class FileOperations(MountTables):
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
     ) -> tuple[Entry, Opened]:
         directory, text, path = self._new_name(parent, name)
+        with self._lock:
+            again = self._opened_before(caller)
+            if again is not None:
+                return self._entry(again.node), opened_of(again)
         status = self._status(path)
         with self._lock:
             known = self._nodes.child(directory, text)
@@ -46,13 +50,25 @@ class FileOperations(MountTables):
             status = FileStatus(path, False, 0, time.time_ns(), "")
             node = self._nodes.add(directory, text, status, self._clock())
             node.is_local = True
-            handle = self._nodes.open(node, flags)
+            self._nodes.note_node(node)
+            handle = self._nodes.open(node, flags, caller.request)
             handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+            self._nodes.note(handle)
             return self._entry(node), opened_of(handle)
+
+    def _opened_before(self, caller: Caller) -> Handle | None:
+        """What a predecessor opened for this very request, whose answer it could not give."""
+        if not caller.is_resent:
+            return None
+        handles = self._nodes.handles.values()
+        return next((handle for handle in handles if handle.request == caller.request), None)
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
         with self._lock:
             known = self._node(node)
+            again = self._opened_before(caller)
+            if again is not None:
+                return opened_of(again)
             path = self._attached_path(known)
             writes = flags & os.O_ACCMODE != os.O_RDONLY
             if writes and flags & os.O_TRUNC:
@@ -61,13 +77,15 @@ class FileOperations(MountTables):
                     # look the name up again and open a node of its own.
                     self._nodes.detach(known)
                     raise refuse(errno.ESTALE, path)
-                handle = self._nodes.open(known, flags)
+                handle = self._nodes.open(known, flags, caller.request)
                 handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+                self._nodes.note(handle)
                 return opened_of(handle)
             if known.is_local:
-                handle = self._nodes.open(known, flags)
+                handle = self._nodes.open(known, flags, caller.request)
                 if writes:
                     handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+                self._nodes.note(handle)
                 return opened_of(handle)
             is_written_here = known.writer() is not None
         view = self._tree.stored.view(path)
@@ -76,12 +94,13 @@ class FileOperations(MountTables):
                 self._nodes.detach(known)
             raise refuse(errno.ESTALE, path)
         with self._lock:
-            handle = self._nodes.open(known, flags)
+            handle = self._nodes.open(known, flags, caller.request)
             if writes:
                 handle.base = view
             if flags & os.O_ACCMODE != os.O_WRONLY:
                 handle.file = self._reader.open(view)
                 known.had_readers = True
+            self._nodes.note(handle)
             return opened_of(handle)
 
     def read(
@@ -125,9 +144,19 @@ class FileOperations(MountTables):
             raise refuse(errno.EBADF)
         writer = self._writer(opened)
         opened.was_killed = False
-        if opened.flags & os.O_APPEND:
-            return writer.append(data, lambda: is_dying(caller))
-        return writer.write(offset, data, lambda: is_dying(caller))
+        try:
+            if opened.flags & os.O_APPEND:
+                return writer.append(data, lambda: is_dying(caller))
+            return writer.write(offset, data, lambda: is_dying(caller))
+        finally:
+            # Only now: if this process dies before, the kernel asks the next one to write this.
+            self._note_unfinished(opened)
+
+    def _note_unfinished(self, handle: Handle) -> None:
+        noted = handle.noted
+        if noted is None or noted["unfinished"] != handle.is_unfinished:
+            with self._lock:
+                self._nodes.note(handle)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:
         opened = self._handle(handle)
@@ -136,6 +165,8 @@ class FileOperations(MountTables):
             return
         opened.was_killed = was_killed(caller)
         if opened.was_killed:
+            with self._lock:
+                self._nodes.note(opened)
             # Killed in the middle of a save: half a checkpoint must not appear. Another process
             # that holds the descriptor too may still finish the file and close it.
             _log.warning("process %d was killed while it wrote %s", caller.pid, writer.path)
@@ -182,7 +213,10 @@ class FileOperations(MountTables):
                 handle = next((h for h in known.handles if h.writer is not None), None)
         if handle is not None:
             writer = self._writer(handle, starts_empty=size_bytes == 0)
-            writer.truncate(size_bytes)
+            try:
+                writer.truncate(size_bytes)
+            finally:
+                self._note_unfinished(handle)
             return
         path = self._attached_path(known)
         view = self._tree.stored.view(path)
@@ -201,7 +235,10 @@ class FileOperations(MountTables):
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
         if not writer.needs_publishing and not writer.has_failed:
             return
-        writer.publish()
+        try:
+            writer.publish()
+        finally:
+            self._note_unfinished(handle)
         if writer.view is not None:
             self._published(handle.node, writer.view)
 

@@ -6,10 +6,15 @@ mount. What a striped file is, and what is durable when, is decided in `tree`, `
 """
 
 import logging
+from collections.abc import Callable, Sequence
 
-from bootseer.fuse.kernel.operations import Attributes, Caller, SetAttributes
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.operations import ROOT_NODE, Attributes, Caller, SetAttributes
 from bootseer.fuse.striped.file_operations import FileOperations
+from bootseer.fuse.striped.journal import Record
 from bootseer.fuse.striped.name_operations import NameOperations
+from bootseer.fuse.striped.resumption import resume
+from bootseer.fuse.striped.writer import FileWriter
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +24,37 @@ _ABORT_WAIT_S = 2.0
 
 class StripedFileSystem(NameOperations, FileOperations):
     """A tree of striped and ordinary files, mounted."""
+
+    def begin(self, records: Sequence[Record] = ()) -> None:
+        """Before the first request: go on from a predecessor's journal, and start one's own."""
+        try:
+            resume(
+                self._nodes,
+                records,
+                self._reader,
+                lambda path: FileWriter(self._tree, path, self._budget, self._settings),
+            )
+        except (BootseerError, LookupError, TypeError, ValueError) as error:
+            _log.error("what was open is not known any more: %s", error)
+            self._nodes.continue_from([], [])
+        self._inherited = set(self._nodes.by_id) - {ROOT_NODE}
+        self._nodes.start_journal()
+
+    def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
+        """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
+        False where a file is being written."""
+        with self._lock:
+            if any(handle.is_unfinished for handle in self._nodes.handles.values()):
+                return False
+            stop()
+            return True
+
+    def forget(self, node: int, count: int) -> None:
+        """The nodes that a predecessor looked up are in nobody's count: the kernel forgets an inode
+        with all its lookups at once."""
+        if node in self._inherited:
+            self._inherited.discard(node)
+            self.dropped(node)
 
     def destroyed(self) -> None:
         """A file that is still open was not finished by whoever wrote it: it does not appear."""

@@ -1,11 +1,13 @@
 """Directory listings: what each open directory shows, and what a listing told about its files.
 
-Owns both, for a short time. Thread-safe.
+Owns both, for a short time. Thread-safe. Names are in order, so that a listing that was begun
+with a predecessor of this process goes on where it was.
 """
 
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 from bootseer.fuse.kernel.operations import DirectoryEntry
@@ -25,11 +27,20 @@ class Listings:
         self._lock = threading.Lock()
         self._open: dict[int, list[tuple[str, bool]]] = {}
         self._listed: dict[str, tuple[float, FileInfo]] = {}
-        self._next = 1
+        # Never a number that a predecessor of this process may have used.
+        self._next = time.monotonic_ns()
 
-    def open(self, infos: Iterable[FileInfo], local_names: Iterable[str], now_s: float) -> int:
-        """Keep a snapshot of a directory; returns its handle. `local_names`: files that only this
-        mount knows."""
+    def open(
+        self,
+        infos: Iterable[FileInfo],
+        local_names: Iterable[str],
+        now_s: float,
+        handle: int | None = None,
+    ) -> int:
+        """Keep a snapshot of a directory; returns its handle, a new one unless it is given.
+
+        `local_names`: files that only this mount knows.
+        """
         with self._lock:
             if len(self._listed) > _MAX_LISTED:
                 self._listed.clear()
@@ -39,15 +50,21 @@ class Listings:
                 names[info.path.rpartition("/")[2]] = info.is_dir
             for name in local_names:
                 names.setdefault(name, False)
-            handle = self._next
-            self._next += 1
-            self._open[handle] = list(names.items())
+            if handle is None:
+                handle = self._next
+                self._next += 1
+            self._open[handle] = sorted(names.items())
             return handle
 
-    def read(self, handle: int, offset: int, known: dict[str, int]) -> Sequence[DirectoryEntry]:
-        """Entries behind the cookie `offset`. `known`: the nodes of names that have one."""
+    def read(
+        self, handle: int, offset: int, known: dict[str, int]
+    ) -> Sequence[DirectoryEntry] | None:
+        """Entries behind the cookie `offset`; None where the handle is not known. `known`: the
+        nodes of names that have one."""
         with self._lock:
-            names = self._open.get(handle, [])
+            names = self._open.get(handle)
+            if names is None:
+                return None
             start = max(0, offset - _FIRST_COOKIE + 1)
             page = names[start : start + _REPLY_ENTRIES]
         return [

@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,18 +21,24 @@ from bootseer.errors import (
     DeadlineError,
     InvalidInputError,
     NotFoundError,
+    UnavailableError,
     from_oserror,
 )
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounts import absolute, find_mount
+from bootseer.fuse.striped.control import ask
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.mount_spec import MountSpec, MountState, log_path, read_state
+from bootseer.fuse.striped.mount_spec import MountSpec, control_path, is_alive, log_path, read_state
 from bootseer.fuse.striped.server import SUBTYPE
+from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.private import make_private_directory
 
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.
 _END_GRACE_S = 15.0
+# A server that was asked to go is gone after this, or has stayed: a file was being written again.
+_RESTART_S = 3.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,12 @@ class MountedCheckpoints:
     pid: int
     log: Path
     run_dir: Path
+
+    @property
+    def worker_pid(self) -> int:
+        """The process that answers now; `pid` holds the mount, and replaces it when it dies."""
+        state = read_state(self.run_dir, self.directory)
+        return state.worker_pid if state is not None else 0
 
     def close(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Unmount; returns the files whose last bytes were lost (see `unmount_checkpoints`)."""
@@ -73,6 +86,7 @@ def mount_spec(
     stripe_count: int = DEFAULT_STRIPE_COUNT,
     memory_bytes: int | None = None,
     deadline_s: float | None = None,
+    layout: LayoutKind = "striped",
     uid: int | None = None,
     gid: int | None = None,
     umask: int = 0o022,
@@ -97,6 +111,7 @@ def mount_spec(
         everyone_writes=everyone_writes,
         stripe_unit_bytes=stripe_unit_bytes,
         stripe_count=stripe_count,
+        layout=layout,
         uid=uid,
         gid=gid,
         umask=umask,
@@ -140,6 +155,54 @@ def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
     return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, run_dir)
 
 
+def restart_checkpoints(
+    run_dir: Path, directory: Path, *, timeout_s: float, force: bool = False
+) -> int:
+    """Let a new process, of the code that is installed now, go on serving a mount; its id.
+
+    What is open stays open. Waits until no file is being written, or with `force` lets those
+    writers fail, with EIO. Raises: NotFoundError, UnsupportedError, DeadlineError; BusyError, which
+    names what is being written.
+    """
+    path = absolute(directory)
+    state = read_state(run_dir, path)
+    if state is None or not state.is_running:
+        raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
+    control = control_path(run_dir, path)
+    before = ask(control, "status")["worker_pid"]
+    deadline = time.monotonic() + timeout_s
+    while True:
+        unfinished = ask(control, "restart-now" if force else "restart")["unfinished"]
+        if not unfinished:
+            after = _await_another(control, before)
+            if after:
+                return after
+        if time.monotonic() >= deadline:
+            if not unfinished:
+                raise DeadlineError(f"the server of {path} does not go; see its log")
+            raise BusyError(
+                f"cannot restart the server of {path}: {', '.join(unfinished)} is being written; "
+                "wait, or use --force, which fails its writer"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _await_another(control: Path, before: int) -> int:
+    """The id of the process that serves instead of `before`; 0 where that one stays."""
+    deadline = time.monotonic() + _RESTART_S
+    while time.monotonic() < deadline:
+        try:
+            now = int(ask(control, "status")["worker_pid"])
+        except UnavailableError:
+            # The one is gone, the other not there yet.
+            deadline = max(deadline, time.monotonic() + _RESTART_S)
+            now = before
+        if now != before:
+            return now
+        time.sleep(_LOOK_S)
+    return 0
+
+
 def unmount_checkpoints(
     run_dir: Path, directory: Path, *, timeout_s: float = 10.0
 ) -> tuple[str, ...]:
@@ -165,22 +228,25 @@ def unmount_checkpoints(
         # The server sees its connection end, and ends.
         kernel.unmount(path, timeout_s=timeout_s)
     if state is not None and state.is_running:
-        _end_server(state)
+        for pid, ticks in state.processes:
+            _end_process(pid, ticks)
     ended = read_state(run_dir, path)
     return ended.unwritten if ended is not None else ()
 
 
-def _end_server(state: MountState) -> None:
-    """Wait for the server; it cleans up for a while. Then SIGTERM, then SIGKILL."""
+def _end_process(pid: int, ticks: int) -> None:
+    """Wait for a process of the server; it cleans up for a while. Then SIGTERM, then SIGKILL."""
+    if not is_alive(pid, ticks):
+        return
     try:
-        process = os.pidfd_open(state.pid)
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     except OSError as error:
-        raise from_oserror(error, f"reach the server process {state.pid}") from error
+        raise from_oserror(error, f"reach the server process {pid}") from error
     try:
         # Between reading the state and this the process may have ended, and its id been reused.
-        if not state.is_running:
+        if not is_alive(pid, ticks):
             return
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:
@@ -188,6 +254,6 @@ def _end_server(state: MountState) -> None:
                     signal.pidfd_send_signal(process, number)
             if select.select([process], [], [], _END_GRACE_S)[0]:
                 return
-        raise DeadlineError(f"the server process {state.pid} does not end")
+        raise DeadlineError(f"the server process {pid} does not end")
     finally:
         os.close(process)

@@ -1,7 +1,8 @@
 """What a mount of a checkpoint tree is told, and what it leaves behind: two small JSON documents.
 
 Owns their form and place: `<run_dir>/checkpoint-mounts/<id>.json` and `.log`, where the id is
-derived from the mount point; `.control` is the socket of the server. Immutable values; the state
+derived from the mount point; `.control` is the socket of the server, `.journal` what its successor
+needs. Immutable values; the state
 file is replaced as a whole.
 """
 
@@ -11,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +24,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.private import is_own, make_private_directory
 
 _MAX_STATE_BYTES = 1 << 20
@@ -45,6 +46,7 @@ class MountSpec:
     """Whoever can reach the mount may do everything: for one that only a container can reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     stripe_count: int = DEFAULT_STRIPE_COUNT
+    layout: LayoutKind = "striped"
     uid: int | None = None
     """Who owns everything that is shown; None: the user who mounts."""
     gid: int | None = None
@@ -58,7 +60,9 @@ class MountSpec:
     @property
     def stripe_settings(self) -> StripeSettings:
         """Raises: InvalidInputError."""
-        return StripeSettings(self.stripe_unit_bytes, self.stripe_count, self.deadline_s)
+        return StripeSettings(
+            self.stripe_unit_bytes, self.stripe_count, self.deadline_s, self.layout
+        )
 
     def to_json(self) -> str:
         """One line."""
@@ -84,6 +88,9 @@ class MountState:
     """With the pid, names the process for sure."""
     started_s: float = 0.0
     """When it was mounted, since 1970."""
+    worker_pid: int = 0
+    """The process that answers; `pid` holds the mount, and replaces that one when it dies."""
+    worker_ticks: int = 0
     ended: bool = False
     unwritten: tuple[str, ...] = ()
     """Files that were still being written when the mount ended; nothing of them is kept."""
@@ -94,14 +101,15 @@ class MountState:
         ticks = start_ticks(os.getpid()) or 0
         return cls(spec.url, spec.directory, os.getpid(), ticks, time.time())
 
-    def finished(self, unwritten: list[str]) -> "MountState":
-        """The same mount at its end."""
-        return replace(self, ended=True, unwritten=tuple(unwritten))
+    @property
+    def processes(self) -> tuple[tuple[int, int], ...]:
+        """Each of the server's processes: its id, and when it started."""
+        return ((self.pid, self.start_ticks), (self.worker_pid, self.worker_ticks))
 
     @property
     def is_running(self) -> bool:
-        """Whether the server process lives."""
-        return not self.ended and start_ticks(self.pid) == self.start_ticks
+        """Whether a server process lives."""
+        return not self.ended and any(is_alive(*process) for process in self.processes)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -112,6 +120,11 @@ def start_ticks(pid: int) -> int | None:
         return None if fields[0] == "Z" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def is_alive(pid: int, ticks: int) -> bool:
+    """Whether the process that started then has not ended."""
+    return pid > 0 and start_ticks(pid) == ticks
 
 
 def state_path(run_dir: Path, directory: Path) -> Path:
@@ -128,6 +141,11 @@ def log_path(run_dir: Path, directory: Path) -> Path:
 def control_path(run_dir: Path, directory: Path) -> Path:
     """Where the server of a mount is asked."""
     return state_path(run_dir, directory).with_suffix(".control")
+
+
+def journal_path(run_dir: Path, directory: Path) -> Path:
+    """What a server's successor goes on from."""
+    return state_path(run_dir, directory).with_suffix(".journal")
 
 
 def states(run_dir: Path) -> Iterator[MountState]:

@@ -70,7 +70,13 @@ class NameOperations(MountTables):
 
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
         directory, text, path = self._new_name(parent, name)
-        status = self._tree.mkdir(path)
+        try:
+            status = self._tree.mkdir(path)
+        except FileExistsError:
+            made = self._status(path) if caller.is_resent else None
+            if made is None or not made.is_dir:
+                raise
+            status = made
         with self._lock:
             return self._entry(self._nodes.add(directory, text, status, self._clock()))
 
@@ -81,7 +87,11 @@ class NameOperations(MountTables):
             known = self._nodes.child(directory, text)
             if known is not None and self._nodes.local_children(known):
                 raise refuse(errno.ENOTEMPTY, path)
-        self._tree.rmdir(path)
+        try:
+            self._tree.rmdir(path)
+        except NotFoundError:
+            if not caller.is_resent:
+                raise
         self._gone(directory, text, path)
 
     def unlink(self, caller: Caller, parent: int, name: bytes) -> None:
@@ -96,7 +106,7 @@ class NameOperations(MountTables):
         try:
             self._tree.unlink(path)
         except NotFoundError:
-            if not is_local:
+            if not is_local and not caller.is_resent:
                 raise
         self._gone(directory, text, path)
 
@@ -122,7 +132,11 @@ class NameOperations(MountTables):
         moving = [writer for writer in writers if writer.path == source]
         for writer in moving:
             writer.publish()
-        self._tree.rename(source, target, replace=not flags)
+        try:
+            self._tree.rename(source, target, replace=not flags)
+        except NotFoundError:
+            if not caller.is_resent or self._status(target) is None:
+                raise
         with self._lock:
             for writer in writers:
                 if writer.path == target and writer not in moving:
@@ -136,6 +150,7 @@ class NameOperations(MountTables):
                 known.is_local = False
                 known.seen_s = 0.0
                 self._nodes.move(known, new_directory, new_text)
+                self._nodes.note_moved()
             elif taken is not None:
                 self._nodes.detach(taken)
             self._listings.clear()
@@ -149,6 +164,7 @@ class NameOperations(MountTables):
         with self._lock:
             if status is not None and not node.is_detached:
                 node.status, node.seen_s = status, self._clock()
+                self._nodes.note_node(node)
 
     def _gone(self, directory: Node, name: str, path: str) -> None:
         with self._lock:
@@ -157,8 +173,12 @@ class NameOperations(MountTables):
             if known is not None:
                 known.is_local = False
                 self._nodes.detach(known)
+            self._nodes.note_moved()
 
     def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
+        return Opened(handle=self._list(node))
+
+    def _list(self, node: int, handle: int | None = None) -> int:
         with self._lock:
             directory = self._node(node)
             path = self._attached_path(directory)
@@ -170,14 +190,19 @@ class NameOperations(MountTables):
             infos = []  # The root is made when something is first written.
         with self._lock:
             local = [child.name for child in self._nodes.local_children(directory)]
-        return Opened(handle=self._listings.open(infos, local, self._clock()))
+        return self._listings.open(infos, local, self._clock(), handle)
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
         with self._lock:
             known = self._nodes.children(self._node(node))
-        return self._listings.read(handle, offset, known)
+        entries = self._listings.read(handle, offset, known)
+        if entries is None:
+            # Opened in a predecessor of this process.
+            self._list(node, handle)
+            entries = self._listings.read(handle, offset, known)
+        return entries or ()
 
     def releasedir(self, node: int, handle: int) -> None:
         self._listings.close(handle)

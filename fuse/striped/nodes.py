@@ -3,16 +3,19 @@
 Owns both tables. A node stands for one generation of a file as far as readers go: when a name
 comes to mean another generation, it gets a new node and the old one is *detached*, so that pages
 the kernel keeps for a node never belong to other bytes. Not thread-safe: the file system holds its
-lock around every call.
+lock around every call. Every change is told to the journal, from which a successor of this process
+makes the same tables.
 """
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.chunks import OpenFile
+from bootseer.fuse.striped.journal import Journal, Record, view_to_json
 from bootseer.fuse.striped.stored import FileStatus
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import FileWriter
@@ -78,23 +81,122 @@ class Handle:
     writer: FileWriter | None = None
     was_killed: bool = False
     """Whether the process that closed it last was ended by a signal."""
+    request: int = 0
+    """The request that opened it: a successor may be asked to do that once more."""
+    noted: Record | None = None
+    """What the journal has of it."""
 
     @property
     def is_writable(self) -> bool:
         """Whether write(2) is allowed."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether bytes would be lost with this process."""
+        return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
+
+    def record(self) -> Record:
+        """What a successor must know."""
+        base = self.writer.view if self.writer is not None else self.base
+        return {
+            "file": self.id,
+            "node": self.node.id,
+            "flags": self.flags,
+            "request": self.request,
+            "reads": view_to_json(self.file.view if self.file is not None else None),
+            "base": view_to_json(base),
+            "writes": self.writer is not None,
+            "unfinished": self.is_unfinished,
+            "killed": self.was_killed,
+        }
+
+
+def node_record(node: Node) -> Record:
+    """What a successor must know of a node."""
+    status = node.status
+    return {
+        "node": node.id,
+        "parent": node.parent.id if node.parent is not None else None,
+        "name": node.name,
+        "status": [status.is_dir, status.size_bytes, status.modified_ns, status.identity],
+        "local": node.is_local,
+        "forgotten": node.is_forgotten,
+    }
+
 
 class NodeTable:
     """All nodes and handles."""
 
-    def __init__(self, root: FileStatus, now_s: float) -> None:
+    def __init__(self, root: FileStatus, now_s: float, journal: Journal | None = None) -> None:
+        """With a journal, `start_journal` must follow."""
+        self._journal = journal
         self.root = Node(ROOT_NODE, None, "", root, now_s)
         self.by_id: dict[int, Node] = {ROOT_NODE: self.root}
         self.handles: dict[int, Handle] = {}
         self._by_name: dict[tuple[int, str], Node] = {}
         self._ids = itertools.count(ROOT_NODE + 1)
         self._handle_ids = itertools.count(1)
+
+    # ---- the journal ----------------------------------------------------------------------
+
+    def start_journal(self) -> None:
+        """Write all that is known."""
+        if self._journal is None:
+            return
+        with self._journal.anew():
+            for node in self.by_id.values():
+                self.note_node(node)
+            for handle in self.handles.values():
+                handle.noted = None
+                self.note(handle)
+
+    def note_node(self, node: Node) -> None:
+        """A node is new, or not what it was."""
+        if self._journal is not None and node is not self.root:
+            self._add(node_record(node))
+
+    def note(self, handle: Handle) -> None:
+        """A file was opened, or is not what it was. Before the kernel is answered."""
+        if self._journal is None:
+            return
+        record = handle.record()
+        if record == handle.noted:
+            return
+        handle.noted = record
+        for view in (handle.file.view if handle.file is not None else None, handle.base):
+            if view is not None:
+                self._journal.add_layout(view)
+        if handle.writer is not None and handle.writer.view is not None:
+            self._journal.add_layout(handle.writer.view)
+        self._add(record)
+
+    def note_moved(self) -> None:
+        """Names have changed: open files may lie elsewhere now."""
+        for handle in self.handles.values():
+            self.note(handle)
+
+    def _add(self, record: Record) -> None:
+        if self._journal is None:
+            return
+        self._journal.add(record)
+        if self._journal.is_outgrown:
+            self.start_journal()
+
+    def continue_from(self, nodes: list[Node], handles: list[Handle]) -> None:
+        """Take over what a predecessor knew. Nothing new gets a number that it may have used."""
+        for node in nodes:
+            self.by_id[node.id] = node
+            if node.parent is not None:
+                node.parent.child_count += 1
+                self._by_name[node.parent.id, node.name] = node
+        for handle in handles:
+            self.handles[handle.id] = handle
+            handle.node.handles.append(handle)
+        self._ids = itertools.count(time.monotonic_ns())
+        self._handle_ids = itertools.count(time.monotonic_ns())
+
+    # ---- nodes ----------------------------------------------------------------------------
 
     def child(self, parent: Node, name: str) -> Node | None:
         """The node that now has this name."""
@@ -119,6 +221,7 @@ class NodeTable:
         parent.child_count += 1
         self.by_id[node.id] = node
         self._by_name[parent.id, name] = node
+        self.note_node(node)
         return node
 
     def detach(self, node: Node) -> None:
@@ -128,6 +231,8 @@ class NodeTable:
             self._by_name.pop((parent.id, node.name), None)
             node.parent = None
             parent.child_count -= 1
+            if node.id in self.by_id:
+                self.note_node(node)
             if parent.is_forgotten:
                 self.forget(parent.id)
 
@@ -140,6 +245,7 @@ class NodeTable:
         node.parent, node.name = parent, name
         parent.child_count += 1
         self._by_name[parent.id, name] = node
+        self.note_node(node)
 
     def forget(self, node_id: int) -> None:
         """The kernel does not know the node any more."""
@@ -150,11 +256,14 @@ class NodeTable:
         if node.handles or node.child_count:
             return
         del self.by_id[node_id]
+        self._add({"gone": node_id})
         self.detach(node)
 
-    def open(self, node: Node, flags: int) -> Handle:
-        """A new handle of a node."""
-        handle = Handle(next(self._handle_ids), node, flags)
+    # ---- handles --------------------------------------------------------------------------
+
+    def open(self, node: Node, flags: int, request: int) -> Handle:
+        """A new handle of a node. `note` it when it has what it needs."""
+        handle = Handle(next(self._handle_ids), node, flags, request=request)
         self.handles[handle.id] = handle
         node.handles.append(handle)
         return handle
@@ -162,6 +271,7 @@ class NodeTable:
     def close(self, handle: Handle) -> None:
         """The handle is gone."""
         self.handles.pop(handle.id, None)
+        self._add({"closed": handle.id})
         handle.node.handles.remove(handle)
         if handle.node.is_forgotten:
             self.forget(handle.node.id)

@@ -1,41 +1,37 @@
-"""The process that serves one mounted checkpoint tree.
+"""The process behind one mounted checkpoint tree: it holds the mount, and a worker of it serves.
 
-Owns the life of the mount: start, warm-up, the watch on the process that the mount is for, the end.
-Run as `python -m bootseer.fuse.striped.server REPORT_FD` with a `MountSpec` on stdin (see
-`background`); reports whether the mount works, then serves until unmounted, a signal, or that
-process ends.
+Owns the mount's options, its state file, and the change to newer code while files are open: this
+process then replaces itself (execve) and keeps the descriptor. Run as
+`python -m bootseer.fuse.striped.server REPORT_FD` with a `MountSpec` on stdin (see `background`).
 """
 
 import contextlib
-import ctypes
+import dataclasses
+import json
 import logging
 import os
-import select
+import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from bootseer.background import Report
-from bootseer.errors import (
-    InvalidInputError,
-    NotFoundError,
-    UnsupportedError,
-    exit_code_of,
-    from_oserror,
+from bootseer.background import Report, python_environment
+from bootseer.errors import BootseerError, UnavailableError, exit_code_of, from_oserror
+from bootseer.fuse.kernel import MountOptions
+from bootseer.fuse.kernel.connection import Connection
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.server import Attached
+from bootseer.fuse.kernel.supervisor import supervise
+from bootseer.fuse.striped.mount_spec import (
+    MountSpec,
+    MountState,
+    control_path,
+    journal_path,
+    read_state,
+    write_state,
 )
-from bootseer.fuse.kernel import MountOptions, Server
-from bootseer.fuse.kernel.foreground import StopSignal
-from bootseer.fuse.striped.control import ControlServer
-from bootseer.fuse.striped.file_system import StripedFileSystem
-from bootseer.fuse.striped.mount_spec import MountSpec, MountState, control_path, write_state
-from bootseer.fuse.striped.presentation import Ownership
-from bootseer.fuse.striped.status import RecentErrors, status_document
-from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.warm import warm_newest
 from bootseer.redact import public_url
-from bootseer.store import open_backend
 
 _log = logging.getLogger(__name__)
 
@@ -44,114 +40,79 @@ _THREADS = 16
 # A request may wait for memory as long as bytes still move, so this is no measure of slowness: it
 # is the end of any request whose own deadlines have failed.
 _REQUEST_DEADLINES = 4
-# What of the memory a warm-up may take: demand and other readers need the rest.
-_WARM_SHARE = 0.75
+_IMPORT_S = 60.0
+_IMPORTS = "import bootseer.fuse.striped.server, bootseer.fuse.striped.worker"
+_RESUME = "--resume"
 
 
-# mallopt(3), glibc's numbers; the threshold is the largest that it takes.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_MMAP_THRESHOLD_BYTES = 32 * 2**20
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What this process got from the one that it was before."""
+
+    attached: Attached
+    owner_fd: int | None
 
 
-def _keep_freed_memory(limit_bytes: int) -> None:
-    """Let malloc reuse the window's buffers instead of returning each to the kernel.
-
-    Else every 4 MiB unit costs a thousand page faults: measured 0.73 against 0.50 CPU s/GiB of
-    reading. Does nothing where the C library is not glibc.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, min(limit_bytes, 2**31 - 1))
-    mallopt(_M_ARENA_MAX, 1)
-
-
-def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], object]) -> list[str]:
+def serve_checkpoints(
+    spec: MountSpec,
+    on_ready: Callable[[], None],
+    *,
+    report: Report | None = None,
+    handed: _Handed | None = None,
+) -> list[str]:
     """Mount and serve in the foreground; returns the files that were left unwritten at the end.
 
-    Main thread only. Raises: BootseerError.
+    `report` hears why a worker could not start. Main thread of a single-threaded process only.
+    Raises: BootseerError.
     """
-    _keep_freed_memory(spec.memory_bytes)
-    errors = RecentErrors()
-    logging.getLogger("bootseer").addHandler(errors)
-    storage = StripedStorage(
-        open_backend(spec.url, deadline_s=spec.deadline_s),
-        spec.stripe_settings,
-        memory_bytes=spec.memory_bytes,
-    )
-    try:
-        _check_root(storage, spec)
-        file_system = StripedFileSystem(
-            storage.tree, storage.budget, spec.stripe_settings, owner=_owner(spec)
-        )
-        state = MountState.of_this_process(spec)
-        with _lifetime(spec.lifetime_pid) as owner, StopSignal() as stop:
-            server = Server(
-                file_system, Path(spec.directory), _mount_options(spec), on_end=stop.wake
-            )
-            write_state(Path(spec.run_dir), state)
-            stopping = threading.Event()
-            control = ControlServer(
-                control_path(Path(spec.run_dir), Path(spec.directory)),
-                {"status": lambda: _status(storage, file_system, state, errors)},
-            )
+    run_dir, directory = Path(spec.run_dir), Path(spec.directory)
+    live: list[Attached] = []
+    with _owner_of(spec, handed) as owner_fd:
+
+        def worker() -> Operations:
+            # Imported here: a worker that follows one that died starts with little to inherit.
+            from bootseer.fuse.striped.worker import MountedFileSystem
+
             try:
-                server.mount()
-                on_ready()
-                if spec.warm:
-                    _start_warming(storage, spec, stopping)
-                select.select([stop.fileno(), *owner], [], [])
+                return MountedFileSystem(
+                    spec, owner_fd=owner_fd, can_restart=live[0].connection.resend
+                )
+            except (BootseerError, OSError) as error:
+                if report is not None:
+                    report.send_error(error)
+                raise
             finally:
-                stopping.set()
-                control.close()
-                with contextlib.ExitStack() as ending:
-                    ending.callback(
-                        lambda: write_state(
-                            Path(spec.run_dir), state.finished(file_system.unwritten)
-                        )
-                    )
-                    server.unmount()
-        return file_system.unwritten
-    finally:
-        storage.close()
+                if report is not None:
+                    # Ours is a copy: the supervisor reports when a worker serves.
+                    report.close()
 
-
-def _status(
-    storage: StripedStorage, file_system: StripedFileSystem, state: MountState, errors: RecentErrors
-) -> dict[str, Any]:
-    memory = {
-        "limit_bytes": storage.budget.limit_bytes,
-        "used_bytes": storage.budget.used_bytes,
-        "peak_bytes": storage.budget.peak_bytes,
-    }
-    return status_document(
-        state, storage.counters.look(), file_system.figures(), memory, errors.kept()
-    )
-
-
-def _owner(spec: MountSpec) -> Ownership:
-    uid = os.geteuid() if spec.uid is None else spec.uid
-    gid = os.getegid() if spec.gid is None else spec.gid
-    return Ownership(uid, gid, spec.umask)
-
-
-def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
-    if not spec.read_only and not storage.backend.has_atomic_rename:
-        raise UnsupportedError(
-            f"{public_url(spec.url)} cannot rename in one step, which a safe commit needs: mount "
-            "it with --read-only"
-        )
-    try:
-        if not storage.backend.stat("").is_dir:
-            raise InvalidInputError(
-                f"{public_url(spec.url)} is a file; mount the folder that holds it"
+        if handed is None:
+            # A predecessor's, who had a mount of his own.
+            journal_path(run_dir, directory).unlink(missing_ok=True)
+            write_state(run_dir, MountState.of_this_process(spec))
+        try:
+            supervise(
+                worker,
+                directory,
+                _mount_options(spec),
+                on_ready=on_ready,
+                attached=handed.attached if handed is not None else None,
+                on_attached=live.append,
+                hand_over=lambda attached: _hand_over(spec, attached, owner_fd),
             )
-    except NotFoundError:
-        if spec.read_only:
-            raise
-        storage.backend.mkdir("")
+        finally:
+            unwritten = _note_end(run_dir, directory)
+    return unwritten
+
+
+def _note_end(run_dir: Path, directory: Path) -> list[str]:
+    for path in (journal_path(run_dir, directory), control_path(run_dir, directory)):
+        path.unlink(missing_ok=True)
+    state = read_state(run_dir, directory)
+    if state is None:
+        return []
+    write_state(run_dir, replace(state, ended=True))
+    return list(state.unwritten)
 
 
 def _mount_options(spec: MountSpec) -> MountOptions:
@@ -171,28 +132,73 @@ def _mount_options(spec: MountSpec) -> MountOptions:
 
 
 @contextlib.contextmanager
-def _lifetime(pid: int | None) -> Iterator[list[int]]:
-    """A list with a descriptor that becomes readable when the process ends; empty for None."""
-    if pid is None:
-        yield []
-        return
+def _owner_of(spec: MountSpec, handed: _Handed | None) -> Iterator[int | None]:
+    """A descriptor that becomes readable when the process ends that the mount is for."""
+    if handed is not None:
+        fd = handed.owner_fd
+    elif spec.lifetime_pid is None:
+        fd = None
+    else:
+        try:
+            fd = os.pidfd_open(spec.lifetime_pid)
+        except OSError as error:
+            raise from_oserror(error, f"watch process {spec.lifetime_pid}") from error
     try:
-        fd = os.pidfd_open(pid)
-    except OSError as error:
-        raise from_oserror(error, f"watch process {pid}") from error
-    try:
-        yield [fd]
+        yield fd
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
-def _start_warming(storage: StripedStorage, spec: MountSpec, stopping: threading.Event) -> None:
-    def run() -> None:
-        budget_bytes = int(spec.memory_bytes * _WARM_SHARE)
-        count = warm_newest(storage, budget_bytes, stopping.is_set)
-        _log.info("read %d bytes of the newest checkpoint ahead", count)
+# ---- newer code for the same mount ---------------------------------------------------------
 
-    threading.Thread(target=run, name="stripe-warm", daemon=True).start()
+
+def _hand_over(spec: MountSpec, attached: Attached, owner_fd: int | None) -> None:
+    """Become what is installed now. Returns, after a warning, where that cannot be imported."""
+    environment = python_environment()
+    command = [sys.executable, "-m", "bootseer.fuse.striped.server"]
+    check = [sys.executable, "-c", _IMPORTS]
+    tried = subprocess.run(
+        check, env=environment, cwd="/", capture_output=True, timeout=_IMPORT_S, check=False
+    )
+    if tried.returncode != 0:
+        reason = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        _log.error("the code that is installed now does not start, going on as before: %s", reason)
+        return
+    document = {
+        "spec": spec.to_json(),
+        "owner_fd": owner_fd,
+        "device": attached.device,
+        "device_minor": attached.device_minor,
+        "path": os.fspath(attached.path),
+        "connection": dataclasses.asdict(attached.connection),
+    }
+    kept = os.memfd_create("bootseer-resume")
+    with open(kept, "w", encoding="utf-8", closefd=False) as file:
+        json.dump(document, file)
+    os.lseek(kept, 0, os.SEEK_SET)
+    for fd in (kept, attached.device, owner_fd):
+        if fd is not None:
+            os.set_inheritable(fd, True)
+    _log.info("going on with the code that is installed now")
+    os.execve(sys.executable, [*command, _RESUME, str(kept)], environment)
+
+
+def _taken_over(kept: int) -> tuple[MountSpec, _Handed]:
+    with open(kept, encoding="utf-8") as file:
+        document = json.load(file)
+    owner_fd = document["owner_fd"]
+    for fd in (document["device"], owner_fd):
+        if fd is not None:
+            os.set_inheritable(fd, False)
+    attached = Attached(
+        document["device"],
+        document["device_minor"],
+        Path(document["path"]),
+        Connection(**document["connection"]),
+        None,
+    )
+    return MountSpec.from_json(document["spec"]), _Handed(attached, owner_fd)
 
 
 def main() -> None:
@@ -200,11 +206,19 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    if sys.argv[1] == _RESUME:
+        spec, handed = _taken_over(int(sys.argv[2]))
+        serve_checkpoints(spec, lambda: None, handed=handed)
+        return
     report = Report(int(sys.argv[1]), "the mount's server")
+
+    def ready() -> None:
+        if not report.send_ready():
+            raise UnavailableError("nobody waits for the mount any more")
+
     try:
         spec = MountSpec.from_json(sys.stdin.read())
-        # Whoever started us may be gone: the mount is there for others, too.
-        serve_checkpoints(spec, report.send_ready)
+        serve_checkpoints(spec, ready, report=report)
     except BaseException as error:
         _log.exception("the mount ended")
         report.send_error(error)

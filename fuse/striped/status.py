@@ -66,6 +66,7 @@ def status_document(
         "url": public_url(state.url),
         "directory": state.directory,
         "pid": state.pid,
+        "worker_pid": state.worker_pid,
         "uptime_s": max(0.0, time.time() - state.started_s),
         **asdict(opened),
         "memory": dict(memory),

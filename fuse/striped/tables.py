@@ -14,6 +14,7 @@ from collections.abc import Callable
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
 from bootseer.fuse.striped.graveyard import is_hidden
+from bootseer.fuse.striped.journal import Journal
 from bootseer.fuse.striped.listing import Listings
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.nodes import Handle, Node, NodeTable
@@ -47,6 +48,7 @@ class MountTables(Operations):
         *,
         owner: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
@@ -56,10 +58,12 @@ class MountTables(Operations):
         self._settings = settings
         self._owner = owner or Ownership(os.geteuid(), os.getegid())
         self._request_count = 0
+        self._inherited: set[int] = set()
+        """Nodes that a predecessor of this process named, and nobody has forgotten since."""
         self._clock = clock
         self._lock = threading.RLock()
         root = FileStatus("", True, 0, time.time_ns(), "")
-        self._nodes = NodeTable(root, clock())
+        self._nodes = NodeTable(root, clock(), journal)
         self._listings = Listings(CACHE_S)
 
     def figures(self) -> OpenFigures:
@@ -142,6 +146,8 @@ class MountTables(Operations):
             self._listings.drop(view.path)
             old_identity = node.status.identity
             node.status, node.seen_s, node.is_local = status, self._clock(), False
+            self._nodes.note_node(node)
+            self._nodes.note_moved()
             if node.had_readers and not node.is_detached and old_identity != view.identity:
                 # The kernel may hold pages of the generation before: the name gets a new node.
                 assert node.parent is not None
