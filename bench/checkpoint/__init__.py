@@ -1,0 +1,1 @@
+"""What the checkpoint cases stand on: capped HDFS clusters, clients of theirs, peers, loaders."""

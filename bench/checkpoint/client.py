@@ -1,0 +1,224 @@
+"""Moves one file in a process of its own, and prints what it took, as JSON.
+
+    python -m bench.checkpoint.client ACTION '{"path": ...}'
+
+Starting the interpreter, imports and connecting are not measured; opening the file is. What is read
+is checked against `content`.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoint.content import BLOCK_BYTES, Check, Content
+from bench.page_cache import evict_file
+
+Timed = Callable[[], int]
+"""The part that is measured; returns how many bytes it moved."""
+
+
+def read_file(path: str, size_bytes: int) -> Timed:
+    """The first `size_bytes` of a file of a file system, in steps of 1 MiB."""
+    evict_file(Path(path))
+    buffer = memoryview(bytearray(b"\1" * BLOCK_BYTES))
+
+    def work() -> int:
+        check = Check()
+        descriptor = os.open(path, os.O_RDONLY)
+        while check.read_bytes < size_bytes and (count := os.readv(descriptor, [buffer])):
+            check.feed(check.read_bytes, buffer[:count])
+        os.close(descriptor)
+        return check.read_bytes
+
+    return work
+
+
+def read_files(paths: list[str], size_bytes: int) -> Timed:
+    """Several files at once, a thread for each."""
+    reads = [read_file(path, size_bytes) for path in paths]
+    pool = ThreadPoolExecutor(len(paths))
+
+    def work() -> int:
+        return sum(future.result() for future in [pool.submit(read) for read in reads])
+
+    return work
+
+
+def write_file(path: str, size_bytes: int) -> Timed:
+    """A new file of a file system, in steps of 1 MiB, with fsync and close."""
+    content = Content()
+
+    def work() -> int:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for index in range(size_bytes // BLOCK_BYTES):
+            block = memoryview(content.block(index))
+            while block:
+                block = block[os.write(descriptor, block) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return size_bytes
+
+    return work
+
+
+def write_files(paths: list[str], size_bytes: int) -> Timed:
+    """Several new files at once, a thread for each."""
+    writes = [write_file(path, size_bytes) for path in paths]
+    pool = ThreadPoolExecutor(len(paths))
+
+    def work() -> int:
+        return sum(future.result() for future in [pool.submit(write) for write in writes])
+
+    return work
+
+
+def read_fsspec(url: str, size_bytes: int) -> Timed:
+    """By our fsspec file system, in steps of 1 MiB. `url` is that of the target."""
+    import fsspec
+
+    from bootseer.fuse.striped.filesystem import CheckpointFileSystem
+
+    fsspec.register_implementation("bootseer", CheckpointFileSystem, clobber=True)
+    system, path = fsspec.core.url_to_fs(f"bootseer::{url}")
+    buffer = memoryview(bytearray(b"\1" * BLOCK_BYTES))
+
+    def work() -> int:
+        check = Check()
+        with system.open(path, "rb") as file:
+            while check.read_bytes < size_bytes and (count := file.readinto(buffer)):
+                check.feed(check.read_bytes, buffer[:count])
+        return check.read_bytes
+
+    return work
+
+
+def read_into(url: str, name: str, size_bytes: int) -> Timed:
+    """All of a file into one buffer of ours, by `copy.read_into`."""
+    from bootseer.config import load_settings
+    from bootseer.fuse.striped import copy
+
+    storage = copy.open_storage(load_settings(), url)
+    buffer = bytearray(b"\1" * size_bytes)
+
+    def work() -> int:
+        count = copy.read_into(storage, name, buffer)
+        Check().feed(0, memoryview(buffer)[:count])
+        return count
+
+    return work
+
+
+def native_read(
+    url: str, paths: list[str], size_bytes: int, *, threads: int = 1, range_bytes: int = 0
+) -> Timed:
+    """By hdfs-native: files as streams, or in ranges that `threads` take from a queue.
+
+    `size_bytes` of each file. With several paths nothing is checked: they are parts.
+    """
+    import hdfs_native
+
+    client = hdfs_native.Client(url)
+
+    def read_range(path: str, offset: int, length: int) -> int:
+        check = Check()
+        reader = client.read(path)
+        length = min(length, len(reader) - offset)
+        for chunk in reader.read_range_stream(offset, length) if length > 0 else ():
+            if len(paths) == 1:
+                check.feed(offset + check.read_bytes, chunk)
+            else:
+                check.read_bytes += len(chunk)
+        return check.read_bytes
+
+    def ranges() -> Iterator[tuple[str, int, int]]:
+        for path in paths:
+            for offset in range(0, size_bytes, range_bytes or size_bytes):
+                yield path, offset, min(range_bytes or size_bytes, size_bytes - offset)
+
+    def work() -> int:
+        with ThreadPoolExecutor(threads) as pool:
+            return sum(pool.map(lambda each: read_range(*each), ranges()))
+
+    return work
+
+
+def native_write(url: str, path: str, size_bytes: int) -> Timed:
+    """By hdfs-native, one stream."""
+    import hdfs_native
+
+    client = hdfs_native.Client(url)
+    content = Content()
+
+    def work() -> int:
+        writer = client.create(path, hdfs_native.WriteOptions(overwrite=True))
+        for index in range(size_bytes // BLOCK_BYTES):
+            writer.write(content.block(index))
+        writer.close()
+        return size_bytes
+
+    return work
+
+
+def libhdfs_read(address: str, path: str, size_bytes: int) -> Timed:
+    """By pyarrow over libhdfs, one stream; the JVM runs before."""
+    from pyarrow.fs import HadoopFileSystem
+
+    host, _, port = address.partition(":")
+    system = HadoopFileSystem(host, int(port), user="hdfs")
+    buffer = memoryview(bytearray(b"\1" * BLOCK_BYTES))
+
+    def work() -> int:
+        check = Check()
+        with system.open_input_file(path) as file:
+            while check.read_bytes < size_bytes and (count := file.readinto(buffer)):
+                check.feed(check.read_bytes, buffer[:count])
+        return check.read_bytes
+
+    return work
+
+
+_ACTIONS: dict[str, Callable[..., Timed]] = {
+    action.__name__: action
+    for action in (
+        read_file,
+        read_files,
+        write_file,
+        write_files,
+        read_fsspec,
+        read_into,
+        native_read,
+        native_write,
+        libhdfs_read,
+    )
+}
+
+
+def main(action: str, arguments: dict[str, Any]) -> None:
+    """Print {"wall_s", "cpu_s", "moved_bytes", "peak_bytes"}."""
+    work = _ACTIONS[action](**arguments)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    started_ns = time.monotonic_ns()
+    moved_bytes = work()
+    wall_s = (time.monotonic_ns() - started_ns) / 1e9
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    outcome = {
+        "wall_s": wall_s,
+        "cpu_s": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
+        "moved_bytes": moved_bytes,
+        # ru_maxrss is in KiB (getrusage(2)).
+        "peak_bytes": after.ru_maxrss * 1024,
+    }
+    sys.stdout.write(json.dumps(outcome) + "\n")
+    sys.stdout.flush()
+    # Threads of client libraries and of the JVM are not waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

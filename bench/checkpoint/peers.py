@@ -1,0 +1,133 @@
+"""Other clients of HDFS: programs of Debian's packages, and libhdfs built for pyarrow.
+
+Owns where they are kept and how they are started. Nothing is installed. libhdfs is in no package
+index as a binary: pydoop's source distribution carries Hadoop's own C source of it.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.containers.packages import Packages
+from bench.model import SkippedError, Workspace
+from bench.processes import Server, mounted
+from tests.hdfs.classpath import classpath
+
+_SUITE = "bookworm"
+_PYDOOP = "pydoop==2.0.0"
+_STEP_DEADLINE_S = 240.0
+
+
+def program(workspace: Workspace, package: str, name: str) -> Path:
+    """The program `name` of a Debian package. Raises: SkippedError."""
+    path = Packages(workspace.kept / "packages").unpacked(_SUITE, package) / "usr/bin" / name
+    note(workspace, f"{name} is that of Debian {_SUITE}'s package {package}")
+    return path
+
+
+def note(workspace: Workspace, line: str) -> None:
+    """Add a line to the case's notes, once."""
+    notes: list[str] = workspace.shared.setdefault("notes", [])
+    if line not in notes:
+        notes.append(line)
+
+
+def rclone_remote(address: str, path: str) -> str:
+    """How rclone names a file or folder of an HDFS."""
+    return f":hdfs,namenode='{address}',username=hdfs:{path}"
+
+
+@contextlib.contextmanager
+def rclone_mount(
+    rclone: Path, address: str, folder: str, mountpoint: Path, log: Path
+) -> Iterator[Server]:
+    """`folder` mounted by rclone with its defaults. Raises: SkippedError."""
+    command = [str(rclone), "mount", "--config", "/dev/null"]
+    command += [rclone_remote(address, folder), str(mountpoint)]
+    with mounted(command, mountpoint, log) as server:
+        yield server
+
+
+def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
+    """What pyarrow needs to find libhdfs, the JVM and Hadoop's jars. Raises: SkippedError."""
+    folder = workspace.kept / "libhdfs"
+    if not (folder / "libhdfs.so").exists():
+        work = workspace.kept / "libhdfs-work"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        try:
+            _build_libhdfs(work)
+            shutil.rmtree(folder, ignore_errors=True)
+            (work / "built").rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    note(workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars")
+    return {
+        "ARROW_LIBHDFS_DIR": str(folder),
+        "CLASSPATH": ":".join(map(str, classpath())),
+        "JAVA_HOME": str(_java_home()),
+    }
+
+
+def _java_home() -> Path:
+    compiler = shutil.which("javac")
+    if compiler is None:
+        raise SkippedError("libhdfs needs a JDK (openjdk-17-jdk-headless)")
+    return Path(compiler).resolve().parent.parent
+
+
+def _build_libhdfs(work: Path) -> None:
+    if shutil.which("gcc") is None:
+        raise SkippedError("libhdfs is built with gcc, and there is none")
+    # Its setup.py, which pip asks for its needs, is of a time when setuptools had pkg_resources.
+    (work / "constraints.txt").write_text("setuptools<60\n")
+    _run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+            *("--no-binary", ":all:", "--dest", str(work), _PYDOOP),
+        ],
+        work,
+    )
+    with tarfile.open(next(work.glob("pydoop-*.tar.gz"))) as archive:
+        for member in archive:
+            inside = member.name.partition("/src/libhdfs/")[2]
+            if member.isfile() and inside and ".." not in inside:
+                target = work / "source" / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source = archive.extractfile(member)
+                assert source is not None, "a file has content"
+                target.write_bytes(source.read())
+    home = _java_home()
+    headers = [".", "include", "include/hdfs", "common", "os", "os/posix"]
+    headers += [str(home / "include"), str(home / "include/linux")]
+    files = ["exception.c", "hdfs.c", "jni_helper.c", "common/htable.c"]
+    files += [str(path) for path in sorted((work / "source/os/posix").glob("*.c"))]
+    virtual_machine = home / "lib/server"
+    (work / "built").mkdir()
+    _run(
+        [
+            *("gcc", "-shared", "-fPIC", "-O2", "-w", *(f"-I{folder}" for folder in headers)),
+            *(*files, f"-L{virtual_machine}", "-ljvm", f"-Wl,-rpath,{virtual_machine}"),
+            *("-lpthread", "-o", str(work / "built/libhdfs.so")),
+        ],
+        work / "source",
+    )
+
+
+def _run(command: list[str], folder: Path) -> None:
+    environment = {**os.environ, "PIP_CONSTRAINT": str(folder / "constraints.txt")}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=_STEP_DEADLINE_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SkippedError(f"libhdfs cannot be built: {error}") from error
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip()[-300:]
+        raise SkippedError(f"libhdfs cannot be built: {command[0]}: {words}")
