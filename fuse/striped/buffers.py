@@ -40,13 +40,13 @@ class BufferPool:
     def take(self, length: int, timeout_s: float, cancelled: Callable[[], bool]) -> memoryview:
         """A buffer of `length` bytes with any content. Raises as `MemoryBudget.take`."""
         size = _slab_bytes(length)
-        self._budget.take(size, timeout_s, cancelled)
+        self._budget.take(size, timeout_s, cancelled, reuses=True)
         return self._view(size, length)
 
     def try_take(self, length: int) -> memoryview | None:
         """As `take`; None where the memory is not free and nobody gives it up at once."""
         size = _slab_bytes(length)
-        return self._view(size, length) if self._budget.try_take(size) else None
+        return self._view(size, length) if self._budget.try_take(size, reuses=True) else None
 
     def _view(self, size: int, length: int) -> memoryview:
         with self._lock:
@@ -55,6 +55,7 @@ class BufferPool:
             if slab is not None:
                 self._spare_bytes -= size
         if slab is None:
+            self._budget.trim()
             slab = mmap.mmap(-1, size)
             if size >= _HUGE_PAGE_BYTES:
                 slab.madvise(mmap.MADV_HUGEPAGE)

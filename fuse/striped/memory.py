@@ -44,19 +44,27 @@ class MemoryBudget:
         """The most that was ever held."""
         return self._peak_bytes
 
-    def try_take(self, count: int) -> bool:
-        """Take `count` bytes if they are free, or can be freed at once."""
+    def try_take(self, count: int, *, reuses: bool = False) -> bool:
+        """Take `count` bytes if they are free, or can be freed at once. `reuses`: they come out of
+        what is kept for later use, if it has them."""
         for reclaim in (*self._reclaimers, None):
             with self._changed:
                 if self._fits(count):
-                    self._take(count)
+                    self._take(count, reuses)
                     return True
                 missing = self._used_bytes + count - self.limit_bytes
             if reclaim is not None:
                 reclaim(missing)
         return False
 
-    def take(self, count: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+    def take(
+        self,
+        count: int,
+        timeout_s: float,
+        cancelled: Callable[[], bool],
+        *,
+        reuses: bool = False,
+    ) -> None:
         """Take `count` bytes; wait while nothing is free.
 
         Raises DeadlineError when nobody gave anything back for `timeout_s`. Returns without having
@@ -64,7 +72,7 @@ class MemoryBudget:
         wait ends with InterruptedError.
         """
         deadline = time.monotonic() + timeout_s
-        while not self.try_take(count):
+        while not self.try_take(count, reuses=reuses):
             with self._changed:
                 before = self._used_bytes
                 self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
@@ -88,7 +96,12 @@ class MemoryBudget:
         # A single taker larger than the whole budget is let through alone, rather than never.
         return self._used_bytes + count <= self.limit_bytes or self._used_bytes == 0
 
-    def _take(self, count: int) -> None:
+    def _take(self, count: int, reuses: bool) -> None:
         self._used_bytes += count
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        self._trim(max(0, self.limit_bytes - self._used_bytes))
+        self.trim(count if reuses else 0)
+
+    def trim(self, expected_bytes: int = 0) -> None:
+        """Let go of what is kept for later use beyond the budget, and of `expected_bytes` less."""
+        with self.lock:
+            self._trim(max(0, self.limit_bytes - self._used_bytes) + expected_bytes)
