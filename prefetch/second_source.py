@@ -30,7 +30,8 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
     def repair(blob: Blob) -> None:
         """Raises: BootseerError."""
         # Most servers never need what speaks to registries.
-        from bootseer.prefetch.sources import REGISTRY, open_source
+        from bootseer.prefetch.source_names import REGISTRY
+        from bootseer.prefetch.sources import open_source
 
         digest = blob.stream_digest
         cache = NodeCache(settings.cache_dir)

@@ -7,7 +7,6 @@ since whoever starts a server waits for what is loaded here. One thread per proc
 
 import contextlib
 import os
-import secrets
 import select
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ _START_S = 30.0
 
 def new_identity() -> str:
     """Of a mount that is about to be made."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def log_path(settings: Settings, identity: str) -> Path:

@@ -13,42 +13,15 @@ from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.source_names import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
 from bootseer.prefetch.sources import oci_layout
 from bootseer.prefetch.sources.directory import open_directory
 from bootseer.prefetch.sources.docker_archive import open_docker_archive
-from bootseer.prefetch.sources.docker_engine import PREFIX as DOCKER
 from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.prefetch.sources.stored_layout import open_stored_layout
 
-__all__ = [
-    "ImageConfig",
-    "ImageSource",
-    "Layer",
-    "is_source",
-    "name_of_source",
-    "open_source",
-]
-
-REGISTRY = "registry://"
-_ARCHIVES = ("docker-archive:", "oci-archive:")
-
-
-def is_source(text: str) -> bool:
-    """Whether `text` says where an image is, rather than naming one in the store."""
-    prefixes = (DOCKER, REGISTRY, oci_layout.PREFIX, *_ARCHIVES)
-    return text.startswith(prefixes) or ("/" in text and Path(text).exists())
-
-
-def name_of_source(source: str) -> str | None:
-    """What the image in `source` is called in a store, where that can be told without asking the
-    source: for a registry. Raises: InvalidInputError."""
-    if not source.startswith(REGISTRY):
-        return None
-    from bootseer.prefetch.sources.registry import store_name
-    from bootseer.registry.reference import parse_reference
-
-    return store_name(parse_reference(source.removeprefix(REGISTRY)))
+__all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
 
 
 def open_source(
@@ -72,13 +45,13 @@ def open_source(
 
         name = source.removeprefix(REGISTRY)
         return open_registry(name, hosts_dir=registry_hosts_dir, deadline_s=deadline_s)
-    if source.startswith(oci_layout.PREFIX):
-        location = source.removeprefix(oci_layout.PREFIX)
+    if source.startswith(OCI_LAYOUT):
+        location = source.removeprefix(OCI_LAYOUT)
         if "://" in location:
             url, _, tag = location.partition("#")
             return open_stored_layout(url, tag)
         return oci_layout.open_oci_layout(*oci_layout.split_tag(location, Path.is_dir))
-    for prefix in _ARCHIVES:
+    for prefix in ARCHIVES:
         if source.startswith(prefix):
             location = source.removeprefix(prefix)
             return open_docker_archive(*oci_layout.split_tag(location, Path.is_file))

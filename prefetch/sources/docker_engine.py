@@ -15,7 +15,6 @@ from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.model import ImageSource
 from bootseer.private import make_private_directory
 
-PREFIX = "docker://"
 _CHUNK_BYTES = 2**20
 _DEADLINE_S = 60
 """Per answer of the engine, not for the whole image; the SDK applies it to each read."""

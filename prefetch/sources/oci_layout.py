@@ -14,7 +14,6 @@ from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.prefetch.sources.layout import read_layout
 from bootseer.prefetch.sources.model import ImageSource, name_of
 
-PREFIX = "oci:"
 MARKER = "oci-layout"
 
 

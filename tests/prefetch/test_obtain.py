@@ -27,7 +27,7 @@ from bootseer.prefetch.catalogue import (
 from bootseer.prefetch.indexing import change_time_ns, index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue
-from bootseer.prefetch.obtain import _changed_since
+from bootseer.prefetch.obtain_source import _changed_since
 from bootseer.prefetch.publish_image import _CachedLayer, publish_node_image
 from bootseer.prefetch.records import ImageRecord, decode_layer
 from bootseer.prefetch.relatives import name_of

@@ -18,7 +18,8 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.prefetch.catalogue import check_reference
-from bootseer.prefetch.sources import ImageSource, is_source, open_source
+from bootseer.prefetch.source_names import is_source
+from bootseer.prefetch.sources import ImageSource, open_source
 from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of, open_registry_client
 from bootseer.registry.reference import parse_reference
