@@ -17,6 +17,9 @@ from bootseer.fuse.striped.view import FileView
 class Body(Protocol):
     """The bytes before the tail."""
 
+    path: str
+    """Of the file; changes when it is renamed while it is written."""
+
     @property
     def sent_bytes(self) -> int:
         """How many they are."""

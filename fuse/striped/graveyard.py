@@ -13,11 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_header, decode_layout, may_be_layout
+from bootseer.fuse.striped.layout import (
+    PARTS_FOLDER,
+    decode_header,
+    decode_layout,
+    may_be_layout,
+)
 from bootseer.fuse.striped.view import generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo
 
 _log = logging.getLogger(__name__)
+
+_RUN_PREFIX = ".bootseer-run-"
 
 _SWEEP_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -105,13 +112,16 @@ class Graveyard:
 
 
 def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
-    """What lies in the parts folder of `directory` and is named by no layout there.
+    """What lies in the parts folder of `directory` and is named by no layout there, and what was
+    to be joined to a file and never was.
 
     An unfinished save of a living writer looks the same as that of a dead one: the caller decides
     by age. Raises UnknownFormatError or CorruptError rather than call a file's parts garbage.
     """
     named: set[str] = set()
     for info in backend.list(directory):
+        if not info.is_dir and info.path.rpartition("/")[2].startswith(_RUN_PREFIX):
+            yield info
         if info.is_dir or not may_be_layout(info.size_bytes):
             continue
         data = backend.read(info.path)
@@ -127,6 +137,12 @@ def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
             yield info
 
 
+def run_name(directory: str, generation: str) -> str:
+    """Where a stored file lies that is about to be joined to another one of `directory`."""
+    name = f"{_RUN_PREFIX}{generation}"
+    return f"{directory}/{name}" if directory else name
+
+
 def is_hidden(name: str) -> bool:
     """Whether the mount hides this name."""
-    return name == PARTS_FOLDER
+    return name == PARTS_FOLDER or name.startswith(_RUN_PREFIX)

@@ -29,7 +29,7 @@ class PlainBody(Body):
     ) -> None:
         """`base`: the stored file to add to. Raises UnsupportedError where that cannot be done."""
         self._tree = tree
-        self._path = path
+        self.path = path
         self._settings = settings
         self._base = base
         self._joiner = joiner(tree.backend)
@@ -51,7 +51,7 @@ class PlainBody(Body):
     def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:
-            self._segment = begin_segment(self._tree, self._path, self._settings, self._dealing)
+            self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing)
         self._segment.send(pieces, length, cancelled)
         self._sent_bytes += length
 
@@ -63,13 +63,13 @@ class PlainBody(Body):
         runs = self._segment.finish_parts()
         generation = self._unpublished = self._segment.generation
         self._segment = None
-        if self._base is None and len(runs) > 1:
+        if len(runs) > 1:
             assert self._joiner is not None, "else there is one run"
             self._joiner.join(runs[0], runs[1:])
-        self._base = self._tree.publish_runs(
-            self._path, runs, expected, adds=self._base is not None, before_commit=self._forget
+        self._base = self._tree.publish_run(
+            self.path, runs[0], expected, adds=self._base is not None, before_commit=self._forget
         )
-        self._tree.discard(self._path, {generation})
+        self._tree.discard(self.path, {generation})
         return self._base
 
     def _forget(self) -> None:
@@ -78,7 +78,7 @@ class PlainBody(Body):
     def _check_can_add(self) -> None:
         if self._base is not None and self._joiner is None:
             raise UnsupportedError(
-                f"{self._path} is an ordinary file on a storage that cannot join files; it can be "
+                f"{self.path} is an ordinary file on a storage that cannot join files; it can be "
                 "replaced, not appended to"
             )
 
@@ -87,5 +87,5 @@ class PlainBody(Body):
             self._segment.abort(wait_s)
             self._segment = None
         if self._unpublished:
-            self._tree.discard(self._path, {self._unpublished})
+            self._tree.discard(self.path, {self._unpublished})
             self._forget()

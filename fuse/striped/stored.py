@@ -56,6 +56,17 @@ def plain_identity(info: FileInfo) -> str:
     return f"{info.path}\0{info.modified_ns}\0{info.size_bytes}"
 
 
+def plain_view(path: str, info: FileInfo) -> FileView:
+    """An ordinary file, which lies at `path` now."""
+    return FileView(
+        path,
+        plain_identity(info),
+        info.size_bytes,
+        info.modified_ns,
+        block_bytes=info.block_bytes,
+    )
+
+
 class StoredFiles:
     """Logical files as they are in the storage now, by path."""
 
@@ -100,13 +111,7 @@ class StoredFiles:
         """The generation that the stored file `info` is."""
         known = self._know(info, whole=True)
         if known is None:
-            return FileView(
-                info.path,
-                plain_identity(info),
-                info.size_bytes,
-                info.modified_ns,
-                block_bytes=info.block_bytes,
-            )
+            return plain_view(info.path, info)
         layout = known.layout
         assert layout is not None
         return FileView(

@@ -30,7 +30,7 @@ class StripedBody(Body):
     ) -> None:
         """`segments` are stored already, in the same directory."""
         self._tree = tree
-        self._path = path
+        self.path = path
         self._settings = settings
         self._segments = list(segments)
         self._open: list[SegmentWriter] = []
@@ -54,7 +54,7 @@ class StripedBody(Body):
         if not self._open or self._open[-1].is_full:
             if self._open:
                 self._open[-1].seal()
-            segment = begin_segment(self._tree, self._path, self._settings, self._dealing)
+            segment = begin_segment(self._tree, self.path, self._settings, self._dealing)
             self._open.append(segment)
             self._unpublished.add(segment.generation)
         self._open[-1].send(pieces, length, cancelled)
@@ -70,10 +70,10 @@ class StripedBody(Body):
             self._segments.append(self._open[0].finish())
             del self._open[0]
         if len(self._segments) > MAX_SEGMENT_COUNT:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self._path)
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
         layout = Layout(new_generation(), tuple(self._segments))
         view = self._tree.publish_layout(
-            self._path, layout, expected, before_commit=self._unpublished.clear
+            self.path, layout, expected, before_commit=self._unpublished.clear
         )
         if kept and len(kept) < self._settings.stripe_unit_bytes:
             self._segments.pop()
@@ -88,5 +88,5 @@ class StripedBody(Body):
             segment.abort(wait_s)
         self._open.clear()
         if self._unpublished:
-            self._tree.discard(self._path, set(self._unpublished))
+            self._tree.discard(self.path, set(self._unpublished))
             self._unpublished.clear()

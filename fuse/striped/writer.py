@@ -51,7 +51,7 @@ class FileWriter:
                 f"{backend.url} cannot replace a file in one step, which a safe commit needs: "
                 "mount it with --read-only"
             )
-        self.path = path
+        self._path = path
         self.view = base
         """The generation that this writer published last, or started from."""
         self._tree = tree
@@ -68,6 +68,18 @@ class FileWriter:
         self._is_detached = False
         if base is not None:
             self._continue(base)
+
+    @property
+    def path(self) -> str:
+        """The file's, also when it is renamed while it is written."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        with self._lock:
+            self._path = path
+            if self._body is not None:
+                self._body.path = path
 
     @property
     def size_bytes(self) -> int:
@@ -184,7 +196,6 @@ class FileWriter:
                     view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
                 else:
                     body = self._body or self._begin_body()
-                    body.path = self.path
                     view = body.publish(self._tail, self._expected, cancelled)
             self.view = view
             if self._body is not None or self._expected is not None:

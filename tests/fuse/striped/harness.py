@@ -8,7 +8,7 @@ from bootseer.errors import errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.file_system import StripedFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store.backend import Backend
 from bootseer.store.local import LocalBackend
 
@@ -24,13 +24,14 @@ def storage_on(
     memory_bytes: int | None = None,
     deadline_s: float = 20.0,
     grace_s: float = 0.0,
+    layout: LayoutKind = "striped",
 ) -> StripedStorage:
     """A small storage: files of a few KiB are striped already."""
     if isinstance(backend, Path):
         backend = LocalBackend(backend)
     return StripedStorage(
         backend,
-        StripeSettings(unit, count, deadline_s),
+        StripeSettings(unit, count, deadline_s, layout),
         memory_bytes=memory_bytes or 64 * unit,
         grace_s=grace_s,
         thread_count=6,
