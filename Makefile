@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # real things they run: FUSE's helper for unprivileged mounts, a container runtime, image tools,
 # a JDK for HDFS. Without root (or apt) nothing is installed and those tests are skipped, saying why.
 DEMO_PACKAGES := python3-venv
-TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr containerd default-jdk-headless docker-registry fuse3 gcc iproute2 libarchive-tools libc6-dev libfuse3-dev pkg-config runc skopeo umoci util-linux xfsprogs zstd
+TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr containerd default-jdk-headless docker-registry fuse3 gcc iproute2 libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
 
 define install_packages
 @missing=; for package in $(1); do \
@@ -25,7 +25,7 @@ endef
 demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
 
-test: system-test $(VENV)/ready
+test: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/ready
@@ -51,6 +51,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+# Torch and its like are large: only for the tests, which are skipped without them. Modules are
+# compiled when they are first imported: a third of the time that installing takes.
+$(VENV)/formats: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[formats]' \
+		|| echo "not installed, tests that want them are skipped: torch, safetensors, transformers"
 	touch $@
 
 docs: $(VENV)/ready

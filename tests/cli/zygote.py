@@ -16,14 +16,20 @@ import time
 from typing import Any, NoReturn
 
 _NOBODY = 65534
+_NOT_IMPORTED = (
+    "bootseer.demo.",
+    "bootseer.__main__",
+    "bootseer.fuse.striped.group_channel",
+    "bootseer.fuse.striped.group_reader",
+)
 
 
 def _import_all() -> None:
     import bootseer
 
     for module in pkgutil.walk_packages(bootseer.__path__, "bootseer."):
-        # The demo's trainer is a program, the command line's entry point runs.
-        if not module.name.startswith("bootseer.demo.") and module.name != "bootseer.__main__":
+        # The demo's trainer is a program, the command line's entry point runs, the rest is torch's.
+        if not module.name.startswith(_NOT_IMPORTED):
             importlib.import_module(module.name)
     for name in ("rich.console", "rich.table", "rich._unicode_data", "encodings.idna", "fsspec"):
         importlib.import_module(name)

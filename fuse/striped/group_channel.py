@@ -1,0 +1,161 @@
+"""What the ranks of a process group tell and hand each other while they load one checkpoint.
+
+Owns every use of torch's collectives: each ends by the deadline, on every rank, with the bytes or
+with the same error. After a failure nothing more is sent, and the group is unusable as torch leaves
+it. For one thread. Importing this imports torch.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bootseer import errors
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
+from bootseer.redact import redact
+
+_MAX_MESSAGE_BYTES = 1 << 16
+_BREAK_TAG = 0x6273
+
+
+class GroupChannel:
+    """One rank's end."""
+
+    def __init__(self, group: Any, deadline_s: float) -> None:
+        """`group`: None is the default group; where torch.distributed is not initialized, this
+        process is the whole group. Raises: InvalidInputError."""
+        self._deadline_s = deadline_s
+        self._group = None
+        self.rank, self.size = 0, 1
+        self._device = torch.device("cpu")
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if self.rank < 0:
+            raise InvalidInputError("this rank is not in the process group that it is to load with")
+        # "cpu:gloo,cuda:nccl"; what can move host memory is spared the way through the device.
+        kinds = [part.partition(":")[0] for part in dist.get_backend_config(self._group).split(",")]
+        if "cpu" not in kinds:
+            self._device = torch.device(kinds[0], torch.accelerator.current_device_index())
+
+    def agree(self, error: BaseException | None) -> None:
+        """All ranks call this, each with what it failed with, if it has.
+
+        Returns on all, or raises on all: on a rank that failed its own error, on the others that of
+        the first that failed. Raises also: DeadlineError, UnavailableError.
+        """
+        if self._group is None:
+            if error is not None:
+                raise error
+            return
+        worst = torch.tensor([0 if error is None else self.size - self.rank], device=self._device)
+        self._wait(
+            lambda: [dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group, async_op=True)]
+        )
+        if found := int(worst.item()):
+            text = None if error is None else f"{type(error).__name__}\0{redact(str(error))}"
+            message = self._spread(None if text is None else text.encode(), self.size - found)
+            if error is not None:
+                raise error
+            _raise_told(message, self.size - found)
+
+    def spread(self, data: bytes | None, error: BaseException | None) -> bytes:
+        """Rank 0's `data` on all ranks; where it has an error instead, that is raised on all."""
+        self.agree(error)
+        if self._group is None:
+            assert data is not None
+            return data
+        return self._spread(data, 0, limit_bytes=None)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[memoryview, Sequence[int]]],
+        receives: Sequence[tuple[memoryview, int]],
+    ) -> None:
+        """Hand bytes to ranks, and take bytes from ranks, each in the order of the other side.
+
+        Raises: DeadlineError, UnavailableError.
+        """
+        operations = []
+        arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for view, peers in sends:
+            tensor = torch.frombuffer(view, dtype=torch.uint8).to(self._device)
+            operations += [self._operation(dist.isend, tensor, peer) for peer in peers]
+        for view, peer in receives:
+            host = torch.frombuffer(view, dtype=torch.uint8)
+            tensor = host if self._is_host else torch.empty_like(host, device=self._device)
+            arriving.append((host, tensor))
+            operations.append(self._operation(dist.irecv, tensor, peer))
+        if operations:
+            self._wait(lambda: dist.batch_isend_irecv(operations))
+        if not self._is_host:
+            for host, tensor in arriving:
+                host.copy_(tensor)
+
+    @property
+    def _is_host(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _operation(self, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
+        return dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
+
+    def _spread(
+        self, data: bytes | None, source: int, limit_bytes: int | None = _MAX_MESSAGE_BYTES
+    ) -> bytes:
+        known = (data or b"")[:limit_bytes]
+        length = torch.tensor([len(known)], device=self._device)
+        self._broadcast(length, source)
+        buffer = bytearray(known or int(length.item()))
+        if buffer:
+            host = torch.frombuffer(buffer, dtype=torch.uint8)
+            tensor = host.to(self._device)
+            self._broadcast(tensor, source)
+            if not self._is_host:
+                host.copy_(tensor)
+        return bytes(buffer)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self._wait(
+            lambda: [dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)]
+        )
+
+    def _wait(self, start: Callable[[], Sequence[Any]]) -> None:
+        try:
+            for work in start():
+                work.wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            self._break()
+            if "imed out" in str(error):
+                raise DeadlineError(
+                    f"a rank of the group has not answered rank {self.rank} within "
+                    f"{self._deadline_s:.0f} s; the checkpoint is not loaded"
+                ) from error
+            raise UnavailableError(
+                f"rank {self.rank} has lost a rank of its group while loading: {error}"
+            ) from error
+
+    def _break(self) -> None:
+        """Let everything that anybody still waits for in this group fail now.
+
+        gloo closes the group's connections when a receive runs out of time, but not when a
+        collective does; else what DCP does next would wait for the group's own half an hour.
+        """
+        if self._is_host:
+            with contextlib.suppress(RuntimeError, ValueError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                peer = (self.rank + 1) % self.size
+                work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_BREAK_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+
+def _raise_told(message: bytes, rank: int) -> NoReturn:
+    """Raise what another rank has failed with."""
+    name, _, text = message.decode("utf-8", errors="replace").partition("\0")
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
+        kind, text = UnavailableError, f"{name}: {text}"
+    raise kind(f"rank {rank} failed: {text}")

@@ -1,0 +1,21 @@
+"""Fixtures of the tests with real training formats."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuse.formats.host import TorchHost
+
+
+@pytest.fixture(scope="session")
+def torch_host() -> Iterator[TorchHost]:
+    """A process with torch and safetensors, which runs checks."""
+    for name in ("torch", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'bootseer[formats]'")
+    host = TorchHost()
+    try:
+        yield host
+    finally:
+        host.close()
