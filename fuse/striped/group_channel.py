@@ -98,7 +98,7 @@ class GroupChannel:
 
     @property
     def _is_host(self) -> bool:
-        return self._device.type == "cpu"
+        return bool(self._device.type == "cpu")
 
     def _operation(self, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
         return dist.P2POp(kind, tensor, group=self._group, group_peer=peer)

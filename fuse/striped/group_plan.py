@@ -73,13 +73,13 @@ def plan_group(
     number_of = {path: number for number, path in enumerate(files)}
     private: list[tuple[Piece, ...]] = [()] * len(needs)
     queues: deque[tuple[int, deque[Piece]]] = deque()
-    for number, ranks in enumerate(audiences):
+    for number, audience in enumerate(audiences):
         pieces = deque(
-            Piece(number_of[extent.path], extent.start, extent.length, ranks[0], number)
-            for extent in _cut(shared[ranks], piece_bytes)
+            Piece(number_of[extent.path], extent.start, extent.length, audience[0], number)
+            for extent in _cut(shared[audience], piece_bytes)
         )
-        if len(ranks) == 1:
-            private[ranks[0]] = tuple(pieces)
+        if len(audience) == 1:
+            private[audience[0]] = tuple(pieces)
         else:
             queues.append((number, pieces))
     rounds = tuple(_rounds(queues, audiences, len(needs), pieces_per_round))
