@@ -52,6 +52,18 @@ def tree_cpu_s(pid: int) -> float:
     return total_ticks / _TICKS_PER_S
 
 
+def tree_peak_bytes(pid: int) -> int:
+    """The most that `pid` and its living descendants ever had resident, each at its own time."""
+    total_kib = 0
+    for member in process_tree(pid):
+        try:
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+        except OSError:
+            continue
+        total_kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return total_kib * 1024
+
+
 def _stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the third on; empty when the process is gone."""
     try:

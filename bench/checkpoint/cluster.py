@@ -1,6 +1,7 @@
 """A real HDFS whose DataNodes are all capped, and what is done to its files beside a measurement.
 
-Owns the JVM, the relays before the DataNodes and their rates. One thread at a time.
+Owns the JVM, the relays before the DataNodes and their rates. An HDFS without a limit has no relays
+either, which cost CPU. One thread at a time.
 """
 
 import contextlib
@@ -29,13 +30,17 @@ _CONF = {
 
 
 class CappedHdfs:
-    """One NameNode and `count` DataNodes of `bytes_per_s` each way; None: no limit."""
+    """One NameNode and `count` DataNodes of `bytes_per_s` each way.
+
+    None: no limit for ever; nothing can be slowed down or counted then.
+    """
 
     def __init__(self, home: Path, count: int, bytes_per_s: float | None) -> None:
         self.count = count
         self.bytes_per_s = bytes_per_s
         self.rates: list[float | None] = [bytes_per_s] * count
-        self._hdfs = MiniHdfs(home, datanode_count=count, conf=_CONF, apart=True, heap="768m")
+        apart = bytes_per_s is not None
+        self._hdfs = MiniHdfs(home, datanode_count=count, conf=_CONF, apart=apart, heap="768m")
         self._relays: Relays | None = None
         self._client: Any = None
         self.written: dict[str, int] = {}
@@ -62,13 +67,15 @@ class CappedHdfs:
 
     def moved(self) -> Moved:
         """Bytes over each DataNode's link so far."""
-        assert self._relays is not None, "not started"
+        if self._relays is None:
+            return Moved((0,) * self.count, (0,) * self.count)
         relays, each = self._relays, range(self.count)
         return Moved(tuple(map(relays.read_bytes, each)), tuple(map(relays.written_bytes, each)))
 
     def set_rates(self, rates: Sequence[float | None]) -> None:
         """In bytes/s, from now on."""
-        assert self._relays is not None, "not started"
+        if self._relays is None:
+            return
         self.rates = list(rates)
         for index, rate in enumerate(rates):
             self._relays.set_rate(index, rate)
@@ -94,6 +101,13 @@ class CappedHdfs:
         for path in [path for path in self.written if path.startswith(folder + "/")]:
             del self.written[path]
 
+    def files(self, folder: str) -> list[str]:
+        """All files beneath `folder` (absolute), also hidden ones."""
+        found: list[str] = []
+        for status in self.client.list_status(folder):
+            found += self.files(status.path) if status.isdir else [status.path]
+        return found
+
     def set_erasure_coding(self, folder: str, policy: str) -> None:
         """Files written to `folder` from now on are coded. Raises: OSError."""
         self.client.mkdirs(folder, 0o755, True)
@@ -116,7 +130,8 @@ class CappedHdfs:
         except RuntimeError as error:
             raise SkippedError(f"HDFS did not start: {str(error)[:300]}") from error
         try:
-            self._relays = Relays(self._hdfs.datanode_ports, self.bytes_per_s)
+            if self.bytes_per_s is not None:
+                self._relays = Relays(self._hdfs.datanode_ports, self.bytes_per_s)
         except BaseException:
             self._hdfs.stop()
             raise
