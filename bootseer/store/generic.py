@@ -30,7 +30,7 @@ from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
 _PIECE_BYTES = 8 << 20
 # Where an object appears whole, or not at all, under its name: others write files as they come.
-_OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"))
+_OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
 
@@ -46,9 +46,14 @@ class FsspecBackend:
 
         self.url = public_url(url)
         protocol = split_scheme(url)
+        self._is_object_store = protocol in _OBJECT_STORES
         what = f"open {self.url}"
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, **(options or {}))
+            options = dict(options or {})
+            if self._is_object_store:
+                # Others write there too: what was listed a minute ago is no answer.
+                options.setdefault("use_listings_cache", False)
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
         except OSError as error:
             # Some connect at once.
             if error.errno and error.errno > 0:
@@ -59,8 +64,8 @@ class FsspecBackend:
             reason = redact(str(error)) or type(error).__name__
             raise InvalidInputError(f"cannot {what}: {reason}") from error
         self._root = str(root).rstrip("/")
-        self.has_atomic_put = protocol in _OBJECT_STORES
         memory = protocol == "memory"
+        self.has_atomic_put = self._is_object_store or memory
         self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
 
     def stat(self, path: str) -> FileInfo:
@@ -121,7 +126,8 @@ class FsspecBackend:
             # refresh: a listing of a minute ago is no answer about a store that others write to.
             for entry in self._fs.ls(full, detail=True, refresh=True):
                 name = entry["name"].strip("/")[skip:]
-                if not name and entry["type"] == "file":
+                is_marker = entry["name"].endswith("/")
+                if not name and entry["type"] == "file" and not is_marker:
                     raise FileNotFoundError("not a folder")
                 if name:
                     found.append(_info(prefix + name, entry))
@@ -129,8 +135,13 @@ class FsspecBackend:
         return iter(found)
 
     def mkdir(self, path: str) -> None:
+        full = self._full(path)
         with self._guard, self._errors("create", path):
-            self._fs.makedirs(self._full(path), exist_ok=True)
+            if self._is_object_store and "/" in full.strip("/"):
+                # There are no folders: an empty object of this name makes one seen everywhere.
+                self._fs.pipe_file(f"{full}/", b"")
+            else:
+                self._fs.makedirs(full, exist_ok=True)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self._full(path, file=True)
@@ -139,12 +150,17 @@ class FsspecBackend:
                 self._fs.rm_file(full)
             elif recursive:
                 self._fs.rm(full, recursive=True)
-            elif self._fs.ls(full, detail=False, refresh=True):
+            elif any(name.strip("/") != full.strip("/") for name in self._names_in(full)):
                 raise AlreadyExistsError(
                     f"cannot delete {self._name(path)}: the folder is not empty"
                 )
+            elif self._is_object_store:
+                self._fs.rm_file(f"{full}/")
             else:
                 self._fs.rmdir(full)
+
+    def _names_in(self, full: str) -> Iterator[str]:
+        return iter(self._fs.ls(full, detail=False, refresh=True))
 
     def space(self) -> Space | None:
         """None: fsspec has no call for it."""

@@ -19,7 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.graveyard import Graveyard, run_name
 from bootseer.fuse.striped.kept_units import KeptUnits
-from bootseer.fuse.striped.layout import Layout, encode_layout
+from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reader import StripedReader
 from bootseer.fuse.striped.reader_keeper import ReaderKeeper
@@ -187,9 +187,22 @@ class Publishing:
             return plain_view(path, info)
 
     def _retire(self, old: FileView | None, keep: set[str]) -> None:
-        if old is not None and old.layout is not None:
-            generations = {segment.generation for segment in old.layout.segments}
-            self._graveyard.retire(old.directory, generations - keep)
+        if old is None or old.layout is None:
+            return
+        generations = {segment.generation for segment in old.layout.segments} - keep
+        if generations and not self.backend.has_atomic_rename:
+            # Where a rename is a copy and a delete, one that was cut short left two names.
+            generations -= self._named_in(old.directory, generations)
+        self._graveyard.retire(old.directory, generations)
+
+    def _named_in(self, directory: str, generations: set[str]) -> set[str]:
+        """Those of `generations` that a file of `directory` stands on."""
+        named: set[str] = set()
+        for info in self.stored.entries(directory):
+            if not info.is_dir and may_be_layout(info.size_bytes):
+                layout = self.stored.view_of(info).layout
+                named.update(s.generation for s in (layout.segments if layout else ()))
+        return named & generations
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
