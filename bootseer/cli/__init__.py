@@ -26,6 +26,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("store_commands", "The shared store: delete what nobody needs."),
     "mount": ("mount_commands", "Mount a striped checkpoint file system."),
     "unmount": ("mount_commands", "Unmount what `bootseer mount` mounted."),
+    "stripe": ("stripe_commands", "Striped checkpoints without a mount: copy, check, convert."),
     "warm": ("warm_commands", "Directories that are not ours: record once, read ahead later."),
     "snapshotter": ("snapshotter_commands", "Serve images to containerd, without pulling them."),
     "report": ("report_commands", "Where the time of a start went."),

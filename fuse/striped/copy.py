@@ -4,10 +4,11 @@ Owns nothing but the loops. Functions may be called from any thread.
 """
 
 import os
+import secrets
 from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_oserror
@@ -17,10 +18,11 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.writer import StripeSettings
 from bootseer.store import open_backend
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 _STEP_BYTES = 4 * 2**20
+# What failed is gone when the caller is told, but for a storage that does not answer.
+_CLOSE_WAIT_S = 5.0
+# A unit of every part of a file with the default form: so many are fetched at once anyway.
+_DIRECT_BYTES = DEFAULT_STRIPE_UNIT_BYTES * DEFAULT_STRIPE_COUNT
 
 
 def _ignore(count: int) -> None:
@@ -73,7 +75,7 @@ def copy_in(
             writer.publish()
             return writer.size_bytes
         finally:
-            writer.close()
+            writer.close(_CLOSE_WAIT_S)
 
 
 def copy_out(
@@ -89,27 +91,27 @@ def copy_out(
     CorruptError, NoSpaceError, UnavailableError (also when `path` is replaced meanwhile and its
     old content gone), DeadlineError, ...
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
     opened = storage.reader.open(storage.tree.stored.view(path))
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)
         try:
             with os.fdopen(fd, "wb", buffering=0) as file:
-                position = 0
-                while pieces := storage.reader.read(opened, position, _STEP_BYTES):
-                    for piece in pieces:
-                        while len(piece):
-                            written = file.write(piece)
-                            piece = piece[written:]
-                            position += written
-                            on_progress(written)
+
+                def write(piece: memoryview) -> None:
+                    while len(piece):
+                        written = file.write(piece)
+                        piece = piece[written:]
+                        on_progress(written)
+
+                read_pieces(storage, opened, 0, opened.view.size_bytes, write)
                 os.fsync(file.fileno())
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        return position
+        return opened.view.size_bytes
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
@@ -134,19 +136,21 @@ def copy_across(
     try:
         writer = target.writer(target_path)
         try:
-            while pieces := source.reader.read(opened, writer.size_bytes, _STEP_BYTES):
-                for piece in pieces:
-                    writer.append(piece)
-                    on_progress(len(piece))
+
+            def write(piece: memoryview) -> None:
+                writer.append(piece)
+                on_progress(len(piece))
+
+            read_pieces(source, opened, 0, opened.view.size_bytes, write)
             writer.publish()
             return writer.size_bytes
         finally:
-            writer.close()
+            writer.close(_CLOSE_WAIT_S)
     finally:
         source.reader.close(opened)
 
 
-def read_into(storage: StripedStorage, path: str, buffer: "Buffer", offset: int = 0) -> int:
+def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) -> int:
     """Fill `buffer` with the bytes of `path` from `offset` on, from all parts at once.
 
     `buffer`: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy, pinned
@@ -165,22 +169,47 @@ def read_into(storage: StripedStorage, path: str, buffer: "Buffer", offset: int 
         return 0
     opened = storage.reader.open(storage.tree.stored.view(path))
     try:
-        count = max(0, min(target.nbytes, opened.view.size_bytes - offset))
-        read_opened(storage, opened, offset, target.cast("B")[:count])
-        return count
+        return storage.reader.read_into(opened, offset, target.cast("B"))
     finally:
         storage.reader.close(opened)
 
 
 def read_opened(storage: StripedStorage, opened: OpenFile, offset: int, target: memoryview) -> None:
-    """Fill `target` from `offset` of an open file, which has as many bytes there."""
-    done = 0
-    while done < len(target):
-        for piece in storage.reader.read(
-            opened, offset + done, min(_STEP_BYTES, len(target) - done)
-        ):
-            target[done : done + len(piece)] = piece
-            done += len(piece)
+    """Fill `target` from `offset` of an open file, which has as many bytes there.
+
+    Large reads go straight into it; the others may be one reader's, step by step, so they pass
+    through the window, which reads ahead.
+    """
+    if len(target) >= _DIRECT_BYTES:
+        storage.reader.read_into(opened, offset, target)
+        return
+
+    def copy(piece: memoryview) -> None:
+        nonlocal target
+        target[: len(piece)] = piece
+        target = target[len(piece) :]
+
+    read_pieces(storage, opened, offset, offset + len(target), copy)
+
+
+def read_pieces(
+    storage: StripedStorage,
+    opened: OpenFile,
+    start: int,
+    end: int,
+    consume: Callable[[memoryview], None],
+) -> None:
+    """Give the bytes `[start, end)` of an open file, which has them, to `consume`, piece by piece.
+
+    None is held while the next ones are asked for: their memory may be all that there is.
+    """
+    step_bytes = min(_STEP_BYTES, storage.budget.limit_bytes // 4)
+    position = start
+    while position < end:
+        pieces = storage.reader.read(opened, position, min(step_bytes, end - position))
+        while pieces:
+            position += len(pieces[0])
+            consume(pieces.pop(0))
 
 
 def _read_local(file: RawIOBase, source: Path) -> bytes | None:

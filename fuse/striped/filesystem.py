@@ -31,10 +31,10 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.copy import copy_across, copy_in, copy_out
+from bootseer.fuse.striped.graveyard import is_hidden
 from bootseer.fuse.striped.layout import (
     DEFAULT_STRIPE_COUNT,
     DEFAULT_STRIPE_UNIT_BYTES,
-    PARTS_FOLDER,
 )
 from bootseer.fuse.striped.opened import StripedFile, StripedText
 from bootseer.fuse.striped.shared import shared_storage
@@ -142,7 +142,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
                 parent, name = os.path.split(stripped)
                 stripped = os.path.join(os.path.realpath(parent), name)
         names = [name for name in stripped.split("/") if name]
-        if PARTS_FOLDER in names:
+        if any(map(is_hidden, names)):
             raise NotFoundError(f"{path} does not exist")
         return "/".join(names)
 

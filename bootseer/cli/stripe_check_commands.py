@@ -1,0 +1,306 @@
+"""`bootseer stripe verify`, `fsck` and `convert`: what checks and changes striped checkpoints.
+
+`CHECK_COMMANDS` are added to the group `stripe` by `stripe_commands`.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.output import (
+    Age,
+    Seconds,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+    one_line,
+)
+from bootseer.cli.snapshot_output import say
+from bootseer.cli.stripe_output import form_options, human_age, opened
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    CorruptError,
+    InvalidInputError,
+    UnknownFormatError,
+    exit_code_of,
+)
+
+if TYPE_CHECKING:
+    from bootseer.fuse.striped.fsck import FolderReport, Garbage
+
+_READS_AT_ONCE = 16
+_FILES_AT_ONCE = 4
+
+
+@click.command(epilog="Example: bootseer stripe verify hdfs://namenode/checkpoints/step-1000")
+@click.argument("url")
+@json_option
+def verify(url: str, as_json: bool) -> int:
+    """Read every byte of a file or directory and check it against its checksums.
+
+    Names each damaged block with the part that holds it. Ordinary files have no checksums of ours:
+    of those it only shows that they can be read. Exits with 15 when something is damaged.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from bootseer.fuse.striped.locating import files_below
+    from bootseer.fuse.striped.verify import verify_file
+    from bootseer.progress import Progress
+
+    started_s = time.monotonic()
+    damaged: list[dict[str, Any]] = []
+    views = []
+    with opened(url) as place:
+        storage = place.storage
+        assert storage is not None
+        for info in files_below(storage, place.path):
+            try:
+                views.append(storage.tree.stored.view_of(info))
+            except (CorruptError, UnknownFormatError) as error:
+                damaged.append(_damage(info.path, info.path, 0, 0, info.size_bytes, str(error)))
+        with (
+            Progress("verifying", sum(view.size_bytes for view in views)) as progress,
+            ThreadPoolExecutor(_READS_AT_ONCE) as reads,
+            ThreadPoolExecutor(_FILES_AT_ONCE) as files,
+        ):
+            results = files.map(
+                lambda view: verify_file(storage.backend, view, reads, progress.advance), views
+            )
+            for view, found in zip(views, results, strict=True):
+                damaged += [
+                    _damage(
+                        view.path,
+                        one.stored_path,
+                        one.stored_offset,
+                        one.offset,
+                        one.length,
+                        one.reason,
+                    )
+                    for one in found
+                ]
+    document = {
+        "files": len(views),
+        "striped_files": sum(view.layout is not None for view in views),
+        "bytes": sum(view.size_bytes for view in views),
+        "seconds": round(time.monotonic() - started_s, 3),
+        "damaged": damaged,
+    }
+    if as_json:
+        emit_json(document)
+    else:
+        if damaged:
+            emit_table(
+                ("file", "offset", "bytes", "part", "part offset", "reason"),
+                (
+                    (
+                        one["path"],
+                        one["offset"],
+                        one["bytes"],
+                        one["part"],
+                        one["part_offset"],
+                        one["reason"],
+                    )
+                    for one in damaged
+                ),
+            )
+        say(
+            f"verified {document['files']} files ({document['striped_files']} striped), "
+            f"{human_bytes(sum(view.size_bytes for view in views))}: "
+            + (f"{len(damaged)} damages" if damaged else "all as it was written")
+        )
+    return exit_code_of(CorruptError()) if damaged else 0
+
+
+def _damage(
+    path: str, part: str, part_offset: int, offset: int, length: int, reason: str
+) -> dict[str, Any]:
+    return {
+        "path": path,
+        "offset": offset,
+        "bytes": length,
+        "part": part,
+        "part_offset": part_offset,
+        "reason": reason,
+    }
+
+
+@click.command(epilog="Example: bootseer stripe fsck --delete hdfs://namenode/checkpoints")
+@click.argument("url")
+@click.option("--delete", is_flag=True, help="Delete garbage that is older than --age.")
+@click.option(
+    "--age",
+    "age_s",
+    type=Age(),
+    default="24h",
+    show_default=True,
+    metavar="AGE",
+    help="Spare what was written to within that time, at least 1h.",
+)
+@json_option
+def fsck(url: str, delete: bool, age_s: float, as_json: bool) -> int:
+    """Find files whose parts are missing, and what crashed savers left behind.
+
+    Reads layouts and listings, no contents. --delete removes garbage, never a save that is going on
+    on another node: what is young by the storage's clock stays, and on HDFS what somebody has open
+    for writing. Exits with 15 when a file cannot be read in whole.
+    """
+    from bootseer.fuse.striped.fsck import MIN_AGE_S, check_tree, delete_garbage
+
+    if delete and age_s < MIN_AGE_S:
+        raise InvalidInputError("--age must be at least 1h: a save may pause for that long")
+    reports: list[FolderReport] = []
+    deleted: list[Garbage] = []
+    with opened(url) as place:
+        assert place.storage is not None
+        if place.path and not place.is_dir():
+            place.storage.backend.stat(place.path)
+            raise InvalidInputError(f"{place} is a file; give the directory that it is in")
+        for report in check_tree(place.storage, place.path):
+            reports.append(report)
+            if delete:
+                deleted += delete_garbage(place.storage, report, age_s)
+    troubles = [trouble for report in reports for trouble in report.troubles]
+    garbage = [one for report in reports for one in report.garbage]
+    gone = {one.path for one in deleted}
+    now_ns = time.time_ns()
+    if as_json:
+        emit_json(
+            {
+                "directories": len(reports),
+                "files": sum(report.file_count for report in reports),
+                "troubles": [
+                    {
+                        "path": one.path,
+                        "part": one.part,
+                        "reason": one.reason,
+                        "expected_bytes": one.expected_bytes,
+                        "found_bytes": one.found_bytes,
+                    }
+                    for one in troubles
+                ],
+                "garbage": [
+                    {
+                        "path": one.path,
+                        "bytes": one.size_bytes,
+                        "modified_ns": one.modified_ns,
+                        "deleted": one.path in gone,
+                    }
+                    for one in garbage
+                ],
+                "deleted_bytes": sum(one.size_bytes for one in deleted),
+            }
+        )
+    else:
+        if troubles:
+            emit_table(
+                ("file", "reason", "part", "expected size", "found size"),
+                (
+                    (one.path, one.reason, one.part, one.expected_bytes, one.found_bytes)
+                    for one in troubles
+                ),
+            )
+        if garbage:
+            emit_table(
+                ("garbage", "size", "age", ""),
+                (
+                    (
+                        one.path,
+                        human_bytes(one.size_bytes),
+                        human_age((now_ns - one.modified_ns) / 1e9),
+                        "deleted" if one.path in gone else "",
+                    )
+                    for one in garbage
+                ),
+            )
+        say(
+            f"{sum(report.file_count for report in reports)} files in {len(reports)} directories: "
+            f"{len(troubles)} troubles, {len(garbage) - len(gone)} pieces of garbage"
+        )
+        if delete:
+            freed = sum(one.size_bytes for one in deleted)
+            say(f"deleted {len(gone)} pieces of garbage, {human_bytes(freed)}")
+    return exit_code_of(CorruptError()) if troubles else 0
+
+
+@click.command(epilog="Example: bootseer stripe convert -r hdfs://namenode/models/llama")
+@click.argument("url")
+@click.option("-r", "--recursive", is_flag=True, help="Convert all files of a directory.")
+@form_options
+@click.option(
+    "--grace",
+    "grace_s",
+    type=Seconds(0, 86_400),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="How long the parts of a converted file stay for those who read it.",
+)
+@json_option
+def convert(
+    url: str,
+    recursive: bool,
+    stripe_unit: int | None,
+    stripe_count: int | None,
+    layout: str,
+    grace_s: float,
+    as_json: bool,
+) -> int:
+    """Store files in another form: striped, plain, or with another unit or count.
+
+    A file is replaced in one step, once its new form is whole and durable, and only if nobody else
+    has replaced it meanwhile (exit code 19; theirs stays). Killed at any time, each file is in the
+    old form or the new one. Files that fit into one stripe unit are always plain.
+    """
+    from bootseer.fuse.striped.convert import convert_file, is_stored_as
+    from bootseer.fuse.striped.locating import files_below
+    from bootseer.progress import Progress
+
+    started_s = time.monotonic()
+    converted: list[str] = []
+    size_bytes = 0
+    failed: list[tuple[str, BootseerError]] = []
+    had_parts_s: float | None = None
+    with opened(url, stripe_unit=stripe_unit, stripe_count=stripe_count, layout=layout) as place:
+        storage = place.storage
+        assert storage is not None
+        if place.is_dir() and not recursive:
+            raise InvalidInputError(f"{place} is a directory; give -r to convert its files")
+        views = [storage.tree.stored.view_of(info) for info in files_below(storage, place.path)]
+        todo = [view for view in views if not is_stored_as(view, storage.settings)]
+        with Progress("converting", sum(view.size_bytes for view in todo)) as progress:
+            for view in todo:
+                try:
+                    if convert_file(storage, view.path, storage.settings, progress.advance):
+                        converted.append(view.path)
+                        size_bytes += view.size_bytes
+                        if view.layout is not None:
+                            had_parts_s = time.monotonic()
+                except (BusyError, CorruptError) as error:
+                    failed.append((view.path, error))
+        if had_parts_s is not None:
+            # The storage deletes them when it is closed.
+            time.sleep(max(0.0, had_parts_s + grace_s - time.monotonic()))
+    if as_json:
+        emit_json(
+            {
+                "files": len(converted),
+                "bytes": size_bytes,
+                "unchanged": len(views) - len(todo),
+                "failed": [{"path": path, "error": one_line(why)} for path, why in failed],
+                "seconds": round(time.monotonic() - started_s, 3),
+            }
+        )
+    else:
+        for _, why in failed:
+            click.echo(f"bootseer: {one_line(why)}", err=True)
+        say(
+            f"converted {len(converted)} files, {human_bytes(size_bytes)}; "
+            f"{len(views) - len(todo)} were as wanted already"
+        )
+    return exit_code_of(failed[0][1]) if failed else 0
+
+
+CHECK_COMMANDS = (verify, fsck, convert)

@@ -1,0 +1,94 @@
+"""What the commands of `bootseer stripe` share: opening URLs, options, and how files are shown."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from bootseer.cli.output import Size, current_settings
+
+if TYPE_CHECKING:
+    from bootseer.fuse.striped.copy_tree import Place
+    from bootseer.fuse.striped.view import FileView
+    from bootseer.store.backend import FileInfo
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def form_options(command: _F) -> _F:
+    """Adds how new files are stored, as the parameters that `opened` takes."""
+    for option in (
+        click.option(
+            "--layout",
+            type=click.Choice(("striped", "plain")),
+            default="striped",
+            show_default=True,
+            help="Striped over parts, or one ordinary file that every tool reads.",
+        ),
+        click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8)."),
+        click.option("--stripe-unit", type=Size(), metavar="SIZE", help="Bytes per piece (4MiB)."),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def opened(
+    url: str,
+    *,
+    stripe_unit: int | None = None,
+    stripe_count: int | None = None,
+    layout: str = "striped",
+) -> "Iterator[Place]":
+    """What `url` names; the storage is closed in the end."""
+    from bootseer.fuse.striped.copy_tree import Place
+    from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+    from bootseer.fuse.striped.locating import split_url
+    from bootseer.fuse.striped.storage import StripedStorage
+    from bootseer.fuse.striped.stripe_settings import StripeSettings
+    from bootseer.store import open_backend
+
+    settings = current_settings()
+    folder, name = split_url(url)
+    stripes = StripeSettings(
+        DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
+        DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
+        settings.deadline_s,
+        "plain" if layout == "plain" else "striped",
+    )
+    backend = open_backend(folder, deadline_s=settings.deadline_s)
+    with StripedStorage(backend, stripes, memory_bytes=settings.memory_bytes) as storage:
+        yield Place(storage, name)
+
+
+def described(info: "FileInfo", view: "FileView | None") -> dict[str, Any]:
+    """A name in a tree, as `ls --json` and `stat --json` show it."""
+    layout = view.layout if view else None
+    segments = layout.segments if layout else ()
+    return {
+        "name": info.path.rpartition("/")[2],
+        "type": "directory" if info.is_dir else "file",
+        "bytes": view.size_bytes if view else 0,
+        "modified_ns": info.modified_ns,
+        "layout": None if view is None else "striped" if layout else "plain",
+        "generation": layout.generation if layout else None,
+        "segments": len(segments),
+        "parts": sum(len(segment.parts) for segment in segments),
+    }
+
+
+def modified(modified_ns: int) -> str:
+    """A time in UTC, or nothing where the storage keeps none."""
+    if not modified_ns:
+        return ""
+    return datetime.fromtimestamp(modified_ns / 1e9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def human_age(seconds: float) -> str:
+    """90000 -> "25h"."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
