@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # real things they run: FUSE's helper for unprivileged mounts, a container runtime, image tools,
 # a JDK for HDFS. Without root (or apt) nothing is installed and those tests are skipped, saying why.
 DEMO_PACKAGES := python3-venv
-TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr containerd default-jdk-headless docker-registry fuse3 gcc iproute2 libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
+TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr containerd default-jdk-headless docker-registry fio fuse3 gcc iproute2 libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
 
 define install_packages
 @missing=; for package in $(1); do \

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from bootseer.errors import BootseerError, UnsupportedError
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
 from bootseer.fuse.striped.callers import is_dying, was_killed
-from bootseer.fuse.striped.nodes import Handle
+from bootseer.fuse.striped.nodes import Handle, Node
 from bootseer.fuse.striped.presentation import opened_of
 from bootseer.fuse.striped.stored import FileStatus, refuse
 from bootseer.fuse.striped.tables import MountTables
 from bootseer.fuse.striped.writer import FileWriter
 
 _log = logging.getLogger(__name__)
+
+# How long an open for reading waits to hear that a file was closed which was emptied before.
+_LAST_CLOSE_S = 0.2
 
 
 class FileOperations(MountTables):
@@ -64,6 +67,7 @@ class FileOperations(MountTables):
         return next((handle for handle in handles if handle.request == caller.request), None)
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
+        self._settle_emptied(node, flags)
         with self._lock:
             known = self._node(node)
             again = self._opened_before(caller)
@@ -102,6 +106,34 @@ class FileOperations(MountTables):
                 known.had_readers = True
             self._nodes.note(handle)
             return opened_of(handle)
+
+    def _settle_emptied(self, node: int, flags: int) -> None:
+        """What was emptied, and closed, before this open is empty for it.
+
+        The kernel says after close(2) that the last descriptor is gone; `: > log; echo >> log` may
+        open the file before we have heard of it.
+        """
+        with self._lock:
+            known = self._node(node)
+            emptied = [handle for handle in known.handles if handle.only_empties]
+            closed = [handle for handle in emptied if handle.was_flushed]
+            if flags & os.O_TRUNC:
+                for handle in emptied:
+                    handle.is_superseded = True
+                # Too late for that: they are at it.
+                closed = [handle for handle in emptied if handle.is_releasing]
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            for handle in closed:
+                assert handle.writer is not None
+                self._publish(handle, handle.writer)
+            return
+        # A copy of the descriptor may be open still, in a command that has not written yet: then
+        # the old content stands.
+        deadline = time.monotonic() + _LAST_CLOSE_S
+        while any(handle.id in self._nodes.handles for handle in closed):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_LAST_CLOSE_S / 40)
 
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
@@ -143,7 +175,7 @@ class FileOperations(MountTables):
         if not opened.is_writable:
             raise refuse(errno.EBADF)
         writer = self._writer(opened)
-        opened.was_killed = False
+        opened.was_killed = opened.was_flushed = False
         try:
             if opened.flags & os.O_APPEND:
                 return writer.append(data, lambda: is_dying(caller))
@@ -173,8 +205,20 @@ class FileOperations(MountTables):
             return
         # A shell that redirects output closes its copy of the descriptor before anything was
         # written: that must not replace the file by an empty one.
+        opened.was_flushed = True
         if writer.was_written or writer.has_failed:
-            self._publish(opened, writer)
+            try:
+                self._publish(opened, writer)
+            except BaseException:
+                self._drop_failed(opened.node)
+                raise
+
+    def _drop_failed(self, node: Node) -> None:
+        """A file that nobody but us knows, and that failed, is gone when its writer is told."""
+        with self._lock:
+            writers = [handle.writer for handle in node.handles if handle.writer is not None]
+            if node.is_local and all(writer.has_failed for writer in writers):
+                self._nodes.detach(node)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
         opened = self._handle(handle)
@@ -184,12 +228,14 @@ class FileOperations(MountTables):
     def release(self, node: int, handle: int, flags: int) -> None:
         with self._lock:
             opened = self._nodes.handles.get(handle)
-        if opened is None:
-            return
+            if opened is None:
+                return
+            is_late = opened.is_superseded and opened.only_empties
+            opened.is_releasing = True
         writer = opened.writer
         if writer is not None:
             try:
-                if writer.needs_publishing and not opened.was_killed:
+                if writer.needs_publishing and not opened.was_killed and not is_late:
                     self._publish(opened, writer)
             except (BootseerError, OSError) as error:
                 _log.error("%s was not written: %s", writer.path, error)
@@ -203,6 +249,8 @@ class FileOperations(MountTables):
             self._reader.close(opened.file)
 
     def _truncate(self, caller: Caller, node: int, handle_id: int | None, size_bytes: int) -> None:
+        if handle_id is None:
+            self._settle_emptied(node, os.O_WRONLY)
         with self._lock:
             known = self._node(node)
             if known.status.is_dir:
@@ -210,7 +258,7 @@ class FileOperations(MountTables):
             handle = self._nodes.handles.get(handle_id) if handle_id is not None else None
             if handle is None or not handle.is_writable:
                 # truncate(2) of a file that is being written here acts on that writing.
-                handle = next((h for h in known.handles if h.writer is not None), None)
+                handle = next((h for h in known.handles if h.is_at_work), None)
         if handle is not None:
             writer = self._writer(handle, starts_empty=size_bytes == 0)
             try:

@@ -78,6 +78,7 @@ class NameOperations(MountTables):
                 raise
             status = made
         with self._lock:
+            directory.seen_s = 0.0
             return self._entry(self._nodes.add(directory, text, status, self._clock()))
 
     def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
@@ -145,6 +146,7 @@ class NameOperations(MountTables):
                 writer.path = target
             for writer in inside:
                 writer.path = target + writer.path[len(source) :]
+            directory.seen_s = new_directory.seen_s = 0.0
             known = self._nodes.child(directory, text)
             if known is not None:
                 known.is_local = False
@@ -169,6 +171,7 @@ class NameOperations(MountTables):
     def _gone(self, directory: Node, name: str, path: str) -> None:
         with self._lock:
             self._listings.drop(path)
+            directory.seen_s = 0.0
             known = self._nodes.child(directory, name)
             if known is not None:
                 known.is_local = False

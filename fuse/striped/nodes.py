@@ -62,7 +62,8 @@ class Node:
         """The writer that was opened last, if any is at work."""
         for handle in reversed(self.handles):
             # The kernel closes the files of a killed process a moment after it is gone.
-            if handle.writer is not None and not handle.was_killed:
+            is_at_work = handle.writer is not None and not handle.was_killed
+            if is_at_work and not (handle.is_superseded and handle.only_empties):
                 return handle.writer
         return None
 
@@ -81,6 +82,12 @@ class Handle:
     writer: FileWriter | None = None
     was_killed: bool = False
     """Whether the process that closed it last was ended by a signal."""
+    was_flushed: bool = False
+    """Whether a descriptor of it was closed, and nothing was written since."""
+    is_releasing: bool = False
+    """Whether its last descriptor is known to be gone."""
+    is_superseded: bool = False
+    """Whether the name was opened anew since: emptying it would come too late."""
     request: int = 0
     """The request that opened it: a successor may be asked to do that once more."""
     noted: Record | None = None
@@ -90,6 +97,22 @@ class Handle:
     def is_writable(self) -> bool:
         """Whether write(2) is allowed."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether somebody writes through it, as far as we can know."""
+        return self.writer is not None and not self.was_flushed and not self.is_releasing
+
+    @property
+    def only_empties(self) -> bool:
+        """Whether all that it has done so far is to make its file empty, unseen by others."""
+        writer = self.writer
+        return (
+            writer is not None
+            and writer.needs_publishing
+            and not writer.was_written
+            and not self.was_killed
+        )
 
     @property
     def is_unfinished(self) -> bool:

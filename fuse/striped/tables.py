@@ -31,8 +31,11 @@ from bootseer.fuse.striped.stored import FileStatus, refuse
 from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.store.paths import PATH_MAX_BYTES
 
 NAME_MAX_BYTES = 255
+# Its parts' names are longer.
+_PATH_MAX_BYTES = PATH_MAX_BYTES - 100
 # A stream that read nothing for so long is not shown as active.
 _ACTIVE_S = 10.0
 
@@ -104,7 +107,10 @@ class MountTables(Operations):
         if is_hidden(text):
             raise refuse(errno.ENOENT, text)
         parent = self._attached_path(directory)
-        return text, f"{parent}/{text}" if parent else text
+        path = f"{parent}/{text}" if parent else text
+        if len(os.fsencode(path)) > _PATH_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        return text, path
 
     def _new_name(self, parent: int, name: bytes) -> tuple[Node, str, str]:
         with self._lock:
@@ -146,6 +152,8 @@ class MountTables(Operations):
             self._listings.drop(view.path)
             old_identity = node.status.identity
             node.status, node.seen_s, node.is_local = status, self._clock(), False
+            if node.parent is not None:
+                node.parent.seen_s = 0.0
             self._nodes.note_node(node)
             self._nodes.note_moved()
             if node.had_readers and not node.is_detached and old_identity != view.identity:
