@@ -16,6 +16,7 @@ from bootseer.cli.output import (
     json_option,
     printable,
 )
+from bootseer.notify import notify
 from bootseer.redact import public_url
 
 _SIZE = Size()
@@ -144,11 +145,12 @@ def mount(
         warm=warm,
     )
     if foreground:
-        _warn_unwritten(
-            serve_checkpoints(
-                spec, lambda: click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
-            )
-        )
+
+        def ready() -> None:
+            click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
+            notify("READY=1")
+
+        _warn_unwritten(serve_checkpoints(spec, ready))
         return
     mounted = mount_checkpoints(spec)
     if as_json:

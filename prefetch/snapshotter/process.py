@@ -4,10 +4,8 @@ Mounts stay when it ends: their servers are processes of their own. Main thread 
 """
 
 import contextlib
-import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +13,10 @@ from pathlib import Path
 import grpc
 
 from bootseer.errors import InvalidInputError, UnavailableError, from_oserror
+from bootseer.notify import notify
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.service import handler_of
 from bootseer.private import make_private_directory
-
-_log = logging.getLogger(__name__)
 
 _THREADS = 16
 """Calls at once. Most of them take a millisecond; those that mount an image wait for its server."""
@@ -46,10 +43,10 @@ def serve(snapshotter: Snapshotter, address: Path, on_ready: Callable[[], None])
     _bind(server, path)
     snapshotter.start()
     server.start()
-    _notify("READY=1")
+    notify("READY=1")
     on_ready()
     signal.sigwait(_STOP_SIGNALS)
-    _notify("STOPPING=1")
+    notify("STOPPING=1")
     server.stop(_GRACE_S).wait(_GRACE_S + 1)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
@@ -72,17 +69,3 @@ def _bind(server: grpc.Server, path: Path) -> None:
         raise from_oserror(error, f"listen on {path}") from error
     finally:
         os.umask(before)
-
-
-def _notify(state: str) -> None:
-    """Tell systemd, if it asked to be told (sd_notify(3))."""
-    name = os.environ.get("NOTIFY_SOCKET", "")
-    if not name:
-        return
-    address = f"\0{name[1:]}" if name.startswith("@") else name
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.connect(address)
-            sender.sendall(state.encode())
-    except OSError as error:
-        _log.warning("cannot tell %s that we are %s: %s", name, state, error)
