@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from bootseer.fuse.striped.pool import Urgency
 from bootseer.fuse.striped.sources import Sources
-from bootseer.fuse.striped.streams import StreamTracker
+from bootseer.fuse.striped.streams import START_WINDOW_BYTES, StreamTracker
 from bootseer.fuse.striped.view import FileView, Span
 
 if TYPE_CHECKING:
     from bootseer.fuse.striped.fetching import Fetch
+
+_BLOCKS_AHEAD = 4
 
 Key = tuple[str, int, bool]
 """Identity of the file, where the chunk begins, and whether it is a whole stripe unit."""
@@ -44,7 +46,8 @@ class OpenFile:
 
     def __init__(self, view: FileView) -> None:
         self.view = view
-        self.streams = StreamTracker()
+        # Of an ordinary file only the blocks that the window spans are read at once.
+        self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
         self.sources = Sources()
         self.open_count = 0
         self.pinned: bytes | None = None

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 _RETRY_PAUSES_S = (0.1, 0.5)
 _REFETCH_PAUSES_S = (0.0, 0.0, 0.0)
-# The first, and two that were asked for because the one before was late.
-_RUNS_MAX = 3
+# Each one has a new chance of a replica that is not slow.
+_ATTEMPTS_MAX = 6
 
 
 class Fetch:
@@ -169,8 +169,10 @@ class Fetcher:
             view.verify(fetch.span, run.buffer[:count])
             self._check_generation(view, reader, path)
         except BaseException:
-            source.drop(number)
             self._end(fetch, run, keep_buffer=True)
+            if fetch.is_decided:
+                return  # it was only cut off
+            source.drop(number)
             raise
         self._end(fetch, run)
         if not run.was_late:
@@ -221,8 +223,7 @@ class Fetcher:
     def _win(self, fetch: Fetch, run: Run) -> None:
         if not fetch.decide(run.buffer):
             return
-        seconds = time.monotonic() - run.started_s
-        self._late.note(fetch.span.length, seconds)
+        seconds = self._late.won(run)
         self._counters.add(
             fetched_bytes=fetch.span.length,
             fetch_count=1,
@@ -254,22 +255,32 @@ class Fetcher:
                     run.was_late = True
                     self._counters.add(stuck_count=1)
 
-    def _ask_again(self, run: Run) -> bool:
+    def _ask_again(self, run: Run) -> None:
         """`run` is late: have the same bytes read by somebody else, too."""
         fetch = run.fetch
         with fetch.lock:
-            if fetch.is_decided or len(fetch.runs) >= _RUNS_MAX:
-                return False
+            if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
+                return
         path, offset = fetch.file.view.source(fetch.span)
         fetch.file.sources.source(self._backend, path).was_late(run.reader, offset)
         buffer = self._buffers.try_take(fetch.span.length)
-        if buffer is None or not self._pool.lend():
-            return False
+        if buffer is None or not self._late.may_ask_again() or not self._pool.lend():
+            return
         with fetch.lock:
-            fetch.buffer = buffer
-        self._counters.add(late_count=1)
-        self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
-        return True
+            is_needed = run in fetch.runs
+            if is_needed:
+                late = [other for other in fetch.runs if other.was_late]
+                if late:
+                    # Two that are late share what one slow DataNode has: the better one stays.
+                    worst = min((*late, run), key=lambda one: one.attempt.done_bytes)
+                    worst.attempt.give_up()
+                run.was_late = True
+                fetch.buffer = buffer
+        if is_needed:
+            self._counters.add(late_count=1)
+            self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
+        else:
+            self._pool.give_back()
 
 
 def as_raisable(error: BaseException | None, path: str) -> BaseException:

@@ -56,19 +56,26 @@ class Run(Generic[Wanted]):
 class LateWatch(Generic[Wanted]):
     """Looks at all runs ten times a second."""
 
-    def __init__(self, on_late: Callable[[Run[Wanted]], bool]) -> None:
-        """`on_late` is called, in the watch's thread, for a run that is late, until it says True:
-        that something was done about it. It must not wait."""
+    def __init__(self, on_late: Callable[[Run[Wanted]], object]) -> None:
+        """`on_late` is called, in the watch's thread, for a run that is late, until it sets
+        `was_late`. It must not wait."""
         self._on_late = on_late
         self._lock = threading.Lock()
         self._runs: set[Run[Wanted]] = set()
         self._pace = Pace()
         self._is_alive = False
 
-    def note(self, count: int, seconds: float) -> None:
-        """A read of `count` bytes was good, and took so long."""
+    def won(self, run: Run[Wanted]) -> float:
+        """`run` brought what was wanted, before any other; returns how long it took, in seconds."""
+        seconds = time.monotonic() - run.started_s
         with self._lock:
-            self._pace.note(count, seconds)
+            self._pace.note(run.length, seconds, is_second=run.is_second)
+        return seconds
+
+    def may_ask_again(self) -> bool:
+        """Whether there is credit for one more second request; counts it."""
+        with self._lock:
+            return self._pace.spend()
 
     @contextlib.contextmanager
     def watching(self, run: Run[Wanted]) -> Iterator[None]:
@@ -98,7 +105,7 @@ class LateWatch(Generic[Wanted]):
                 late = [run for run in self._runs if not run.was_late and self._is_late(run, now_s)]
             for run in late:
                 try:
-                    run.was_late = self._on_late(run)
+                    self._on_late(run)
                 except Exception:
                     _log.exception("a late read is not asked for again")
 

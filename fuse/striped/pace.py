@@ -10,7 +10,14 @@ _PEERS_MIN = 4
 _FLOOR_S = 0.3
 # Without the hope of another disk, a second request helps only against a connection that is stuck.
 _STUCK_FLOOR_S = 1.0
+# Before anything is known of this storage's pace.
+_UNKNOWN_FLOOR_S = 1.0
 _RATIO = 4.0
+# Second requests cost what they ask for. Those that come first pay for more; of those that do not,
+# there is one for every ten reads.
+_CREDIT_MAX = 8.0
+_CREDIT_PER_READ = 0.1
+_CREDIT_PER_WIN = 2.0
 
 
 class Pace:
@@ -19,9 +26,19 @@ class Pace:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_PEERS)
         self._median: float | None = None
+        self._credit = _CREDIT_MAX
 
-    def note(self, count: int, seconds: float) -> None:
-        """A read of `count` bytes took so long."""
+    def spend(self) -> bool:
+        """Whether a second request may be made now; counts it."""
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
+
+    def note(self, count: int, seconds: float, *, is_second: bool = False) -> None:
+        """A read of `count` bytes took so long; `is_second`: the second request came first."""
+        self._credit += _CREDIT_PER_WIN if is_second else _CREDIT_PER_READ
+        self._credit = min(self._credit, _CREDIT_MAX)
         self._rates.append(count / max(seconds, 1e-6))
         self._median = None
 
@@ -42,7 +59,9 @@ class Pace:
         expected_s = length / usual if usual else 0.0
         if silent_s >= max(_STUCK_FLOOR_S, _RATIO * expected_s):
             return True
-        if usual is None or not has_replicas or elapsed_s < _FLOOR_S:
+        if not has_replicas or elapsed_s < max(_FLOOR_S, expected_s):
             return False
-        # Measured by what has come so far, not only by the whole: it shows much earlier.
+        if usual is None:
+            return elapsed_s >= _UNKNOWN_FLOOR_S
+        # Measured by what has come so far: it shows much earlier than at the end.
         return done_bytes / elapsed_s < usual / _RATIO

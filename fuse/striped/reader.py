@@ -20,9 +20,7 @@ from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.window import Window
 from bootseer.store.backend import Backend
 
-# Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
-# is being read.
-MAX_WINDOW_BYTES = 64 * 2**20
+_WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
 
 
@@ -161,7 +159,7 @@ class StripedReader:
         end = min(budget_bytes, file.view.size_bytes)
         position = 0
         while position < end and not cancelled():
-            step_end = min(position + MAX_WINDOW_BYTES // 2, end)
+            step_end = min(position + _WARM_STEP_BYTES, end)
             reached = self._window.read_ahead(file, position, step_end, Urgency.WARM)
             error = self._window.wait_for_units(file, position, min(reached, step_end), cancelled)
             if error is not None:
@@ -176,7 +174,7 @@ class StripedReader:
     def _window_max_bytes(self, now_s: float) -> int:
         """The share of one stream: the mount's memory is divided among those that are active."""
         active = sum(f.streams.active_count(now_s - _ACTIVE_S) for f in self._files.values())
-        return min(MAX_WINDOW_BYTES, self._budget.limit_bytes * 3 // 4 // max(1, active))
+        return self._budget.limit_bytes * 3 // 4 // max(1, active)
 
     def _demand(
         self,
@@ -213,6 +211,9 @@ class StripedReader:
         position = offset
         try:
             for chunk in chunks:
+                if sequential and self._window.is_overtaken(chunk):
+                    with self._lock:
+                        file.streams.held_up(end)
                 self._window.wait(file, chunk, cancelled)
                 if chunk.data is None:
                     raise as_raisable(chunk.error, file.view.path)

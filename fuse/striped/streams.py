@@ -13,6 +13,9 @@ _SLACK_BYTES = 2 * 2**20
 # How far ahead a stream may run, as a multiple of what it has read: a header of a few KiB that is
 # read in small pieces must not start megabytes.
 _GROWTH = 4
+# Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
+# is being read.
+START_WINDOW_BYTES = 64 * 2**20
 # From here on whole stripe units are fetched.
 _UNITS_FROM_BYTES = 512 * 2**10
 
@@ -24,6 +27,7 @@ class _Stream:
     ahead: int
     used_s: float
     is_sequential: bool
+    window_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,16 @@ class Advice:
 class StreamTracker:
     """The streams of one file."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_bytes: int = START_WINDOW_BYTES) -> None:
+        """`window_bytes`: how far a stream may run ahead as long as nothing holds it up."""
         self._streams: list[_Stream] = []
+        self._window_bytes = window_bytes
 
     def observe(self, start: int, end: int, window_max_bytes: int, now_s: float) -> Advice:
         """Note a read of `[start, end)`; returns what to fetch for it and ahead of it."""
         stream = self._match(start)
         if stream is None:
-            stream = _Stream(end, end - start, end, now_s, is_sequential=False)
+            stream = _Stream(end, end - start, end, now_s, False, self._window_bytes)
             self._streams.append(stream)
             if len(self._streams) > MAX_STREAMS:
                 self._streams.remove(min(self._streams, key=lambda old: old.used_s))
@@ -66,10 +72,18 @@ class StreamTracker:
             stream.next = end
         if stream.read_bytes < _UNITS_FROM_BYTES:
             return Advice(False, end, end)
-        ahead_end = end + min(_GROWTH * stream.read_bytes, window_max_bytes)
+        window_bytes = min(stream.window_bytes, window_max_bytes)
+        ahead_end = end + min(_GROWTH * stream.read_bytes, window_bytes)
         ahead_start = max(stream.ahead, end)
         stream.ahead = max(ahead_end, ahead_start)
         return Advice(True, ahead_start, stream.ahead)
+
+    def held_up(self, end: int) -> None:
+        """The stream that has come to `end` waits for bytes while later ones are here already: one
+        source is behind the others, and only a wider window keeps those busy."""
+        for stream in self._streams:
+            if stream.next == end:
+                stream.window_bytes += stream.window_bytes // 2
 
     def active_count(self, since_s: float) -> int:
         """How many sequential streams have read something since then."""

@@ -144,6 +144,17 @@ class Window:
                 self._forget(chunk)
         chunk.ready.set()
 
+    def is_overtaken(self, chunk: Chunk) -> bool:
+        """Whether `chunk` is not here yet while a later one of its file is."""
+        if chunk.data is not None:
+            return False
+        identity, start, _ = chunk.key
+        with self._lock:
+            return any(
+                other.data is not None and other.key[0] == identity and other.key[1] > start
+                for other in self._chunks.values()
+            )
+
     # ---- waiting --------------------------------------------------------------------------
 
     def wait(self, file: OpenFile, chunk: Chunk, cancelled: Callable[[], bool]) -> None:
