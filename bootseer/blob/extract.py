@@ -3,8 +3,9 @@
 Everything is made in a private directory beside the target, relative to open directories, with
 O_EXCL and O_NOFOLLOW, symbolic links last; then one rename. Names in a `Tree` cannot contain "/"
 or be "..", so nothing can land elsewhere. A process that is killed leaves only the private
-directory, which the next extraction to the same target removes. Owns its threads; the caller's
-`read` is called from several of them.
+directory, which the next extraction to the same target removes. Files are written by processes of
+its own (`extract_pool`), since Python's threads would take turns; few of them by this one. The
+caller's `read` is called from one other thread.
 """
 
 import contextlib
@@ -16,13 +17,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bootseer.blob.extract_plan import Plan, plan_extraction
-from bootseer.blob.extract_writer import Settings, Skipped, Writer
-from bootseer.blob.frame_writer import usable_cpus
+from bootseer.blob.extract_plan import plan_extraction, worker_columns
+from bootseer.blob.extract_tasks import carry_out, start_pool
+from bootseer.blob.extract_writer import Settings, Writer
 from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
@@ -57,7 +58,8 @@ def extract(
     read: ReadBlob,
     target: Path,
     *,
-    threads: int | None = None,
+    processes: int | None = None,
+    is_verified: bool = False,
     owners: bool | None = None,
     allow_devices: bool = False,
     in_place: bool = False,
@@ -68,25 +70,25 @@ def extract(
 ) -> ExtractResult:
     """Make `target` (absent, or an empty directory) hold exactly the tree.
 
+    `processes`: how many write files; None: as many as there are processors, or for a small tree
+    only this one. `is_verified`: `read` gives whole frames whose digests have been found right.
     `owners`: restore user and group; None: when running as root. Without, set-user-ID and
     set-group-ID bits survive only on files that were ours already. `in_place` fills the empty
     directory itself instead of replacing it (a mount point; then a killed process leaves what it
     had made). `durable` flushes to the disk before the target appears. `on_progress` is called
-    with counts of content bytes written, from several threads.
+    with counts of content bytes written.
 
     On failure nothing remains. Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError
     (also for device nodes without `allow_devices`), InvalidInputError (beyond a limit),
     CorruptError, and whatever `read` raises.
     """
-    if threads is not None and threads < 1:
-        raise InvalidInputError(f"threads is {threads}, not 1 or more")
-    plan = plan_extraction(
-        tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
-    )
+    if processes is not None and processes < 1:
+        raise InvalidInputError(f"processes is {processes}, not 1 or more")
+    content_bytes = sum(tree.columns.extent_length)
     # resolve() would follow a final link.
     target = Path(os.path.abspath(target))
     try:
-        _check_target(target, plan.content_bytes, in_place=in_place)
+        _check_target(target, min(content_bytes, max_bytes), in_place=in_place)
         root = target if in_place else _private_directory(target)
     except BootseerError:
         raise
@@ -105,7 +107,21 @@ def extract(
             gid=_created_gid(root_fd),
             atime_ns=time.time_ns(),
         )
-        skipped = _run(tree, read, plan, root_fd, settings, threads, on_progress)
+        with ExitStack() as stack:
+            # They load what they need while this process plans.
+            pool = start_pool(tree, processes, root_fd)
+            if pool is not None:
+                stack.callback(pool.close)
+            plan = plan_extraction(
+                tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
+            )
+            columns = worker_columns(tree, plan, asdict(settings) | {"is_verified": is_verified})
+            writer = Writer(tree, plan, columns, root_fd, settings)
+            stack.callback(writer.close)
+            writer.make_directories()
+            writer.make_large_files()
+            carry_out(tree, plan, columns, read, pool, writer, root_fd, on_progress)
+            writer.finish()
         if durable:
             os.sync()
         if not in_place:
@@ -130,39 +146,10 @@ def extract(
     return ExtractResult(
         tree.name_count,
         plan.content_bytes,
-        skipped.owners,
-        skipped.xattrs,
-        skipped.set_id_bits,
+        writer.skipped.owners,
+        writer.skipped.xattrs,
+        writer.skipped.set_id_bits,
     )
-
-
-def _run(
-    tree: Tree,
-    read: ReadBlob,
-    plan: Plan,
-    root_fd: int,
-    settings: Settings,
-    threads: int | None,
-    on_progress: Callable[[int], None] | None,
-) -> Skipped:
-    threads = threads or min(usable_cpus(), 8)
-    writer = Writer(tree, read, plan, root_fd, settings, on_progress)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-extract")
-    try:
-        writer.make_directories()
-        writer.make_large_files()
-        # The longest tasks first, so that no thread is left with one at the end.
-        futures = [pool.submit(writer.write_part, part) for part in plan.parts]
-        futures += [pool.submit(writer.write_group, group) for group in plan.groups]
-        for future in as_completed(futures):
-            future.result()
-        pool.shutdown(wait=True)
-        writer.finish()
-    finally:
-        writer.stop()
-        pool.shutdown(wait=True, cancel_futures=True)
-        writer.close()
-    return writer.skipped
 
 
 def _check_target(target: Path, content_bytes: int, *, in_place: bool) -> None:

@@ -1,68 +1,84 @@
 """Plans an extraction: which names are made when, and which files are written together. Pure.
 
 Files are grouped in the order of the stream, so that each frame is read and decoded once, and
-cut where a frame begins, so that groups can be written by several threads.
+cut where a frame begins, so that groups can be written by several workers.
 """
 
 import stat
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
 
+from bootseer.blob.extract_worker import SETTINGS, Section
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 
 GROUP_BYTES = 2 * 1024 * 1024
-"""Content of one group: a second thread gets work soon, and few frames are decoded twice."""
+"""Content of one group: a second worker gets work soon, and few frames are decoded twice."""
 GROUP_FILES = 256
 PART_BYTES = 16 * 1024 * 1024
-"""A larger file is written in parts of about this size, by several threads."""
+"""A larger file is written in parts of about this size, by several workers."""
 _PLAIN_CUT_BYTES = 128 * 1024
 
 Place = tuple[int, int, int, int]
 """(file offset, blob, offset in its stream, length)"""
 
 
-class Node(NamedTuple):
-    """One name to make: `name` in the directory with inode number `parent`."""
-
-    number: int
-    parent: int
-    name: bytes
-
-
-class Link(NamedTuple):
-    """A further name of something that is made before."""
-
-    parent: int
-    name: bytes
-    first: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some bytes of a large file."""
-
-    node: Node
-    places: tuple[Place, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Make `directories`, then `groups` and `large` with their `parts`, then `others`, `links`."""
+    """Make `directories` and `large`, carry out the tasks, then make `others` and `links`.
 
-    directories: list[Node]
+    Names are meant by their index in the tree's columns.
+    """
+
+    directories: list[int]
     """Parents first, the root left out."""
-    groups: list[list[tuple[Node, list[Place]]]]
-    large: list[Node]
-    parts: list[Part]
-    others: list[Node]
+    large: list[int]
+    others: list[int]
     """Symbolic links, fifos, sockets, devices."""
-    links: list[Link]
+    links: list[tuple[int, int]]
+    """(further name, first name of the same inode)"""
+    with_xattrs: list[int]
+    """Regular files that have some."""
+    files: "array[int]"
+    """Other regular files in the order in which they are written."""
+    group_start: "array[int]"
+    """Group n's files are those from `group_start[n]` to before `group_start[n + 1]`."""
+    parts: list[tuple[int, list[Place]]]
+    """Of large files: name, and some of its bytes."""
     content_bytes: int
     """To be written; holes do not count."""
+
+    @property
+    def task_count(self) -> int:
+        """Groups, then parts."""
+        return len(self.group_start) - 1 + len(self.parts)
+
+    def tasks(self) -> Iterable[int]:
+        """In the order in which they should be begun: the longest first, so that no worker is
+        left with one at the end."""
+        groups = len(self.group_start) - 1
+        return chain(range(groups, groups + len(self.parts)), range(groups))
+
+    def places(self, tree: Tree, task: int) -> Iterator[Place]:
+        """What a task writes."""
+        groups = len(self.group_start) - 1
+        if task >= groups:
+            yield from self.parts[task - groups][1]
+            return
+        c = tree.columns
+        for i in self.files[self.group_start[task] : self.group_start[task + 1]]:
+            number = c.name_inode[i]
+            for k in range(c.extent_start[number], c.extent_start[number + 1]):
+                yield (
+                    c.extent_file_offset[k],
+                    c.extent_blob[k],
+                    c.extent_blob_offset[k],
+                    c.extent_length[k],
+                )
 
 
 def plan_extraction(
@@ -70,96 +86,102 @@ def plan_extraction(
 ) -> Plan:
     """Raises: InvalidInputError beyond a limit; PermissionDeniedError for a device node that is
     not allowed; CorruptError for contents that make no sense."""
-    columns = tree.columns
+    c = tree.columns
     if tree.name_count > max_files:
         raise InvalidInputError(f"{tree.name_count} names are more than the {max_files} allowed")
-    content_bytes = sum(columns.extent_length)
+    content_bytes = sum(c.extent_length)
     if content_bytes > max_bytes:
         raise InvalidInputError(f"{content_bytes} bytes are more than the {max_bytes} allowed")
-    first_names: dict[int, Node] = {}
-    directories: list[Node] = []
-    files: list[tuple[Node, list[Place]]] = []
-    empty: list[tuple[Node, list[Place]]] = []
-    others: list[Node] = []
-    links: list[Link] = []
-    for parent, name, number in zip(
-        columns.name_parent, columns.names, columns.name_inode, strict=True
-    ):
-        first = first_names.get(number)
-        if first is not None:
-            links.append(Link(parent, name, first))
-            continue
-        node = first_names[number] = Node(number, parent, name)
-        kind = stat.S_IFMT(columns.mode[number])
-        if kind == stat.S_IFREG:
-            places = tree.extents(number)
-            if places:
-                files.append((node, places))
+    directories: list[int] = []
+    files: list[tuple[int, int, int, int]] = []
+    empty: list[int] = []
+    large: list[tuple[int, int, int, int]] = []
+    others: list[int] = []
+    links: list[tuple[int, int]] = []
+    with_xattrs: list[int] = []
+    modes, starts, xattrs = c.mode, c.extent_start, c.xattr
+    first_names: dict[int, int] = {}
+    # Every inode has a name, so without hard links there are as many of both.
+    has_links = tree.name_count != tree.inode_count - 1
+    for i, number in enumerate(c.name_inode):
+        if has_links:
+            first = first_names.setdefault(number, i)
+            if first != i:
+                links.append((i, first))
+                continue
+        mode = modes[number]
+        if stat.S_ISREG(mode):
+            if xattrs[number]:
+                with_xattrs.append(i)
+            start, end = starts[number], starts[number + 1]
+            if start == end:
+                empty.append(i)
+                continue
+            if end == start + 1:
+                _, blob, offset, length = tree.extents(number)[0]
             else:
-                empty.append((node, places))
-        elif kind == stat.S_IFDIR:
-            directories.append(node)
+                places = tree.extents(number)
+                _, blob, offset, _ = places[0]
+                length = sum(place[3] for place in places)
+            (large if length > PART_BYTES else files).append((blob, offset, i, length))
+        elif stat.S_ISDIR(mode):
+            directories.append(i)
         else:
-            if kind in (stat.S_IFCHR, stat.S_IFBLK) and not allow_devices:
+            if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not allow_devices:
                 raise PermissionDeniedError(
                     f"{tree.path(number)!r} is a device node, which is not allowed here"
                 )
-            others.append(node)
-    files.sort(key=lambda item: item[1][0][1:3])
-    large = [item for item in files if content_length(item[1]) > PART_BYTES]
-    groups = _groups(tree, [item for item in files if content_length(item[1]) <= PART_BYTES])
-    groups += [empty[i : i + GROUP_FILES] for i in range(0, len(empty), GROUP_FILES)]
+            others.append(i)
+    files.sort()
+    large.sort()
+    group_start = _groups(tree, files)
+    group_start.extend(
+        len(files) + min(i + GROUP_FILES, len(empty)) for i in range(0, len(empty), GROUP_FILES)
+    )
     return Plan(
-        _parents_first(directories),
-        groups,
-        [node for node, _ in large],
-        [part for node, places in large for part in _parts(tree, node, places)],
+        _parents_first(tree, directories),
+        [i for _, _, i, _ in large],
         others,
         links,
+        with_xattrs,
+        array("I", [*(i for _, _, i, _ in files), *empty]),
+        group_start,
+        [(i, part) for _, _, i, _ in large for part in _parts(tree, tree.extents(c.name_inode[i]))],
         content_bytes,
     )
 
 
-def content_length(places: list[Place]) -> int:
-    """Bytes in all places together."""
-    return places[0][3] if len(places) == 1 else sum(place[3] for place in places)
-
-
-def _parents_first(directories: list[Node]) -> list[Node]:
-    below: dict[int, list[Node]] = {}
-    for node in directories:
-        below.setdefault(node.parent, []).append(node)
+def _parents_first(tree: Tree, directories: list[int]) -> list[int]:
+    c = tree.columns
+    below: dict[int, list[int]] = {}
+    for i in directories:
+        below.setdefault(c.name_parent[i], []).append(i)
     ordered = []
     stack = below.get(0, [])[::-1]
     while stack:
-        node = stack.pop()
-        ordered.append(node)
-        stack.extend(reversed(below.get(node.number, ())))
+        i = stack.pop()
+        ordered.append(i)
+        stack.extend(reversed(below.get(c.name_inode[i], ())))
     return ordered
 
 
-def _groups(
-    tree: Tree, files: list[tuple[Node, list[Place]]]
-) -> list[list[tuple[Node, list[Place]]]]:
-    groups: list[list[tuple[Node, list[Place]]]] = []
-    group: list[tuple[Node, list[Place]]] = []
-    group_bytes = 0
+def _groups(tree: Tree, files: list[tuple[int, int, int, int]]) -> "array[int]":
+    """Where in `files` (blob, offset, name, length) each group begins, and where the last ends."""
+    starts = array("I", [0])
+    group_bytes = group_files = 0
     last = (-1, -1)
-    for item in files:
-        _, blob, offset, _ = item[1][0]
-        if group_bytes >= GROUP_BYTES or len(group) >= GROUP_FILES:
-            frame = (blob, _frame_number(tree.blobs[blob], offset))
-            if frame != last:
-                groups.append(group)
-                group, group_bytes = [], 0
-        group.append(item)
-        group_bytes += content_length(item[1])
-        if group_bytes >= GROUP_BYTES or len(group) >= GROUP_FILES:
-            _, blob, offset, length = item[1][-1]
+    for position, (blob, offset, _, length) in enumerate(files):
+        is_full = group_bytes >= GROUP_BYTES or group_files >= GROUP_FILES
+        if is_full and (blob, _frame_number(tree.blobs[blob], offset)) != last:
+            starts.append(position)
+            group_bytes = group_files = 0
+        group_bytes += length
+        group_files += 1
+        if group_bytes >= GROUP_BYTES or group_files >= GROUP_FILES:
             last = (blob, _frame_number(tree.blobs[blob], offset + length - 1))
-    if group:
-        groups.append(group)
-    return groups
+    if files:
+        starts.append(len(files))
+    return starts
 
 
 def _frame_number(blob: Blob, offset: int) -> int:
@@ -184,8 +206,8 @@ def _cut_near(blob: Blob, start: int, wanted: int) -> int:
     )
 
 
-def _parts(tree: Tree, node: Node, places: list[Place]) -> Iterator[Part]:
-    """The file's places, cut at frames into parts of about PART_BYTES."""
+def _parts(tree: Tree, places: list[Place]) -> Iterator[list[Place]]:
+    """A file's places, cut at frames into parts of about PART_BYTES."""
     part: list[Place] = []
     part_bytes = 0
     for offset, blob_number, blob_offset, length in places:
@@ -199,7 +221,83 @@ def _parts(tree: Tree, node: Node, places: list[Place]) -> Iterator[Part]:
             part_bytes += here
             offset, blob_offset, length = offset + here, blob_offset + here, length - here
             if length or part_bytes >= PART_BYTES:
-                yield Part(node, tuple(part))
+                yield part
                 part, part_bytes = [], 0
     if part:
-        yield Part(node, tuple(part))
+        yield part
+
+
+def worker_columns(tree: Tree, plan: Plan, settings: Mapping[str, int]) -> dict[str, Section]:
+    """What `extract_worker` needs to carry out the tasks: the columns of its SECTIONS.
+
+    Without owners, set-ID bits that would hand our rights to a program meant for another's are
+    left out of `mode`.
+    """
+    c = tree.columns
+    name_of = array("I", bytes(4 * tree.inode_count))
+    for i in plan.directories:
+        name_of[c.name_inode[i]] = i
+    bases, firsts = array("Q", [0]), array("I", [0])
+    offsets, stream_offsets = array("Q"), array("Q")
+    digests = []
+    for blob in tree.blobs:
+        frames = blob.frames
+        if isinstance(frames, FrameTable):
+            ends, stream_ends = frames.offsets, frames.stream_offsets
+            digests.append(frames.digests)
+        else:
+            ends = array("Q", [0, *(frame.offset + frame.length for frame in frames)])
+            stream_ends = array(
+                "Q", [0, *(frame.stream_offset + frame.stream_length for frame in frames)]
+            )
+            digests.append(b"".join(frame.digest for frame in frames))
+        base = bases[-1]
+        offsets.extend(array("Q", [base + end for end in ends]))
+        stream_offsets.extend(stream_ends)
+        bases.append(base + (blob.size_bytes if frames else blob.stream_length))
+        firsts.append(firsts[-1] + len(frames))
+    part_start, places = array("I", [0]), array("Q")
+    for _, part in plan.parts:
+        places.extend(chain.from_iterable(part))
+        part_start.append(part_start[-1] + len(part))
+    return {
+        "settings": array("q", [settings[name] for name in SETTINGS]),
+        "names": b"".join(name + b"\0" for name in c.names),
+        "name_parent": c.name_parent,
+        "name_inode": c.name_inode,
+        "directory_name": name_of,
+        "mode": _modes(tree, settings),
+        "uid": c.uid,
+        "gid": c.gid,
+        "mtime_ns": c.mtime_ns,
+        "size_bytes": c.size_bytes,
+        "extent_start": c.extent_start,
+        "extent_file_offset": c.extent_file_offset,
+        "extent_blob": c.extent_blob,
+        "extent_blob_offset": c.extent_blob_offset,
+        "extent_length": c.extent_length,
+        "blob_base": bases,
+        "blob_frame": firsts,
+        "frame_offset": offsets,
+        "frame_stream_offset": stream_offsets,
+        "frame_digests": b"".join(digests),
+        "files": plan.files,
+        "group_start": plan.group_start,
+        "part_name": array("I", [i for i, _ in plan.parts]),
+        "part_start": part_start,
+        "places": places,
+    }
+
+
+def _modes(tree: Tree, settings: Mapping[str, int]) -> "array[int]":
+    c = tree.columns
+    if settings["owners"] or not any(mode & 0o6000 for mode in set(c.mode)):
+        return c.mode
+    modes = array("I", c.mode)
+    for number, mode in enumerate(modes):
+        if c.uid[number] != settings["uid"]:
+            mode &= ~stat.S_ISUID
+        if c.gid[number] != settings["gid"]:
+            mode &= ~stat.S_ISGID
+        modes[number] = mode
+    return modes

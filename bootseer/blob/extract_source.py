@@ -1,92 +1,152 @@
-"""The content of a few files that lie close together: reads runs of frames, decodes each once. A
-stream that is stored nowhere is read as it is.
+"""The stored frames that the tasks of an extraction need, while they need them.
 
-Belongs to one thread. Holds the stored frames of one group of files, and a few decoded ones.
+Alone owns the content of the file in memory that worker processes map: blob after blob, each frame
+at its own place, so that nothing must be told but the number of a task. `have` is called from one
+thread, `release` from another. Of what no task needs any more the memory is given back.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 
-from bootseer.blob.extract_plan import Place
-from bootseer.blob.frames import decode_frame, frames_for
+from bootseer.blob.extract_plan import Plan
+from bootseer.blob.frames import frames_for
 from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 
 _RUN_BYTES = 4 * 1024 * 1024
 """At most so much is asked for in one read."""
-_DECODED_BYTES = 16 * 1024 * 1024
+_CELL_BYTES = 128 * 1024
+"""Of a stream that is stored as it is: what counts as a frame."""
+_GAP_BYTES = 4096
+"""Between two files lie their headers; no frame is so small that it would fit in there, and if one
+did, it would be brought for nothing."""
+
+Unit = tuple[int, int]
+"""(blob, number of a frame, or of a cell)"""
+Run = tuple[int, int, int]
+"""(blob, first unit, the one behind the last)"""
 
 
-class Source:
-    """Decoded frames for a list of places, read in runs of neighbouring frames."""
+class Supply:
+    """`read` must give exactly what is asked for, or raise."""
 
-    def __init__(self, tree: Tree, read: ReadBlob, places: Iterable[Place]) -> None:
+    def __init__(
+        self, tree: Tree, plan: Plan, read: ReadBlob, bases: Iterable[int], fd: int
+    ) -> None:
+        """`bases`: where each blob begins in the file `fd`, and last where it ends.
+
+        Raises: OSError.
+        """
         self._tree = tree
+        self._plan = plan
         self._read = read
-        needed: set[tuple[int, int]] = set()
-        last: tuple[int, int, int] = (-1, 0, 0)
-        for _, blob, offset, length in places:
-            if blob == last[0] and last[1] <= offset and offset + length <= last[2]:
-                continue
-            if not tree.blobs[blob].frames:
-                continue
-            numbers = frames_for(tree.blobs[blob], offset, length)
-            needed.update((blob, number) for number in numbers)
-            frame = tree.blobs[blob].frames[numbers[-1]]
-            last = (blob, frame.stream_offset, frame.stream_offset + frame.stream_length)
-        self._needed = needed
-        self._stored: dict[tuple[int, int], memoryview] = {}
-        self._decoded: OrderedDict[tuple[int, int], tuple[int, bytes]] = OrderedDict()
-        self._decoded_bytes = 0
-        self._current = (-1, 0, 0, memoryview(b""))
+        self._bases = list(bases)
+        self._users: dict[Unit, int] = {}
+        self._runs: dict[int, list[Run]] = {}
+        self._lock = threading.Lock()
+        self._fd = fd
+        size_bytes = max(self._bases[-1], 1)
+        os.ftruncate(fd, size_bytes)
+        self._memory = mmap.mmap(fd, size_bytes)
 
-    def view(self, blob: int, offset: int, length: int) -> memoryview:
-        """At least one and at most `length` bytes from `offset` of the stream."""
-        current, start, end, content = self._current
+    def close(self) -> None:
+        """The end of its mapping."""
+        self._memory.close()
+
+    def have(self, task: int) -> None:
+        """Returns when all that the task needs is in the file. Raises: what `read` raises."""
+        missing = []
+        users = self._users
+        runs = self._runs[task] = _joined(self._ranges(task))
+        with self._lock:
+            for blob, first, end in runs:
+                for unit in zip(repeat(blob), range(first, end)):
+                    count = users.get(unit, 0)
+                    users[unit] = count + 1
+                    if not count:
+                        missing.append((*unit, unit[1] + 1))
+        for blob, first, end in _joined(missing):
+            self._fill(blob, first, end)
+
+    def release(self, task: int) -> None:
+        """The task is done."""
+        unused = []
+        users = self._users
+        with self._lock:
+            for blob, first, end in self._runs.pop(task):
+                for unit in zip(repeat(blob), range(first, end)):
+                    users[unit] -= 1
+                    if not users[unit]:
+                        del users[unit]
+                        unused.append((*unit, unit[1] + 1))
+        for blob, first, end in _joined(unused):
+            # Whole pages only: the others may hold something of a neighbour.
+            start = -(-self._place(blob, first) // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = self._place(blob, end) // mmap.PAGESIZE * mmap.PAGESIZE - start
+            if length > 0:
+                self._memory.madvise(mmap.MADV_REMOVE, start, length)
+
+    def _ranges(self, task: int) -> Iterator[Run]:
+        """The units that a task needs, in the order of its places."""
+        blob = start = end = -1
+        for _, place_blob, offset, length in self._plan.places(self._tree, task):
+            if place_blob == blob and 0 <= offset - end < _GAP_BYTES:
+                end = offset + length
+                continue
+            if blob >= 0:
+                yield self._units(blob, start, end)
+            blob, start, end = place_blob, offset, offset + length
+        if blob >= 0:
+            yield self._units(blob, start, end)
+
+    def _units(self, blob: int, start: int, end: int) -> Run:
         if not self._tree.blobs[blob].frames:
-            return memoryview(self._read(blob, offset, min(length, _RUN_BYTES)))
-        if current != blob or not start <= offset < end:
-            number = frames_for(self._tree.blobs[blob], offset, 1)[0]
-            start, data = self._frame(blob, number)
-            content = memoryview(data)
-            self._current = (blob, start, start + len(data), content)
-        return content[offset - start : offset - start + length]
+            return blob, start // _CELL_BYTES, -(-end // _CELL_BYTES)
+        numbers = frames_for(self._tree.blobs[blob], start, end - start)
+        return blob, numbers.start, numbers.stop
 
-    def _frame(self, blob: int, number: int) -> tuple[int, bytes]:
-        key = (blob, number)
-        found = self._decoded.get(key)
-        if found is not None:
-            self._decoded.move_to_end(key)
-            return found
-        frame = self._tree.blobs[blob].frames[number]
-        if key not in self._stored:
-            self._fetch_run(blob, number)
-        data = decode_frame(frame, self._stored[key])
-        self._decoded[key] = (frame.stream_offset, data)
-        self._decoded_bytes += len(data)
-        while self._decoded_bytes > _DECODED_BYTES and len(self._decoded) > 1:
-            _, (_, dropped) = self._decoded.popitem(last=False)
-            self._decoded_bytes -= len(dropped)
-        return frame.stream_offset, data
-
-    def _fetch_run(self, blob: int, first: int) -> None:
-        """Read frame `first` and what is needed right after it, in one go."""
+    def _place(self, blob: int, number: int) -> int:
+        """Where a unit begins in the file, or for the number behind the last, where it ends."""
         frames = self._tree.blobs[blob].frames
-        run = [frames[first]]
-        length = run[0].length
-        while (blob, first + len(run)) in self._needed:
-            following = frames[first + len(run)]
-            if length + following.length > _RUN_BYTES:
-                break
-            run.append(following)
-            length += following.length
-        data = memoryview(self._read(blob, run[0].offset, length))
-        if len(data) != length:
-            raise CorruptError(
-                f"the blob {self._tree.blobs[blob].digest} gave {len(data)} of {length} bytes "
-                f"at offset {run[0].offset}"
-            )
-        for i, frame in enumerate(run):
-            start = frame.offset - run[0].offset
-            self._stored[blob, first + i] = data[start : start + frame.length]
+        if not frames:
+            return min(self._bases[blob] + number * _CELL_BYTES, self._bases[blob + 1])
+        if number == len(frames):
+            return self._bases[blob] + frames[-1].offset + frames[-1].length
+        return self._bases[blob] + frames[number].offset
+
+    def _fill(self, blob: int, first: int, end: int) -> None:
+        while first < end:
+            start = position = self._place(blob, first)
+            while first < end:
+                behind = self._place(blob, first + 1)
+                if position > start and behind > start + _RUN_BYTES:
+                    break
+                first, position = first + 1, behind
+            offset = start - self._bases[blob]
+            data = self._read(blob, offset, position - start)
+            if len(data) != position - start:
+                raise CorruptError(
+                    f"the blob {self._tree.blobs[blob].digest} gave {len(data)} of "
+                    f"{position - start} bytes at offset {offset}"
+                )
+            os.pwrite(self._fd, data, start)
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Sorted; what overlaps or touches is one."""
+    joined: list[Run] = []
+    blob, first, end = -1, 0, 0
+    for run in sorted(runs):
+        if run[0] == blob and run[1] <= end:
+            end = max(end, run[2])
+            continue
+        if blob >= 0:
+            joined.append((blob, first, end))
+        blob, first, end = run
+    if blob >= 0:
+        joined.append((blob, first, end))
+    return joined

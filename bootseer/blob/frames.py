@@ -40,7 +40,7 @@ class FrameTable(Sequence[Frame]):
             raise CorruptError("a compressed frame is empty or too large")
         self.offsets = array("Q", accumulate(lengths, initial=0))
         self.stream_offsets = array("Q", accumulate(stream_lengths, initial=0))
-        self._digests = digests
+        self.digests = digests
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -62,7 +62,7 @@ class FrameTable(Sequence[Frame]):
             self.offsets[index + 1] - offset,
             stream_offset,
             self.stream_offsets[index + 1] - stream_offset,
-            bytes(self._digests[32 * index : 32 * index + 32]),
+            bytes(self.digests[32 * index : 32 * index + 32]),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ class FrameTable(Sequence[Frame]):
         return len(self) == len(other) and all(map(Frame.__eq__, self, other))
 
     def __hash__(self) -> int:
-        return hash(bytes(self._digests))
+        return hash(bytes(self.digests))
 
 
 def frames_for(blob: Blob, stream_offset: int, length: int) -> range:

@@ -25,8 +25,8 @@ def unused(number: int, offset: int, length: int) -> bytes:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_gives_back_exactly_what_was_packed(tmp_path: Path, threads: int, in_place: bool) -> None:
+@pytest.mark.parametrize("processes", [1, 3])
+def test_gives_back_exactly_what_was_packed(tmp_path: Path, processes: int, in_place: bool) -> None:
     make_zoo(tmp_path / "in")
     before = state(tmp_path / "in")
     tree, blob = packed(tmp_path / "in")
@@ -39,7 +39,7 @@ def test_gives_back_exactly_what_was_packed(tmp_path: Path, threads: int, in_pla
         tree,
         read,
         target,
-        threads=threads,
+        processes=processes,
         in_place=in_place,
         on_progress=done.append,
         allow_devices=True,

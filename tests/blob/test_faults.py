@@ -168,7 +168,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(tmp_path: 
                 print("half way", flush=True)
                 time.sleep(60)
             return blob[offset : offset + length]
-        extract(decode((base / "index").read_bytes()), read, base / "targets/out", threads=1)
+        extract(decode((base / "index").read_bytes()), read, base / "targets/out", processes=1)
     """
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], stdout=subprocess.PIPE

@@ -1,0 +1,94 @@
+"""One way on a cold node, or on several at once: until the import has finished."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.containers.node import Node
+from bench.env.site import RATE_MBIT, Site
+from bench.env.ways import DEADLINE_S, IMPORT, Way
+from bench.model import Sample
+from bench.page_cache import evict_everything
+
+_TICKS_PER_S = 100
+
+
+def take(site: Site, way: Way) -> Sample:
+    """The restore and then the import, both timed. Bytes are all that crossed the line by then;
+    CPU is the node's. Raises: RuntimeError.
+    """
+    site.line.set_rate(None)
+    with site.node(way.name.replace(" ", "-"), way.tree(site)) as node:
+        way.start(site, node)
+        command = way.restore(site, node)
+        _make_cold(site)
+        before_bytes, before_cpu_s = site.line.received_bytes(), node.cpu_s()
+        restore_s = run_timed(node, command)
+        restore_cpu_s = node.cpu_s() - before_cpu_s
+        import_s = run_timed(node, IMPORT, "ok")
+        cpu_s = node.cpu_s() - before_cpu_s
+        moved_bytes = site.line.received_bytes() - before_bytes
+        site.line.set_rate(None)
+    figures = {
+        "restore_s": restore_s,
+        "restore_cpu_s": restore_cpu_s,
+        "import_s": import_s,
+        "files_per_s": site.tree.name_count / restore_s,
+        "stored_bytes": float(site.stored_bytes),
+        "wanted_ready_s": 0.3,
+    }
+    return Sample(restore_s + import_s, {"node": cpu_s}, moved_bytes, figures)
+
+
+def take_many(
+    site: Site, name: str, way: Way, commands: Sequence[Sequence[str]], count: int
+) -> Sample:
+    """`commands`, one after the other, on `count` nodes at once. CPU is the whole machine's.
+
+    Raises: RuntimeError.
+    """
+    site.line.set_rate(None)
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(site.node(f"{name}-{i}")) for i in range(count)]
+        for node in nodes:
+            way.start(site, node)
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+        _make_cold(site)
+        before_bytes, before_cpu_s = site.line.received_bytes(), _machine_cpu_s()
+        started_s = time.monotonic()
+
+        def one(node: Node) -> float:
+            for command in commands:
+                node.run(command, timeout_s=DEADLINE_S)
+            return time.monotonic() - started_s
+
+        ended_s = sorted(pool.map(one, nodes))
+        cpu_s = _machine_cpu_s() - before_cpu_s
+        moved_bytes = site.line.received_bytes() - before_bytes
+        site.line.set_rate(None)
+    figures = {"first_s": ended_s[0], "moved_bytes_per_node": moved_bytes / count}
+    return Sample(ended_s[-1], {"machine": cpu_s}, moved_bytes, figures)
+
+
+def run_timed(node: Node, command: Sequence[str], output: str = "") -> float:
+    """Seconds. Raises: RuntimeError when it prints something else than `output`, if given."""
+    started_s = time.monotonic()
+    printed = node.run(command, timeout_s=DEADLINE_S)
+    wall_s = time.monotonic() - started_s
+    if output and printed.strip() != output:
+        raise RuntimeError(f"it printed {printed[-200:]!r} instead of {output!r}")
+    return wall_s
+
+
+def _make_cold(site: Site) -> None:
+    if evict_everything([]) != "drop_caches":
+        raise RuntimeError("the page cache cannot be dropped, so no node is cold")
+    site.line.set_rate(RATE_MBIT)
+
+
+def _machine_cpu_s() -> float:
+    # user, nice, system; idle, iowait and what is counted twice are left out (proc_stat(5)).
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()
+    return sum(int(field) for field in (*fields[1:4], *fields[6:8])) / _TICKS_PER_S

@@ -1,0 +1,181 @@
+"""What the environment cases stand on while they run: archives, wheels, a store, and the line.
+
+What nodes restore from lies in memory, so that dropping the page cache makes nodes cold and not
+their sources: in `near` what is on a node already; behind the line a store (HDFS) and wheels
+(HTTP).
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.containers.line import Line, own_network
+from bench.containers.node import Node
+from bench.containers.packages import Packages
+from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
+from bench.model import SkippedError, Workspace
+from bench.processes import ending_with_us
+from bench.tmpfs import tmpfs
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Tree
+from bootseer.snapshots import catalogue
+from bootseer.store import open_backend, open_store
+
+RATE_MBIT = 1000
+# Wheels, the snapshot in two stores, two archives, and bundles.
+_MEMORY_BYTES = 4 * 2**30
+_PORT = 8000
+_START_DEADLINE_S = 60.0
+_PIECE_BYTES = 2**23
+
+
+@dataclass(slots=True)
+class Site:
+    """All that ways of restoring share."""
+
+    kept: Kept
+    packages: Packages
+    near: Path
+    """In memory: what a node has."""
+    scratch: Path
+    """On the disk of `kept`: for nodes, and for what they share."""
+    line: Line
+    store_url: str
+    tree: Tree
+    blob: Path
+    """The snapshot's, in the near store."""
+    stored_bytes: int
+    prepared: set[str] = field(default_factory=set)
+
+    wheels_url = f"http://127.0.0.1:{_PORT}/"
+
+    @property
+    def near_store(self) -> Path:
+        """A store in a folder of the node."""
+        return self.near / "store"
+
+    def once(self, name: str, prepare: Callable[[], None]) -> None:
+        """Call `prepare` if nothing was prepared under this name."""
+        if name not in self.prepared:
+            prepare()
+            self.prepared.add(name)
+
+    @contextlib.contextmanager
+    def node(self, name: str, tree: Path | None = None) -> Iterator[Node]:
+        """A new node, whose environment is `tree`, or nothing yet."""
+        with node_at(self.scratch / f"node-{name}", tree) as node:
+            yield node
+
+
+def bootseer(store: str, *arguments: str) -> list[str]:
+    """A command line for a node."""
+    variables = [
+        f"BOOTSEER_STORE={store}",
+        f"BOOTSEER_CACHE_DIR={CACHE}",
+        "BOOTSEER_RUN_DIR=/run/bootseer",
+        f"BOOTSEER_TIMELINE_DIR={PLACE / 'timeline'}",
+    ]
+    return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
+
+
+@contextlib.contextmanager
+def open_site(workspace: Workspace) -> Iterator[Site]:
+    """Everything in its place. Raises: SkippedError."""
+    if os.geteuid() != 0:
+        raise SkippedError("namespaces, mounts and dropping the page cache need root")
+    for tool in ("nsenter", "setpriv", "unshare", "zstd"):
+        if shutil.which(tool) is None:
+            raise SkippedError(f"there is no {tool}; apt install util-linux zstd")
+    workspace.kept.mkdir(parents=True, exist_ok=True)
+    kept = environment(workspace.kept, workspace.say)
+    _assemble_hdfs()
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(tmpfs(workspace.directory, _MEMORY_BYTES))
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=workspace.kept, prefix="env-nodes-")
+        )
+        near = memory / "near"
+        shutil.copytree(kept.store, near / "store")
+        for archive in (kept.tar, kept.packed):
+            shutil.copy(archive, near)
+        shutil.copytree(kept.wheels, near / "wheels")
+        with open_store(str(near / "store")) as store:
+            (target,) = catalogue.find(store, SNAPSHOT).targets
+            tree = catalogue.load_tree(store, target)
+        blob = near / "store" / blob_key(target.blob.digest)
+        line = stack.enter_context(own_network())
+        stack.enter_context(_wheels(near / "wheels", workspace.directory / "wheels.log"))
+        store_url = stack.enter_context(_hdfs(memory))
+        _copy_store(kept.store, store_url)
+        stored_bytes = target.blob.size_bytes
+        packages = Packages(workspace.kept / "packages")
+        yield Site(kept, packages, near, Path(scratch), line, store_url, tree, blob, stored_bytes)
+
+
+def _assemble_hdfs() -> None:
+    from tests.hdfs.classpath import CannotAssembleError, classpath
+
+    try:
+        classpath()
+    except CannotAssembleError as error:
+        raise SkippedError(f"no HDFS to keep the store on: {error}") from error
+
+
+@contextlib.contextmanager
+def _hdfs(memory: Path) -> Iterator[str]:
+    from tests.hdfs.cluster import MiniHdfs
+
+    conf = {"dfs.replication": "1"}
+    with MiniHdfs(memory / "hdfs", datanode_count=1, conf=conf) as cluster:
+        yield f"{cluster.url}/bootseer"
+
+
+def _copy_store(folder: Path, url: str) -> None:
+    """A store's files are the same everywhere."""
+    backend = open_backend(url)
+    try:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                with (
+                    file.open("rb") as source,
+                    backend.create(str(file.relative_to(folder))) as sink,
+                ):
+                    while piece := source.read(_PIECE_BYTES):
+                        sink.write(piece)
+    finally:
+        backend.close()
+
+
+@contextlib.contextmanager
+def _wheels(folder: Path, log: Path) -> Iterator[None]:
+    """An index of wheels as simple as one can be: a list of files."""
+    serve = [sys.executable, "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            ending_with_us([*serve, "--directory", str(folder)]),
+            stdout=sink, stderr=sink, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not _is_listening(_PORT):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SkippedError("the index of wheels did not start")
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

@@ -1,0 +1,203 @@
+"""The ways of putting the environment in place on a node, as commands."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.containers.node import Node
+from bench.env.floor import compile_floor, write_plan
+from bench.env.recipe import (
+    ENVIRONMENT,
+    IMPORTS,
+    PLACE,
+    PYTHON,
+    SNAPSHOT,
+    UV_CACHE,
+    uv_install,
+)
+from bench.env.site import Site, bootseer
+from bootseer.blob.frame_writer import usable_cpus
+
+WORKLOAD = "import"
+IMPORT = [str(ENVIRONMENT / "bin/python"), "-c", IMPORTS]
+DEADLINE_S = 600.0
+
+
+def _nothing(site: Site) -> None:
+    pass
+
+
+def _nothing_on(site: Site, node: Node) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of them."""
+
+    name: str
+    description: str
+    restore: Callable[[Site, Node], list[str]]
+    """What is timed, before the import."""
+    prepare: Callable[[Site], None] = _nothing
+    """Once, not timed."""
+    start: Callable[[Site, Node], None] = _nothing_on
+    """What a node has done before; not timed."""
+    tree: Callable[[Site], Path | None] = lambda site: None
+    """What the node has there from the beginning."""
+
+
+def _shell(script: str) -> list[str]:
+    return ["sh", "-ec", script]
+
+
+def _pip(site: Site, node: Node) -> list[str]:
+    pip = f"{ENVIRONMENT}/bin/python -m pip --quiet --isolated --disable-pip-version-check"
+    links = f"--no-index --find-links {site.near / 'wheels'} -r {site.kept.requirements}"
+    install = f"PIP_CONFIG_FILE=/dev/null {pip} install --no-cache-dir {links}"
+    return _shell(f"{PYTHON} -m venv {ENVIRONMENT} && {install}")
+
+
+def _uv(site: Site, node: Node) -> list[str]:
+    return _shell(uv_install(site.near / "wheels", site.kept.requirements))
+
+
+def _uv_over_line(site: Site, node: Node) -> list[str]:
+    return _shell(uv_install(site.wheels_url, site.kept.requirements))
+
+
+def _fill_uv_cache(site: Site) -> None:
+    def fill() -> None:
+        with site.node("uv-fill") as node:
+            node.run(_uv(site, node), timeout_s=DEADLINE_S)
+            (node.folder / UV_CACHE.name).rename(site.scratch / UV_CACHE.name)
+
+    site.once("uv cache", fill)
+
+
+def _have_uv_cache(site: Site, node: Node) -> None:
+    _link_tree(site.scratch / UV_CACHE.name, node.folder / UV_CACHE.name)
+
+
+def _uv_warm(link_mode: str) -> Callable[[Site, Node], list[str]]:
+    return lambda site, node: _shell(f"{_uv(site, node)[-1]} --link-mode {link_mode}")
+
+
+def _tar_zst(site: Site, node: Node) -> list[str]:
+    archive = site.near / site.kept.tar.name
+    return _shell(f"zstd -qdc {archive} | tar -xf - -C {PLACE}")
+
+
+def _venv_pack(site: Site, node: Node) -> list[str]:
+    archive = site.near / site.kept.packed.name
+    return _shell(f"mkdir {ENVIRONMENT} && tar -xzf {archive} -C {ENVIRONMENT}")
+
+
+def _copy(site: Site, node: Node) -> list[str]:
+    return ["cp", "-a", str(site.kept.tree), str(ENVIRONMENT)]
+
+
+def _have_copy(site: Site, node: Node) -> None:
+    _link_tree(site.kept.tree, node.folder / "tree")
+
+
+def _copy_links(site: Site, node: Node) -> list[str]:
+    return ["cp", "-al", str(PLACE / "tree"), str(ENVIRONMENT)]
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "-al", str(source), str(target)], timeout=DEADLINE_S, check=True)
+
+
+def _prepare_floor(site: Site) -> None:
+    compile_floor(site.packages, site.near / "floor")
+    write_plan(site.tree, site.near / "plan")
+
+
+def _floor(site: Site, node: Node) -> list[str]:
+    inputs = [str(site.near / "plan"), str(site.blob)]
+    return [str(site.near / "floor"), *inputs, str(ENVIRONMENT), str(usable_cpus())]
+
+
+def _restore(store: str, mode: str) -> list[str]:
+    return bootseer(store, "--workload", WORKLOAD, "snapshot", "restore", SNAPSHOT, "--mode", mode)
+
+
+def _restore_near(mode: str) -> Callable[[Site, Node], list[str]]:
+    return lambda site, node: _restore(str(site.near_store), mode)
+
+
+def _restore_over_line(mode: str) -> Callable[[Site, Node], list[str]]:
+    return lambda site, node: _restore(site.store_url, mode)
+
+
+def _have_tree(mode: str) -> Callable[[Site, Node], None]:
+    """An earlier job of the node has linked to the snapshot."""
+
+    def start(site: Site, node: Node) -> None:
+        node.run(_restore(str(site.near_store), mode), timeout_s=DEADLINE_S)
+        if mode == "link":
+            node.run(bootseer("", "snapshot", "unmount", str(ENVIRONMENT)), timeout_s=DEADLINE_S)
+        else:
+            node.run(["rm", "-rf", str(ENVIRONMENT)], timeout_s=DEADLINE_S)
+
+    return start
+
+
+def _record(site: Site) -> None:
+    """An earlier job, on another node, has mounted the snapshot."""
+
+    def record() -> None:
+        unmount = bootseer(site.store_url, "snapshot", "unmount", str(ENVIRONMENT))
+        wait = bootseer(site.store_url, "image", "status", "--wait", "180")
+        with site.node("record") as node:
+            for command in (_restore(site.store_url, "mount"), IMPORT, unmount, wait):
+                node.run(command, timeout_s=DEADLINE_S)
+
+    site.once("record", record)
+
+
+PIP = Way("pip", "venv and pip install; the wheels lie on the node", _pip)
+UV = Way("uv", "uv venv and uv pip install, empty cache; the wheels lie on the node", _uv)
+UV_LINE = Way("uv line", "the same; the wheels come over the line", _uv_over_line)
+UV_LINKS = Way(
+    "uv hard links", "uv, everything in its cache, hard links",
+    _uv_warm("hardlink"), _fill_uv_cache, _have_uv_cache,
+)  # fmt: skip
+UV_COPIES = Way(
+    "uv copies", "uv, everything in its cache, copies",
+    _uv_warm("copy"), _fill_uv_cache, _have_uv_cache,
+)  # fmt: skip
+TAR_ZST = Way("zstd tar", "`zstd -d | tar x` of an archive on the node", _tar_zst)
+VENV_PACK = Way("venv-pack", "`tar xz` of a venv-pack archive on the node", _venv_pack)
+COPY = Way("cp -a", "`cp -a` of the tree on the node's disk", _copy)
+COPY_LINKS = Way("cp -al", "`cp -al` of the tree on the node's disk", _copy_links, start=_have_copy)
+FLOOR = Way("C floor", "the snapshot's blob on the node, by a C program", _floor, _prepare_floor)
+EXTRACT_NEAR = Way(
+    "extract near", "`--mode extract`, the store is a folder on the node", _restore_near("extract")
+)
+HARDLINK = Way(
+    "hardlink", "`--mode hardlink`, used on this node before",
+    _restore_near("hardlink"), start=_have_tree("hardlink"),
+)  # fmt: skip
+LINK = Way(
+    "link", "`--mode link`, used on this node before: an overlay, or reflinks",
+    _restore_near("link"), start=_have_tree("link"),
+)  # fmt: skip
+EXTRACT = Way(
+    "extract", "`--mode extract`, the store behind the line", _restore_over_line("extract")
+)
+MOUNT = Way(
+    "mount", "`--mode mount`, the store behind the line; an earlier start was recorded",
+    _restore_over_line("mount"), _record,
+)  # fmt: skip
+LOCAL = Way(
+    "local", "the tree lies on the node's disk already", lambda site, node: ["true"],
+    tree=lambda site: site.kept.tree,
+)  # fmt: skip
+
+ALL = (
+    PIP, UV, UV_LINE, UV_LINKS, UV_COPIES, TAR_ZST, VENV_PACK, COPY, COPY_LINKS, FLOOR,
+    EXTRACT_NEAR, HARDLINK, LINK, EXTRACT, MOUNT, LOCAL,
+)  # fmt: skip

@@ -1,0 +1,136 @@
+"""Carries out the tasks of an extraction: in worker processes, or for a small tree in this one."""
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bootseer.blob.extract_plan import Plan
+from bootseer.blob.extract_pool import Pool
+from bootseer.blob.extract_source import Supply
+from bootseer.blob.extract_worker import (
+    SETTINGS,
+    DamagedError,
+    Section,
+    Worker,
+    write_columns,
+)
+from bootseer.blob.extract_writer import Writer
+from bootseer.blob.frame_writer import usable_cpus
+from bootseer.blob.read import ReadBlob
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, CorruptError, UnavailableError
+
+_log = logging.getLogger(__name__)
+
+# What one process writes in the time in which others would start.
+_SMALL_NAMES = 1000
+_SMALL_BYTES = 16 * 1024 * 1024
+_PROCESSES_MAX = 8
+
+
+def start_pool(tree: Tree, processes: int | None, root_fd: int) -> Pool | None:
+    """Processes to write the tree's files; None: this one does it."""
+    if processes is None:
+        content_bytes = sum(tree.columns.extent_length)
+        if tree.name_count < _SMALL_NAMES and content_bytes < _SMALL_BYTES:
+            return None
+        processes = min(usable_cpus(), _PROCESSES_MAX)
+    if processes == 1:
+        return None
+    try:
+        return Pool(processes, root_fd)
+    except OSError as error:
+        _log.warning("writing files with one process, since others cannot be started: %s", error)
+        return None
+
+
+def carry_out(
+    tree: Tree,
+    plan: Plan,
+    columns: Mapping[str, Section],
+    read: ReadBlob,
+    pool: Pool | None,
+    writer: Writer,
+    root_fd: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """All tasks, each once; `on_progress` gets content bytes. Raises: BootseerError."""
+
+    def count(task: int) -> None:
+        if on_progress:
+            written = sum(length for _, _, _, length in plan.places(tree, task))
+            if written:
+                on_progress(written)
+
+    if pool is None:
+        _alone(tree, plan, columns, read, writer, root_fd, count)
+    elif plan.task_count:
+        _together(tree, plan, columns, read, pool, writer, count)
+
+
+def _alone(
+    tree: Tree,
+    plan: Plan,
+    columns: Mapping[str, Section],
+    read: ReadBlob,
+    writer: Writer,
+    root_fd: int,
+    count: Callable[[int], None],
+) -> None:
+    bases = columns["blob_base"]
+
+    def stored(offset: int, length: int) -> bytes:
+        blob = next(i for i in range(len(tree.blobs)) if offset < bases[i + 1])
+        return read(blob, offset - bases[blob], length)
+
+    worker = Worker({**columns, "name_list": tree.columns.names}, stored, root_fd)
+    try:
+        for task in plan.tasks():
+            try:
+                worker.run(task)
+            except DamagedError as error:
+                raise CorruptError(str(error)) from error
+            except BootseerError:
+                raise
+            except OSError as error:
+                raise writer.error_at(worker.current, error) from error
+            count(task)
+    finally:
+        worker.close()
+
+
+def _together(
+    tree: Tree,
+    plan: Plan,
+    columns: Mapping[str, Section],
+    read: ReadBlob,
+    pool: Pool,
+    writer: Writer,
+    count: Callable[[int], None],
+) -> None:
+    # A worker creates with exactly the mode that it is told.
+    settings = array("q", columns["settings"])
+    settings[SETTINGS.index("umask")] = 0
+    bases = columns["blob_base"]
+    supply = Supply(tree, plan, read, bases, pool.stored_fd)
+    try:
+        write_columns(pool.columns_fd, {**columns, "settings": settings})
+
+        def on_report(task: int, report: dict[str, Any]) -> None:
+            if "damage" in report:
+                raise CorruptError(report["damage"])
+            if "errno" in report:
+                error = OSError(report["errno"], os.strerror(report["errno"]))
+                raise writer.error_at(report["name"], error)
+            if report:
+                raise UnavailableError(f"a process that writes files failed: {report['failure']}")
+            supply.release(task)
+            count(task)
+
+        pool.run(plan.tasks(), supply.have, on_report)
+    finally:
+        # Nobody brings anything any more.
+        pool.close()
+        supply.close()
