@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from bench.checkpoint.content import BLOCK_BYTES, Check, Content
 from bench.page_cache import evict_file
@@ -165,6 +164,25 @@ def native_write(url: str, path: str, size_bytes: int) -> Timed:
     return work
 
 
+def native_copy(url: str, path: str, source: str) -> Timed:
+    """A local file into HDFS by hdfs-native, one stream."""
+    import hdfs_native
+
+    client = hdfs_native.Client(url)
+
+    def work() -> int:
+        moved_bytes = 0
+        writer = client.create(path, hdfs_native.WriteOptions(overwrite=True))
+        with Path(source).open("rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                writer.write(data)
+                moved_bytes += len(data)
+        writer.close()
+        return moved_bytes
+
+    return work
+
+
 def libhdfs_read(address: str, path: str, size_bytes: int) -> Timed:
     """By pyarrow over libhdfs, one stream; the JVM runs before."""
     from pyarrow.fs import HadoopFileSystem
@@ -194,14 +212,14 @@ _ACTIONS: dict[str, Callable[..., Timed]] = {
         read_into,
         native_read,
         native_write,
+        native_copy,
         libhdfs_read,
     )
 }
 
 
-def main(action: str, arguments: dict[str, Any]) -> None:
-    """Print {"wall_s", "cpu_s", "moved_bytes", "peak_bytes"}."""
-    work = _ACTIONS[action](**arguments)
+def measure(work: Timed) -> None:
+    """Print {"wall_s", "cpu_s", "moved_bytes", "peak_bytes"} of `work`, and end the process."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     started_ns = time.monotonic_ns()
     moved_bytes = work()
@@ -221,4 +239,4 @@ def main(action: str, arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    measure(_ACTIONS[sys.argv[1]](**json.loads(sys.argv[2])))
