@@ -19,6 +19,7 @@ from bootseer.fuse.striped.copy import (
 )
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import LayoutKind
 
 __all__ = [
     "StripedStorage",
@@ -35,16 +36,21 @@ def open_checkpoints(
     *,
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
     stripe_count: int = DEFAULT_STRIPE_COUNT,
+    layout: LayoutKind = "striped",
 ) -> StripedStorage:
     """The striped tree at `url`: close it, or use it as a context manager.
 
-    Paths in it are relative to `url`. Memory and deadline are those of the settings
-    (`BOOTSEER_MEMORY`, `BOOTSEER_DEADLINE`, bootseer.toml). The server is not asked yet. One
-    storage serves all threads and files; after a fork open another. Raises: InvalidInputError.
+    Paths in it are relative to `url`. New files of more than `stripe_unit_bytes` are striped over
+    `stripe_count` parts, or with layout "plain" stored as ordinary ones. Memory and deadline are
+    those of the settings (`BOOTSEER_MEMORY`, `BOOTSEER_DEADLINE`, bootseer.toml). The server is not
+    asked yet. One storage serves all threads and files; after a fork open another.
+
+    Raises: InvalidInputError.
     """
     return open_storage(
         load_config({}).settings,
         url,
         stripe_unit_bytes=stripe_unit_bytes,
         stripe_count=stripe_count,
+        layout=layout,
     )

@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_os
 from bootseer.fuse.striped.chunks import OpenFile
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store import open_backend
 
 _STEP_BYTES = 4 * 2**20
@@ -35,9 +35,10 @@ def open_storage(
     *,
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
     stripe_count: int = DEFAULT_STRIPE_COUNT,
+    layout: LayoutKind = "striped",
 ) -> StripedStorage:
     """The striped tree at `url`, to be closed by the caller. Raises: InvalidInputError."""
-    stripes = StripeSettings(stripe_unit_bytes, stripe_count, settings.deadline_s)
+    stripes = StripeSettings(stripe_unit_bytes, stripe_count, settings.deadline_s, layout)
     return StripedStorage(
         open_backend(url, deadline_s=settings.deadline_s),
         stripes,

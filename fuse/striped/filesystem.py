@@ -40,8 +40,8 @@ from bootseer.fuse.striped.opened import StripedFile, StripedText
 from bootseer.fuse.striped.shared import shared_storage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stored import FileStatus
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writer import StripeSettings
 from bootseer.store import Backend, open_backend
 
 PROTOCOL = "bootseer"
@@ -64,6 +64,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         fo: str | None = None,
         stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
         stripe_count: int = DEFAULT_STRIPE_COUNT,
+        layout: LayoutKind = "striped",
         memory_bytes: int | None = None,
         deadline_s: float | None = None,
         **storage_options: Any,
@@ -81,7 +82,9 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
                 "target_protocol"
             )
         settings = load_config({}).settings
-        stripes = StripeSettings(stripe_unit_bytes, stripe_count, deadline_s or settings.deadline_s)
+        stripes = StripeSettings(
+            stripe_unit_bytes, stripe_count, deadline_s or settings.deadline_s, layout
+        )
         options = dict(target_options or {})
         options.pop("fo", None)
         memory = memory_bytes or settings.memory_bytes

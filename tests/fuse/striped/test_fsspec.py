@@ -24,6 +24,7 @@ import pytest
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
 from bootseer.fuse.striped.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from tests.support.s3 import s3_server
 
 UNIT = 256 * 2**10
 DATA = random.Random(5).randbytes(3 * UNIT + 4567)
@@ -254,9 +255,10 @@ def _read_in_worker(fs: CheckpointFileSystem, file: Any, path: str) -> tuple[boo
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes(method: str, made: tuple[CheckpointFileSystem, str]) -> None:
+def test_worker_processes(method: str, tmp_path: Path) -> None:
     """As the workers of a DataLoader have it: forked with everything, or sent by pickle."""
-    fs, root = made
+    fs = fsspec.filesystem("bootseer", target_protocol="file", **OPTIONS)
+    root = str(tmp_path)
     fs.pipe_file(f"{root}/f", DATA)
     file = fs.open(f"{root}/f")
     file.read(3)
@@ -394,6 +396,45 @@ def test_lines_and_pickle(made: tuple[CheckpointFileSystem, str]) -> None:
         assert file.read() == DATA
     buffered = io.BufferedReader(fs.open(f"{root}/state"))
     assert pickle.load(buffered) == state
+
+
+def test_plain_files_on_request(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("bootseer", target_protocol="file", layout="plain", **OPTIONS)
+    fs.pipe_file(str(tmp_path / "f"), DATA)
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def exercise(fs: CheckpointFileSystem, root: str) -> None:
+    fs.pipe_file(f"{root}/a/f", DATA)
+    assert fs.storage.tree.stored.view(fs.key(f"{root}/a/f")).layout is not None
+    fs.mv(f"{root}/a/f", f"{root}/a/g")
+    assert fs.cat_file(f"{root}/a/g", 9, -9) == DATA[9:-9]
+    fs.mv(f"{root}/a", f"{root}/b", recursive=True)
+    assert fs.find(root) == [f"{root}/b/g"]
+    with contextlib.suppress(KeyError), fs.open(f"{root}/b/g", "wb") as file:
+        file.write(DATA[1:])
+        raise KeyError
+    assert fs.cat_file(f"{root}/b/g") == DATA
+    fs.rm(f"{root}/b", recursive=True)
+    assert fs.find(root) == []
+
+
+def test_in_memory() -> None:
+    exercise(*fsspec.url_to_fs("bootseer::memory://doors/x", **OPTIONS))
+    assert fsspec.filesystem("memory").find("/doors") == []
+
+
+def test_an_object_store_with_credentials_of_its_own() -> None:
+    with s3_server() as environment:
+        options = {
+            "endpoint_url": environment["AWS_ENDPOINT_URL"],
+            "key": environment["AWS_ACCESS_KEY_ID"],
+            "secret": environment["AWS_SECRET_ACCESS_KEY"],
+        }
+        fsspec.filesystem("s3", **options).mkdir("doors")
+        fs, root = fsspec.url_to_fs("bootseer::s3://doors/x", s3=options, **OPTIONS)
+        assert root == "doors/x"
+        exercise(fs, root)
 
 
 def test_get_and_put(made: tuple[CheckpointFileSystem, str], tmp_path: Path) -> None:
