@@ -59,7 +59,7 @@ def _variant(unit_mib: int, count: int) -> Variant:
             }
             read = sample(cluster, lambda: run_client("read_file", arguments), server)
         cluster.empty_folder(f"/{kind.folder}")
-        figures = {}
+        figures: dict[str, float] = {}
         for verb, each in (("read", read), ("write", written)):
             figures |= {f"{verb}_{name}": value for name, value in derive(each).items()}
             figures[f"{verb}_s"] = each.wall_s
