@@ -239,7 +239,8 @@ class TreeFileSystem(Operations):
     # ---- directories ----------------------------------------------------------------------
 
     def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
-        return Opened(keep_cache=True, cache_directory=True)
+        # As for files: the kernel never asks again, and keeps the names.
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
