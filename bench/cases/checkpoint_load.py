@@ -17,7 +17,7 @@ from bench.checkpoint.measure import (
     sample,
 )
 from bench.checkpoint.peers import note, program, rclone_mount
-from bench.checkpoint.torch_environment import FASTSAFETENSORS, RUNAI, TorchEnvironment
+from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
 from bench.model import (
     Case,
     Column,
@@ -56,6 +56,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "counted; each page of each tensor is touched",
             "runai-model-streamer and fastsafetensors read file systems and object stores, not "
             "HDFS: they get bootseer mount, and the rclone mount that one would give them else",
+            f"{', '.join(BASE).replace('==', ' ')}, CPU only",
         ]
         saved = workspace.directory / "saved"
         saved.mkdir()

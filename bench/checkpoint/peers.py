@@ -5,7 +5,9 @@ index as a binary: pydoop's source distribution carries Hadoop's own C source of
 """
 
 import contextlib
+import gzip
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +27,19 @@ _STEP_DEADLINE_S = 240.0
 
 def program(workspace: Workspace, package: str, name: str) -> Path:
     """The program `name` of a Debian package. Raises: SkippedError."""
-    path = Packages(workspace.kept / "packages").unpacked(_SUITE, package) / "usr/bin" / name
-    note(workspace, f"{name} is that of Debian {_SUITE}'s package {package}")
-    return path
+    folder = Packages(workspace.kept / "packages").unpacked(_SUITE, package)
+    note(workspace, f"{name} is that of Debian {_SUITE}'s package {package} {_version(folder)}")
+    return folder / "usr/bin" / name
+
+
+def _version(folder: Path) -> str:
+    """Of an unpacked package, as its changelog says."""
+    for changelog in folder.glob("usr/share/doc/*/changelog.Debian*.gz"):
+        with gzip.open(changelog, "rt", encoding="utf-8") as file:
+            found = re.match(r"\S+ \(([^)]+)\)", file.readline())
+        if found:
+            return found[1]
+    return "of unknown version"
 
 
 def note(workspace: Workspace, line: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from bench.model import SkippedError
 from bench.processes import run_json
 
-_BASE = ("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0")
+BASE = ("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0")
 RUNAI = "runai-model-streamer==0.17.0"
 FASTSAFETENSORS = "fastsafetensors==0.5.0"
 _STEP_DEADLINE_S = 900.0
@@ -27,7 +27,7 @@ class TorchEnvironment:
     """A virtual environment beneath `kept`."""
 
     def __init__(self, kept: Path) -> None:
-        name = hashlib.sha256(" ".join(_BASE).encode()).hexdigest()[:12]
+        name = hashlib.sha256(" ".join(BASE).encode()).hexdigest()[:12]
         self.folder = kept / f"torch-{name}"
 
     @property
@@ -44,7 +44,7 @@ class TorchEnvironment:
         partial.parent.mkdir(parents=True, exist_ok=True)
         _run([sys.executable, "-m", "venv", str(partial)])
         # pip is run as a module, so that the environment may be renamed.
-        _run([str(partial / "bin/python"), "-m", "pip", "install", "--quiet", *_BASE])
+        _run([str(partial / "bin/python"), "-m", "pip", "install", "--quiet", *BASE])
         partial.rename(self.folder)
 
     def add(self, requirement: str) -> None:
