@@ -29,7 +29,7 @@ from bootseer.errors import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.fsck import FolderReport, Garbage
+    from bootseer.fuse.striped.fsck import Garbage
 
 _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
@@ -47,6 +47,7 @@ def verify(url: str, as_json: bool) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from bootseer.fuse.striped.locating import files_below
+    from bootseer.fuse.striped.stopping import Stoppable
     from bootseer.fuse.striped.verify import verify_file
     from bootseer.progress import Progress
 
@@ -62,25 +63,32 @@ def verify(url: str, as_json: bool) -> int:
             except (CorruptError, UnknownFormatError) as error:
                 damaged.append(_damage(info.path, info.path, 0, 0, info.size_bytes, str(error)))
         with (
-            Progress("verifying", sum(view.size_bytes for view in views)) as progress,
+            Progress("verifying", sum(view.size_bytes for view in views)) as bar,
             ThreadPoolExecutor(_READS_AT_ONCE) as reads,
             ThreadPoolExecutor(_FILES_AT_ONCE) as files,
         ):
-            results = files.map(
-                lambda view: verify_file(storage.backend, view, reads, progress.advance), views
-            )
-            for view, found in zip(views, results, strict=True):
-                damaged += [
-                    _damage(
-                        view.path,
-                        one.stored_path,
-                        one.stored_offset,
-                        one.offset,
-                        one.length,
-                        one.reason,
-                    )
-                    for one in found
-                ]
+            progress = Stoppable(bar.advance)
+            jobs = [
+                files.submit(verify_file, storage.backend, view, reads, progress) for view in views
+            ]
+            try:
+                for view, job in zip(views, jobs, strict=True):
+                    damaged += [
+                        _damage(
+                            view.path,
+                            one.stored_path,
+                            one.stored_offset,
+                            one.offset,
+                            one.length,
+                            one.reason,
+                        )
+                        for one in job.result()
+                    ]
+            except BaseException:
+                # Ctrl-C, or a storage that does not answer: do not read the rest first.
+                progress.stop()
+                files.shutdown(cancel_futures=True)
+                raise
     document = {
         "files": len(views),
         "striped_files": sum(view.layout is not None for view in views),
@@ -139,8 +147,17 @@ def _damage(
     metavar="AGE",
     help="Spare what was written to within that time, at least 1h.",
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    type=Seconds(0, 86_400),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Look again after that time: what was just replaced may be being read.",
+)
 @json_option
-def fsck(url: str, delete: bool, age_s: float, as_json: bool) -> int:
+def fsck(url: str, delete: bool, age_s: float, grace_s: float, as_json: bool) -> int:
     """Find files whose parts are missing, and what crashed savers left behind.
 
     Reads layouts and listings, no contents. --delete removes garbage, never a save that is going on
@@ -151,16 +168,16 @@ def fsck(url: str, delete: bool, age_s: float, as_json: bool) -> int:
 
     if delete and age_s < MIN_AGE_S:
         raise InvalidInputError("--age must be at least 1h: a save may pause for that long")
-    reports: list[FolderReport] = []
     deleted: list[Garbage] = []
     with opened(url) as place:
         assert place.storage is not None
         if place.path and not place.is_dir():
             place.storage.backend.stat(place.path)
             raise InvalidInputError(f"{place} is a file; give the directory that it is in")
-        for report in check_tree(place.storage, place.path):
-            reports.append(report)
-            if delete:
+        reports = list(check_tree(place.storage, place.path))
+        if delete and any(report.garbage for report in reports):
+            time.sleep(grace_s)
+            for report in reports:
                 deleted += delete_garbage(place.storage, report, age_s)
     troubles = [trouble for report in reports for trouble in report.troubles]
     garbage = [one for report in reports for one in report.garbage]

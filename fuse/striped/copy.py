@@ -5,6 +5,7 @@ Owns nothing but the loops. Functions may be called from any thread.
 
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
@@ -60,6 +61,9 @@ def copy_in(
     the storage fails with (NoSpaceError, UnavailableError, DeadlineError, ...).
     """
     try:
+        if not stat.S_ISREG(source.stat().st_mode):
+            # A FIFO would wait for its writer, and a device may have no end.
+            raise InvalidInputError(f"{source} is not a regular file")
         file = source.open("rb", buffering=0)
     except OSError as error:
         raise from_oserror(error, f"read {source}") from error

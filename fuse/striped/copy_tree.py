@@ -24,6 +24,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.copy import copy_across, copy_in, copy_out
 from bootseer.fuse.striped.locating import files_below, folders_below
+from bootseer.fuse.striped.stopping import Stoppable
 from bootseer.fuse.striped.storage import StripedStorage
 
 _FILES_AT_ONCE = 4
@@ -148,13 +149,13 @@ def _copy_files(
         for folder in {os.path.dirname(name) for name in sizes}:
             _make_directory(target.at(folder) if folder else target)
     threads = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="stripe-copy")
+    progress = Stoppable(on_progress)
     try:
-        done = threads.map(
-            lambda name: copy_one(source.at(name), target.at(name), on_progress), sizes
-        )
+        done = threads.map(lambda name: copy_one(source.at(name), target.at(name), progress), sizes)
         return Copied(len(sizes), sum(done))
     finally:
-        # After a failure, or Ctrl-C, what has not begun does not begin.
+        # After a failure, or Ctrl-C, what has begun ends and what has not does not begin.
+        progress.stop()
         threads.shutdown(cancel_futures=True)
 
 

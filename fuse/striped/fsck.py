@@ -142,7 +142,9 @@ def storage_time_ns(backend: Backend, folder: str) -> int:
 def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
     """Delete what of a report's garbage is still that, and old enough; returns what was deleted.
 
-    Safe at any moment, and while others save. Raises: UnavailableError, DeadlineError, ...
+    Safe at any moment, and while others save. For those who read a file that was replaced, the
+    report should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`); what a
+    mount has open for longer stays young (`graveyard`). Raises: UnavailableError, DeadlineError...
     """
     backend = storage.backend
     if not report.garbage:

@@ -6,7 +6,10 @@ open; at `close`, all that is not open here is deleted without waiting. What a c
 is garbage that `find_garbage` names. Thread-safe.
 """
 
+import contextlib
 import logging
+import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +30,8 @@ _log = logging.getLogger(__name__)
 _RUN_PREFIX = ".bootseer-run-"
 
 _SWEEP_S = 1.0
+# Well within the age (an hour) that garbage must have before fsck deletes it.
+_MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -35,6 +40,8 @@ class _Grave:
     directory: str
     generation: str
     due_s: float
+    marked_s: float = -math.inf
+    mark: str = ""
 
 
 class Graveyard:
@@ -90,12 +97,32 @@ class Graveyard:
                 if (all_due or grave.due_s <= now_s) and grave.generation not in used
             ]
             self._graves = [grave for grave in self._graves if grave not in due]
+            held = [
+                grave
+                for grave in self._graves
+                if grave.due_s <= now_s and grave.marked_s + _MARK_EVERY_S <= now_s
+            ]
+            for grave in held:
+                grave.marked_s = now_s
+        for grave in held:
+            self._mark(grave)
         for grave in due:
             folder = generation_folder(grave.directory, grave.generation)
             try:
                 self._backend.delete(folder, recursive=True)
             except BootseerError as error:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
+
+    def _mark(self, grave: _Grave) -> None:
+        """Let the folder look young to fsck, on whatever node: somebody here reads on."""
+        folder = generation_folder(grave.directory, grave.generation)
+        with contextlib.suppress(BootseerError):
+            old, mark = grave.mark, f"open-{secrets.token_hex(8)}"
+            with self._backend.create(f"{folder}/{mark}") as writer:
+                writer.write(b"\n")
+            grave.mark = mark
+            if old:
+                self._backend.delete(f"{folder}/{old}")
 
     def close(self) -> None:
         """Delete all that is not in use, now."""

@@ -126,14 +126,14 @@ def test_verify_and_fsck(tree: World) -> None:
     left = tree.path(f"tree/step-1/{PARTS_FOLDER}/{'0' * 32}")
     left.mkdir()
     (left / "00").write_bytes(b"1234")
-    troubled = tree("stripe", "fsck", "--delete", url, "--json")
+    troubled = tree("stripe", "fsck", "--delete", "--grace", "0", url, "--json")
     agree("stripe fsck", troubled.json)
     assert troubled.code == 15
     assert [one["reason"] for one in troubled.json["troubles"]] == ["missing"]
     assert [one["deleted"] for one in troubled.json["garbage"]] == [False]
     for path in (left / "00", left):
         os.utime(path, (1, 1))
-    emptied = tree("stripe", "fsck", "--delete", url, "--json").json
+    emptied = tree("stripe", "fsck", "--delete", "--grace", "0", url, "--json").json
     assert [one["deleted"] for one in emptied["garbage"]] == [True]
     assert not left.exists()
 

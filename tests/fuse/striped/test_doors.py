@@ -173,6 +173,8 @@ def test_odd_sources(local: StripedStorage, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(Exception, match="neither a file nor a directory"):
         sizes_below(Place(None, str(tmp_path)))
+    with pytest.raises(InvalidInputError, match="not a regular file"):
+        copy_in(local, tmp_path / "fifo", "f")
     with pytest.raises(InvalidInputError, match="use cp"):
         copy_one(Place(None, "/a"), Place(None, "/b"), lambda count: None)
 
@@ -302,6 +304,23 @@ def test_an_unfinished_copy_is_garbage(local: StripedStorage, young: Callable[[]
     assert [one.path for one in report.garbage] == [name]
     assert delete_garbage(local, report, 0) == list(report.garbage)
     assert list(local.backend.list("")) == []
+
+
+def test_what_is_replaced_but_open_stays_young(local: StripedStorage, tmp_path: Path) -> None:
+    save(local, "f")
+    folder = part_of(tmp_path, "00").parent
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (1, 1))
+    opened = local.reader.open(local.tree.stored.view("f"))
+    save(local, "f", b"new")
+    deadline_s = time.monotonic() + 20
+    while not list(folder.glob("open-*")) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    (report,) = check_tree(local)
+    assert len(report.garbage) == 1
+    assert delete_garbage(local, report, 3600) == []
+    assert local.reader.read_bytes(opened, 0, len(DATA)) == DATA
+    local.reader.close(opened)
 
 
 def test_missing_parts_are_told_and_nothing_is_deleted_beside_a_damaged_layout(
