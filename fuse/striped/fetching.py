@@ -22,12 +22,14 @@ from bootseer.fuse.striped.late import Run as AnyRun
 from bootseer.fuse.striped.pool import FetchPool, Urgency
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, Span
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.opened import Reader
 
 _log = logging.getLogger(__name__)
 
-_RETRY_PAUSES_S = (0.1, 0.5)
+# A NameNode or DataNode that is restarted is away for a while; the deadline ends it in any case.
+_RETRY_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+_MISSING_PAUSES_S = (0.1, 0.5)
 _REFETCH_PAUSES_S = (0.0, 0.0, 0.0)
 # Each one has a new chance of a replica that is not slow.
 _ATTEMPTS_MAX = 6
@@ -127,9 +129,10 @@ class Fetcher:
         return f"{path}:{offset // block_bytes}" if block_bytes else path
 
     def run(self, fetch: Fetch, *, is_second: bool = False) -> None:
-        """Carry out `fetch`: a mismatch is asked for once more, an outage twice. Never raises."""
+        """Carry out `fetch`, and try again what may pass: a mismatch elsewhere, an outage later.
+        Never raises."""
         stop_s = time.monotonic() + self._deadline_s
-        pauses = iter(_RETRY_PAUSES_S)
+        pauses, missing_pauses = iter(_RETRY_PAUSES_S), iter(_MISSING_PAUSES_S)
         refetches = iter(_REFETCH_PAUSES_S)
         error: BaseException
         while not fetch.is_decided:
@@ -139,7 +142,9 @@ class Fetcher:
             except CorruptError as corrupt:
                 self._counters.add(corrupt_count=1)
                 error, pause_s = corrupt, next(refetches, None)
-            except (UnavailableError, NotFoundError) as lost:
+            except NotFoundError as missing:
+                error, pause_s = missing, next(missing_pauses, None)
+            except UnavailableError as lost:
                 error, pause_s = lost, next(pauses, None)
             except BaseException as failure:
                 # hdfs-native panics with exceptions that are no `Exception`; a waiter gets them.
@@ -167,17 +172,21 @@ class Fetcher:
                 self._end(fetch, run)
                 return
             view.verify(fetch.span, run.buffer[:count])
-            self._check_generation(view, reader, path)
+            is_same = view.layout is not None or _is_same(view, reader.current())
         except BaseException:
             self._end(fetch, run, keep_buffer=True)
             if fetch.is_decided:
                 return  # it was only cut off
             source.drop(number)
             raise
-        self._end(fetch, run)
         if not run.was_late:
             source.was_good(number, offset)
-        self._win(fetch, run)
+        if is_same:
+            self._win(fetch, run)
+        self._end(fetch, run)
+        if not is_same:
+            error = f"{path} was changed elsewhere while open here; open it again"
+            self._fail(fetch, UnavailableError(error))
 
     def _begin(self, fetch: Fetch, number: int, reader: Reader, is_second: bool) -> Run | None:
         """The attempt, with memory to read into; None if it is not needed any more."""
@@ -209,16 +218,6 @@ class Fetcher:
                 fetch.buffer = fetch.buffer or run.buffer  # for the next attempt
         if run.was_late:
             self._pool.give_back()
-
-    def _check_generation(self, view: FileView, reader: Reader, path: str) -> None:
-        if view.layout is None:
-            # An ordinary file has no checksums of ours and may have been replaced under its name:
-            # what was read belongs to this generation only if the file is still the same one now.
-            info = reader.current()
-            if (info.size_bytes, info.modified_ns) != (view.size_bytes, view.modified_ns):
-                raise UnavailableError(
-                    f"{path} was changed elsewhere while open here; open it again"
-                )
 
     def _win(self, fetch: Fetch, run: Run) -> None:
         if not fetch.decide(run.buffer):
@@ -281,6 +280,12 @@ class Fetcher:
             self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
         else:
             self._pool.give_back()
+
+
+def _is_same(view: FileView, info: FileInfo) -> bool:
+    """An ordinary file has no checksums of ours and may have been replaced under its name: what was
+    read belongs to the generation `view` only if the file is still the same one afterwards."""
+    return (info.size_bytes, info.modified_ns) == (view.size_bytes, view.modified_ns)
 
 
 def as_raisable(error: BaseException | None, path: str) -> BaseException:
