@@ -154,6 +154,10 @@ class HdfsBackend(HdfsConnection):
         others = [self.full(source, file=True) for source in sources]
         self._joiner.join(full, others, f"join files to {self.name(target)}")
 
+    def servers_of(self, path: str) -> tuple[str, ...]:
+        """As `PlacesFiles.servers_of`."""
+        return self._joiner.writing_servers(self.full(path, file=True))
+
     def mkdir(self, path: str) -> None:
         full = self.full(path)
         try:

@@ -1,4 +1,4 @@
-"""HDFS's `concat` for a folder of an HDFS: which NameNodes to ask, and whether they let us.
+"""What is asked of a NameNode past hdfs-native: whom to ask, and whether they let us.
 
 Owns the answer to the latter, asked once. Thread-safe.
 """
@@ -51,6 +51,15 @@ class HdfsJoiner:
             raise translate(RuntimeError(text), what) from error
         except (ConnectionError, TimeoutError) as error:
             raise translate(error, what) from error
+
+    def writing_servers(self, path: str) -> tuple[str, ...]:
+        """Of the absolute `path`, as `PlacesFiles.servers_of`."""
+        if not self.can_join() or self._name_node is None:
+            return ()
+        try:
+            return self._name_node.writing_servers(path)
+        except (RpcError, OSError, ValueError, IndexError):
+            return ()
 
 
 def _find(cluster: str, deadline_s: float) -> NameNode | None:

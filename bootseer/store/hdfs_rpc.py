@@ -1,6 +1,6 @@
-"""One call to a NameNode that hdfs-native does not make: `concat`.
+"""Calls to a NameNode that hdfs-native does not make: `concat`, and where a block is written.
 
-Owns the bytes of Hadoop's RPC, version 9, as far as that call needs them (simple authentication
+Owns the bytes of Hadoop's RPC, version 9, as far as these calls need them (simple authentication
 only, one call per connection). The call is repeated under the same identity after a broken
 connection, and the NameNode's retry cache makes it happen once. Thread-safe.
 """
@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
@@ -42,6 +42,21 @@ class NameNode:
         message = _text(1, target) + b"".join(_text(2, source) for source in sources)
         self._call("concat", message)
 
+    def writing_servers(self, path: str) -> tuple[str, ...]:
+        """The DataNodes of the block that is being written at the end of `path`.
+
+        Raises: as `concat`.
+        """
+        answer = self._call("getBlockLocations", _text(1, path) + _number(2, 0) + _number(3, 1))
+        servers = []
+        # GetBlockLocationsResponse > LocatedBlocks > LocatedBlock > DatanodeInfo > DatanodeID
+        for located in _all(answer, 1):
+            for block in _all(located, 4) or _all(located, 2)[-1:]:
+                for info in _all(block, 3):
+                    for identity in _all(info, 1):
+                        servers += [uuid.decode("utf-8", "replace") for uuid in _all(identity, 3)]
+        return tuple(servers)
+
     def answers(self) -> bool:
         """Whether it takes calls from us: no where it wants Kerberos, or is not there."""
         try:
@@ -50,7 +65,7 @@ class NameNode:
             return False
         return True
 
-    def _call(self, method: str, message: bytes) -> None:
+    def _call(self, method: str, message: bytes) -> bytes:
         client = secrets.token_bytes(16)
         end_s = time.monotonic() + self.deadline_s
         cause: Exception = UnsupportedError("no NameNode is known")
@@ -77,7 +92,7 @@ class NameNode:
         method: str,
         message: bytes,
         end_s: float,
-    ) -> None:
+    ) -> bytes:
         context = _bytes(2, _text(1, self.user)) + _text(3, _PROTOCOL)
         request = _text(1, method) + _text(2, _PROTOCOL) + _number(3, 1)
         with socket.create_connection(address, max(0.1, end_s - time.monotonic())) as connection:
@@ -90,7 +105,7 @@ class NameNode:
             (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
             if length > _FRAME_MAX_BYTES:
                 raise ConnectionError(f"{address[0]} does not speak Hadoop's RPC")
-            _check(_receive(connection, length, end_s))
+            return _result(_receive(connection, length, end_s))
 
 
 def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
@@ -104,17 +119,19 @@ def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
     return data
 
 
-def _check(answer: bytes) -> None:
-    """Raise what the answer says."""
+def _result(answer: bytes) -> bytes:
+    """The message that the answer holds. Raises: RpcError, what the NameNode raised."""
     try:
         length, start = _read_varint(answer, 0)
-        fields = _read_message(answer[start : start + length])
+        header = answer[start : start + length]
+        status = [value for field, value in _fields(header) if field == 2 and value != _SUCCESS]
+        if not status:
+            length, start = _read_varint(answer, start + length)
+            return answer[start : start + length]
+        texts = _all(header, 4) + _all(header, 5)
     except (IndexError, ValueError) as error:
         raise ConnectionError("the NameNode's answer cannot be understood") from error
-    if fields.get(2, _SUCCESS) != _SUCCESS:
-        name, reason = fields.get(4, b""), fields.get(5, b"")
-        texts = [f.decode("utf-8", "replace") for f in (name, reason) if isinstance(f, bytes)]
-        raise RpcError(": ".join(texts))
+    raise RpcError(": ".join(text.decode("utf-8", "replace") for text in texts))
 
 
 # ---- protocol buffers ---------------------------------------------------------------------
@@ -173,18 +190,26 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
             raise ValueError("too long a number")
 
 
-def _read_message(data: bytes) -> dict[int, int | bytes]:
-    """The last value of each field, numbers and byte strings."""
-    fields: dict[int, int | bytes] = {}
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message, in order."""
     position = 0
     while position < len(data):
         key, position = _read_varint(data, position)
+        value: int | bytes
         if key & 7 == 0:
-            fields[key >> 3], position = _read_varint(data, position)
+            value, position = _read_varint(data, position)
+        elif key & 7 == 1:
+            value, position = data[position : position + 8], position + 8
         elif key & 7 == 2:
             length, position = _read_varint(data, position)
-            fields[key >> 3] = data[position : position + length]
-            position += length
+            value, position = data[position : position + length], position + length
+        elif key & 7 == 5:
+            value, position = data[position : position + 4], position + 4
         else:
             raise ValueError("an unforeseen kind of field")
-    return fields
+        yield key >> 3, value
+
+
+def _all(data: bytes, field: int) -> list[bytes]:
+    """All byte strings (texts, messages) of one field."""
+    return [value for number, value in _fields(data) if number == field and type(value) is bytes]

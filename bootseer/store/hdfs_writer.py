@@ -30,9 +30,9 @@ from bootseer.store.hdfs_connection import HdfsConnection
 logger = logging.getLogger(__name__)
 
 # A call takes a fraction of a second at this size, so each one is progress for the deadline.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 2 << 20
 # Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
-_TAIL_MAX_BYTES = 16 << 20
+_TAIL_MAX_BYTES = 8 << 20
 _ATTEMPTS_MAX = 6
 # From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
 # would spoil all others. The wanted number is asked for again at the end.

@@ -46,6 +46,7 @@ def begin_segment(
         tree.backend,
         path.rpartition("/")[0],
         tree.kept,
+        tree.placement,
         tree.budget,
         tree.counters,
         dealing,

@@ -26,14 +26,18 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.placement import DRAWS_MAX, Placement
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.store.backend import Backend, Writer
+from bootseer.store.placing import PlacesFiles
 
 _log = logging.getLogger(__name__)
 
 # A part is begun at most this often: two servers may die under one save.
 _ATTEMPTS_MAX = 4
 _PAUSE_S = 0.02
+# Written before it is known whether the part stays where it was drawn to.
+_FIRST_BYTES = 64 * 2**10
 # No other server would answer differently, or the caller's patience is used up already.
 _FINAL = (
     AlreadyExistsError,
@@ -51,6 +55,7 @@ class PartGroup(Protocol):
     folder: str
     budget: MemoryBudget
     kept: KeptUnits
+    placement: Placement
     counters: Counters
     unit_bytes: int
     block_bytes: int
@@ -84,6 +89,8 @@ class PartWriter:
         self._label = label
         self._source = source
         self._writer: Writer | None = None
+        self._servers: tuple[str, ...] = ()
+        """That take the file; counted in the group's placement."""
         self._units: list[Unit] = []
         self._sent_count = 0
         """How many of the units are in the file that is being written now."""
@@ -128,6 +135,7 @@ class PartWriter:
         finally:
             if self._writer is not None:
                 self._writer.abort()
+            self._leave_servers()
             for unit in self._units:
                 group.kept.release(unit)
             group.part_ended(self)
@@ -152,6 +160,7 @@ class PartWriter:
     def _begin_again(self) -> None:
         group = self._group
         writer, self._writer = self._writer, None
+        self._leave_servers()
         self._recent.clear()
         self._recent_bytes = 0
         for unit in self._units:
@@ -170,12 +179,13 @@ class PartWriter:
     def _send(self) -> None:
         """Write all that is not in the file yet."""
         group = self._group
-        if self._writer is None:
-            self._writer = group.backend.create(f"{group.folder}/{self.name}")
         while self._sent_count < len(self._units):
             unit = self._units[self._sent_count]
             # Looked at once: another thread may give the unit up at any time.
             pieces = unit.pieces or self._recall(unit)
+            if self._writer is None:
+                pieces = self._create(pieces)
+            assert self._writer is not None
             start_ns = time.monotonic_ns()
             for piece in pieces:
                 self._writer.write(piece)
@@ -186,11 +196,39 @@ class PartWriter:
             self._sent_count += 1
             self._note_sent(unit, self._writer.held_bytes)
 
+    def _create(self, pieces: list[bytes]) -> list[bytes]:
+        """Begin the file, on a server that has not too many others; returns what is not in it."""
+        group = self._group
+        backend = group.backend
+        places = backend if isinstance(backend, PlacesFiles) else None
+        name = self.name
+        for draw in range(DRAWS_MAX):
+            if draw:
+                self.name = f"{name}.d{draw}"
+            path = f"{group.folder}/{self.name}"
+            self._writer = writer = backend.create(path)
+            if places is None:
+                return pieces
+            writer.write(pieces[0][:_FIRST_BYTES])
+            servers = places.servers_of(path)
+            if group.placement.take(servers, draw):
+                self._servers = servers
+                group.placement.block_bytes = backend.stat(path).block_bytes
+                break
+            self._writer = None
+            writer.abort()
+        return [pieces[0][_FIRST_BYTES:], *pieces[1:]]
+
+    def _leave_servers(self) -> None:
+        self._group.placement.release(self._servers)
+        self._servers = ()
+
     def _close(self) -> None:
         self._send()
         assert self._writer is not None
         self._writer.close()
         self._writer = None
+        self._leave_servers()
         self._group.note_progress()
 
     def _note_sent(self, unit: Unit, held_bytes: int) -> None:

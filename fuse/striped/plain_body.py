@@ -37,12 +37,6 @@ class PlainBody(Body):
         self._sent_bytes = base.size_bytes if base else 0
         self._segment: SegmentWriter | None = None
         self._unpublished = ""
-        self._dealing = Dealing(
-            settings.stripe_unit_bytes,
-            settings.block_bytes,
-            settings.stripe_count if self._joiner else 1,
-            run_units=RUN_UNITS if self._joiner else None,
-        )
 
     @property
     def sent_bytes(self) -> int:
@@ -51,9 +45,21 @@ class PlainBody(Body):
     def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:
-            self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing)
+            self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
         self._segment.send(pieces, length, cancelled)
         self._sent_bytes += length
+
+    def _dealing(self) -> Dealing:
+        settings, placement = self._settings, self._tree.placement
+        placement.begin_file()
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes)
+            if self._joiner
+            else 1,
+            run_units=RUN_UNITS if self._joiner else None,
+        )
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
         if tail.length:
@@ -63,6 +69,7 @@ class PlainBody(Body):
         runs = self._segment.finish_parts()
         generation = self._unpublished = self._segment.generation
         self._segment = None
+        self._tree.placement.end_file()
         if len(runs) > 1:
             assert self._joiner is not None, "else there is one run"
             self._joiner.join(runs[0], runs[1:])
@@ -86,6 +93,7 @@ class PlainBody(Body):
         if self._segment is not None:
             self._segment.abort(wait_s)
             self._segment = None
+            self._tree.placement.end_file()
         if self._unpublished:
             self._tree.discard(self.path, {self._unpublished})
             self._forget()

@@ -21,6 +21,7 @@ from bootseer.fuse.striped.graveyard import Graveyard, run_name
 from bootseer.fuse.striped.kept_units import KeptUnits
 from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.placement import Placement
 from bootseer.fuse.striped.reader import StripedReader
 from bootseer.fuse.striped.reader_keeper import ReaderKeeper
 from bootseer.fuse.striped.segment_writer import new_generation
@@ -53,6 +54,7 @@ class Publishing:
         self.reader = reader
         self.budget = budget
         self.kept = KeptUnits(budget)
+        self.placement = Placement(budget.limit_bytes)
         self.counters = counters
         self._deadline_s = deadline_s
         self.stored = StoredFiles(backend)

@@ -18,6 +18,7 @@ from bootseer.fuse.striped.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.part_writer import PartWriter
+from bootseer.fuse.striped.placement import Placement
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
 from bootseer.store.backend import Backend
@@ -53,6 +54,7 @@ class SegmentWriter:
         backend: Backend,
         directory: str,
         kept: KeptUnits,
+        placement: Placement,
         budget: MemoryBudget,
         counters: Counters,
         dealing: Dealing,
@@ -66,6 +68,7 @@ class SegmentWriter:
         self.folder = generation_folder(directory, self.generation)
         self.budget = budget
         self.kept = kept
+        self.placement = placement
         self.counters = counters
         self.failed = False
         self._dealing = dealing
@@ -80,8 +83,13 @@ class SegmentWriter:
     @property
     def is_full(self) -> bool:
         """Whether the next unit must go to another segment."""
-        limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
         dealing = self._dealing
+        limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
+        if self.placement.block_bytes:
+            # A part of one block stays on the server that it was drawn to, and an HDFS client has
+            # the fewest ways to fail.
+            units = max(1, self.placement.block_bytes // self.unit_bytes)
+            limit_bytes = min(limit_bytes, units * self.unit_bytes * dealing.writers_max)
         if dealing.run_units is not None and dealing.parts_max is not None:
             limit_bytes = dealing.parts_max * dealing.run_units * dealing.unit_bytes
         return self.size_bytes >= limit_bytes

@@ -37,14 +37,7 @@ class StripedBody(Body):
         """The last one takes units, the others are full."""
         self._unpublished: set[str] = set()
         self._sent_bytes = sum(segment.size_bytes for segment in segments)
-        is_object_store = not tree.backend.has_atomic_rename
-        self._dealing = Dealing(
-            settings.stripe_unit_bytes,
-            settings.block_bytes,
-            settings.stripe_count,
-            run_units=1 if is_object_store else None,
-            parts_max=MAX_PART_COUNT if is_object_store else None,
-        )
+        self._is_counted = False
 
     @property
     def sent_bytes(self) -> int:
@@ -54,11 +47,30 @@ class StripedBody(Body):
         if not self._open or self._open[-1].is_full:
             if self._open:
                 self._open[-1].seal()
-            segment = begin_segment(self._tree, self.path, self._settings, self._dealing)
+            segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
             self._open.append(segment)
             self._unpublished.add(segment.generation)
         self._open[-1].send(pieces, length, cancelled)
         self._sent_bytes += length
+
+    def _dealing(self) -> Dealing:
+        settings, placement = self._settings, self._tree.placement
+        if not self._is_counted:
+            self._is_counted = True
+            placement.begin_file()
+        is_object_store = not self._tree.backend.has_atomic_rename
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes),
+            run_units=1 if is_object_store else None,
+            parts_max=MAX_PART_COUNT if is_object_store else None,
+        )
+
+    def _end_counting(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._tree.placement.end_file()
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
         # A last segment of less than a unit may grow: it is written again with what follows.
@@ -69,6 +81,7 @@ class StripedBody(Body):
         while self._open:
             self._segments.append(self._open[0].finish())
             del self._open[0]
+        self._end_counting()
         if len(self._segments) > MAX_SEGMENT_COUNT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
         layout = Layout(new_generation(), tuple(self._segments))
@@ -87,6 +100,7 @@ class StripedBody(Body):
             self._unpublished.discard(segment.generation)
             segment.abort(wait_s)
         self._open.clear()
+        self._end_counting()
         if self._unpublished:
             self._tree.discard(self.path, set(self._unpublished))
             self._unpublished.clear()

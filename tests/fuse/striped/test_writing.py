@@ -2,6 +2,7 @@
 
 import errno
 import random
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.placement import DRAWS_MAX, Placement
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
@@ -176,3 +178,31 @@ def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
     kept.release(units[3])
     budget.give(900)
     assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("server_count", [2, 4, 8, 100])
+def test_parts_are_spread_over_the_servers(server_count: int) -> None:
+    numbers = random.Random(server_count)
+    busiest = []
+    for _ in range(50):
+        placement, parts = Placement(2**30), [0] * server_count
+        for _ in range(8):
+            for draw in range(DRAWS_MAX):
+                server = numbers.randrange(server_count)
+                if placement.take((str(server),), draw):
+                    parts[server] += 1
+                    break
+        busiest.append(max(parts))
+    # Eight parts drawn once each would have put three or four on the busiest of four servers.
+    assert statistics.mean(busiest) <= -(-8 // server_count) + 0.8
+
+
+def test_parts_with_replicas_stay_where_they_were_drawn_to() -> None:
+    placement = Placement(2**30)
+    for _ in range(20):
+        assert placement.take(("a", "b"), 0)
+    assert placement.take(("c",), 0)
+    assert not placement.take(("a",), 0)
+    for _ in range(20):
+        placement.release(("a", "b"))
+    assert placement.take(("a",), 0)
