@@ -86,6 +86,10 @@ class Journal:
         data = base64.b64encode(encode_layout(view.layout)).decode()
         self.add({"layout": view.identity, "data": data})
 
+    def add_pinned(self, identity: str, content: bytes) -> None:
+        """Keep a file's content, whose name is about to go away under its readers."""
+        self.add({"pinned": identity, "data": base64.b64encode(content).decode()})
+
     @property
     def is_outgrown(self) -> bool:
         """Whether it should be started anew with what still holds."""

@@ -146,6 +146,7 @@ class NameOperations(MountTables):
                 writer.path = target
             for writer in inside:
                 writer.path = target + writer.path[len(source) :]
+            self._nodes.move_bases(source, target)
             directory.seen_s = new_directory.seen_s = 0.0
             known = self._nodes.child(directory, text)
             if known is not None:

@@ -128,6 +128,7 @@ class Handle:
             "flags": self.flags,
             "request": self.request,
             "reads": view_to_json(self.file.view if self.file is not None else None),
+            "pinned": self.file is not None and self.file.pinned is not None,
             "base": view_to_json(base),
             "writes": self.writer is not None,
             "unfinished": self.is_unfinished,
@@ -190,9 +191,19 @@ class NodeTable:
         for view in (handle.file.view if handle.file is not None else None, handle.base):
             if view is not None:
                 self._journal.add_layout(view)
+        file = handle.file
+        if file is not None and file.pinned is not None:
+            self._journal.add_pinned(file.view.identity, file.pinned)
         if handle.writer is not None and handle.writer.view is not None:
             self._journal.add_layout(handle.writer.view)
         self._add(record)
+
+    def move_bases(self, source: str, target: str) -> None:
+        """A rename: what is opened for writing, and not written yet, lies elsewhere."""
+        for handle in self.handles.values():
+            base = handle.base
+            if base is not None and (base.path == source or base.path.startswith(source + "/")):
+                handle.base = base.renamed(target + base.path[len(source) :])
 
     def note_moved(self) -> None:
         """Names have changed: open files may lie elsewhere now."""

@@ -5,6 +5,7 @@ on; one that had fails, since what it wrote was in the other's memory. Called on
 request.
 """
 
+import base64
 import errno
 import logging
 import os
@@ -33,7 +34,7 @@ def resume(
     Raises: CorruptError, ValueError, KeyError, TypeError where the journal makes no sense; the
     table is as it was.
     """
-    nodes, files, layouts = _last_words(records)
+    nodes, files, layouts, pinned = _last_words(records)
     made = {ROOT_NODE: table.root}
     for node_id, record in nodes.items():
         made[node_id] = _node(node_id, record)
@@ -51,16 +52,20 @@ def resume(
     del made[ROOT_NODE]
     table.continue_from(list(made.values()), handles)
     for handle in handles:
-        _open(handle, files[handle.id], reads[handle.id], reader, new_writer)
+        record = files[handle.id]
+        _open(handle, record, reads[handle.id], reader, new_writer)
+        if record["pinned"] and handle.file is not None:
+            handle.file.pinned = pinned[handle.file.view.identity]
     _log.info("went on with %d names and %d open files", len(made), len(handles))
 
 
 def _last_words(
     records: Sequence[Record],
-) -> tuple[dict[int, Record], dict[int, Record], dict[str, str]]:
+) -> tuple[dict[int, Record], dict[int, Record], dict[str, str], dict[str, bytes]]:
     nodes: dict[int, Record] = {}
     files: dict[int, Record] = {}
     layouts: dict[str, str] = {}
+    pinned: dict[str, bytes] = {}
     for record in records:
         if "file" in record:
             files[int(record["file"])] = record
@@ -70,9 +75,11 @@ def _last_words(
             nodes[int(record["node"])] = record
         elif "gone" in record:
             nodes.pop(int(record["gone"]), None)
+        elif "pinned" in record:
+            pinned[str(record["pinned"])] = base64.b64decode(record["data"])
         else:
             layouts[str(record["layout"])] = str(record["data"])
-    return nodes, files, layouts
+    return nodes, files, layouts, pinned
 
 
 def _node(node_id: int, record: Record) -> Node:
@@ -120,7 +127,7 @@ def _open(
     if view is not None:
         handle.file = reader.open(view)
     if record["unfinished"]:
-        path = handle.base.path if handle.base is not None else handle.node.path
+        path = handle.base.path if handle.base is not None else handle.node.path or handle.node.name
         handle.writer = new_writer(path)
         handle.writer.fail(
             UnavailableError(

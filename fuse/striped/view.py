@@ -65,6 +65,12 @@ def generation_folder(directory: str, generation: str) -> str:
     return f"{parts_folder(directory)}/{generation}"
 
 
+def moved_identity(identity: str, source: str, target: str) -> str:
+    """The identity after a rename: an ordinary file's begins with its path."""
+    begin = f"{source}\0"
+    return f"{target}\0{identity[len(begin) :]}" if identity.startswith(begin) else identity
+
+
 class FileView:
     """One generation of one file. Immutable."""
 
@@ -104,8 +110,13 @@ class FileView:
             self._bases.append(base)
             base += segment.size_bytes
 
+    def renamed(self, path: str) -> "FileView":
+        """What lies at `path` after a rename: for those who will compare it with the storage."""
+        identity = moved_identity(self.identity, self.path, path)
+        return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
+
     def moved(self, path: str) -> "FileView":
-        """The same generation after a rename within its tree."""
+        """The same generation after a rename within its tree, for those who read it already."""
         return FileView(
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )

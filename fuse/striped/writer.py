@@ -17,7 +17,7 @@ from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.striped_body import StripedBody
 from bootseer.fuse.striped.tail import Tail
 from bootseer.fuse.striped.tree import StripedTree
-from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.view import FileView, moved_identity
 
 __all__ = ["FileWriter", "StripeSettings"]
 
@@ -77,6 +77,10 @@ class FileWriter:
     @path.setter
     def path(self, path: str) -> None:
         with self._lock:
+            if self._expected is not None:
+                self._expected = moved_identity(self._expected, self._path, path)
+            if self.view is not None:
+                self.view = self.view.renamed(path)
             self._path = path
             if self._body is not None:
                 self._body.path = path

@@ -202,3 +202,21 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
     assert len(found) == 1
     backend.delete(found[0].path, recursive=True)
     assert two.read("f") == OLD
+
+
+def test_a_small_file_that_is_appended_to_can_be_renamed(one: Driver, two: Driver) -> None:
+    one.write("log", b"first ")
+    unwritten = one.open("log", os.O_WRONLY | os.O_APPEND)
+    file = one.open("log", os.O_WRONLY | os.O_APPEND)
+    one.pwrite(file, 0, b"second ")
+    one.rename("log", "log.1")
+    one.pwrite(file, 0, b"third")
+    with pytest.raises(OSError):
+        two.read("log")
+    one.close(file)
+    assert two.read("log.1") == b"first second third"
+    # Opened before, and written only now: it would lose what the other has added.
+    with pytest.raises(OSError) as caught:
+        one.pwrite(unwritten, 0, b"x")
+    assert code_of(caught.value) == errno.EIO
+    one.fs.release(*unwritten, 0)
