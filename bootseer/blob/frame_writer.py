@@ -71,7 +71,9 @@ class FrameWriter:
         self._on_progress = on_progress
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
         self._in_flight_max = threads * _FRAMES_IN_FLIGHT_PER_THREAD
-        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]], Future[None]]] = deque()
+        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]], Future[None] | None]] = (
+            deque()
+        )
         self._stream_digest = stream_digest
         self._stream_hash = ContentHasher()
         # One thread: pieces must be hashed in order.
@@ -116,7 +118,9 @@ class FrameWriter:
             return
         while len(self._in_flight) >= self._in_flight_max:
             self._drain_one()
-        hashed = self._hash_pool.submit(self._hash_stream, self._pieces)
+        hashed = None
+        if self._stream_digest is None:
+            hashed = self._hash_pool.submit(self._hash_stream, self._pieces)
         compressed = self._pool.submit(self._compress, self._pieces)
         self._in_flight.append((self._pieces_bytes, compressed, hashed))
         self._pieces = []
@@ -134,9 +138,8 @@ class FrameWriter:
         return Blob(digest, self._size, frames, stream_digest, self.position)
 
     def _hash_stream(self, pieces: list[bytes]) -> None:
-        if self._stream_digest is None:
-            for piece in pieces:
-                self._stream_hash.update(piece)
+        for piece in pieces:
+            self._stream_hash.update(piece)
 
     def _compress(self, pieces: list[bytes]) -> tuple[bytes, bytes]:
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
@@ -151,7 +154,8 @@ class FrameWriter:
     def _drain_one(self) -> None:
         stream_length, future, hashed = self._in_flight.popleft()
         compressed, digest = future.result()
-        hashed.result()
+        if hashed is not None:
+            hashed.result()
         if len(self._lengths) == SEEK_TABLE_FRAMES_MAX:
             raise UnsupportedError(
                 f"a blob holds at most {SEEK_TABLE_FRAMES_MAX} frames: use larger ones"
