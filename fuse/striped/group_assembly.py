@@ -14,6 +14,17 @@ from bootseer.errors import CorruptError
 from bootseer.fuse.striped.group_plan import Extent
 
 
+class _Item:
+    """One that is not whole yet."""
+
+    __slots__ = ("buffer", "data", "missing_bytes")
+
+    def __init__(self, buffer: bytearray, length: int) -> None:
+        self.buffer = buffer
+        self.data = memoryview(buffer)[:length]
+        self.missing_bytes = length
+
+
 class Assembly:
     """Items from the pieces they come in, each told to `on_complete` once it is whole."""
 
@@ -24,7 +35,8 @@ class Assembly:
         self._by_file: dict[str, list[Extent]] = defaultdict(list)
         for extent in sorted(extents):
             self._by_file[extent.path].append(extent)
-        self._open: dict[Extent, tuple[bytearray, list[int]]] = {}
+        self._open: dict[Extent, _Item] = {}
+        self._spare: bytearray | None = None
         self._missing_count = len(extents)
 
     def add(self, path: str, start: int, view: memoryview) -> None:
@@ -42,19 +54,25 @@ class Assembly:
             if len(part) == extent.length:
                 self._complete(extent, part)
                 continue
-            buffer, left = self._open.setdefault(
-                extent, (bytearray(extent.length), [extent.length])
-            )
-            buffer[first - extent.start : last - extent.start] = part
-            left[0] -= len(part)
-            if not left[0]:
+            item = self._open.get(extent)
+            if item is None:
+                item = self._open[extent] = _Item(self._buffer(extent.length), extent.length)
+            item.data[first - extent.start : last - extent.start] = part
+            item.missing_bytes -= len(part)
+            if not item.missing_bytes:
                 del self._open[extent]
-                self._complete(extent, memoryview(buffer))
+                self._complete(extent, item.data)
+                self._spare = item.buffer
 
     def finish(self) -> None:
         """Raises CorruptError where items never became whole: the metadata lets them overlap."""
         if self._missing_count:
             raise CorruptError(f"the metadata names {self._missing_count} items that overlap")
+
+    def _buffer(self, length: int) -> bytearray:
+        # New memory costs more than filling it: the last one is used again where it is enough.
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and len(spare) >= length else bytearray(length)
 
     def _complete(self, extent: Extent, data: memoryview) -> None:
         self._missing_count -= 1

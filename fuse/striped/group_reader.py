@@ -71,7 +71,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
     ) -> None:
         """`url`: the checkpoint's folder, striped or not. `process_group`: the one that `dcp.load`
         gets; None is the default group. `memory_bytes`: what a rank holds of pieces on their way;
-        beyond it comes the largest stored tensor, whole. Must be the same on all ranks.
+        beyond it comes the largest stored tensor, twice. Must be the same on all ranks.
         """
         super().__init__()
         if piece_bytes <= 0 or memory_bytes < (PieceReader.BUFFERS + 1) * piece_bytes:
