@@ -100,11 +100,11 @@ class SegmentWriter:
         Waits while the mount's memory is used up. Raises what a part failed with, DeadlineError,
         InterruptedError.
         """
-        self._check()
+        self.check()
         try:
             self.budget.take(length, self._deadline_s, lambda: cancelled() or self.failed)
         except InterruptedError:
-            self._check()
+            self.check()
             raise
         except DeadlineError as error:
             self.fail(error)
@@ -159,7 +159,7 @@ class SegmentWriter:
                     break
                 if time.monotonic() - self._progress_s > self._deadline_s:
                     self.fail(self._late(part.name))
-        self._check()
+        self.check()
         return [f"{self.folder}/{part.name}" for part in self._parts]
 
     def abort(self, wait_s: float = 0.0) -> None:
@@ -178,6 +178,18 @@ class SegmentWriter:
         deadline = time.monotonic() + wait_s
         for part in self._parts:
             part.done.wait(max(0.0, deadline - time.monotonic()))
+
+    def check(self) -> None:
+        """Raise what a part failed with."""
+        error = self._error
+        if error is None:
+            return
+        self.seal()
+        if isinstance(error, BootseerError | OSError):
+            raise error
+        raise UnavailableError(
+            f"cannot write {self.folder}: {type(error).__name__}: {error}"
+        ) from error
 
     # ---- for the part threads -------------------------------------------------------------
 
@@ -225,24 +237,13 @@ class SegmentWriter:
                     raise InterruptedError
                 if time.monotonic() - self._progress_s > self._deadline_s:
                     raise self._late(self._parts[-1].name)
-        self._check()
+        self.check()
 
     def _late(self, part: str) -> DeadlineError:
         return DeadlineError(
             f"cannot write {self.folder}/{part}: no answer from {self.backend.url} within "
             f"{self._deadline_s:.0f} s"
         )
-
-    def _check(self) -> None:
-        error = self._error
-        if error is None:
-            return
-        self.seal()
-        if isinstance(error, BootseerError | OSError):
-            raise error
-        raise UnavailableError(
-            f"cannot write {self.folder}: {type(error).__name__}: {error}"
-        ) from error
 
     def _remove_folder(self) -> None:
         # What cannot be removed now is garbage that fsck names; the writer's error matters more.

@@ -50,6 +50,8 @@ class StripedBody(Body):
             segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
             self._open.append(segment)
             self._unpublished.add(segment.generation)
+        for segment in self._open:
+            segment.check()
         self._open[-1].send(pieces, length, cancelled)
         self._sent_bytes += length
 
