@@ -10,6 +10,18 @@ from collections.abc import Callable
 
 from bootseer.errors import DeadlineError
 
+# What a mount's process takes beside file contents: the interpreter and its libraries (40 MiB), the
+# server threads' request buffers (16), packets that hdfs-native holds for streams that are read.
+_PROCESS_BYTES = 96 * 2**20
+# Small budgets are for contents all the same: 16 units of 4 MiB are the least that works.
+_CONTENT_MIN_BYTES = 64 * 2**20
+
+
+def content_bytes(limit_bytes: int) -> int:
+    """What is left for file contents where a whole process should stay within `limit_bytes`."""
+    rest = limit_bytes - min(_PROCESS_BYTES, limit_bytes // 4)
+    return max(rest, min(limit_bytes, _CONTENT_MIN_BYTES))
+
 
 class MemoryBudget:
     """Bytes that may be held; takers wait, or first make others give up what they can spare."""

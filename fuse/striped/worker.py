@@ -28,6 +28,7 @@ from bootseer.fuse.kernel.supervisor import HANDED_OVER
 from bootseer.fuse.striped.control import ControlServer
 from bootseer.fuse.striped.file_system import StripedFileSystem
 from bootseer.fuse.striped.journal import Journal, Record, read_journal
+from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mount_spec import (
     MountSpec,
     MountState,
@@ -54,20 +55,22 @@ _LAST_WORDS_S = 0.05
 # mallopt(3), glibc's numbers; the threshold is the largest that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
+# Enough for the units that a few writers turn over; more than that is not kept from the system.
+_KEPT_BYTES = 64 * 2**20
 
 
-def _keep_freed_memory(limit_bytes: int) -> None:
-    """Let malloc reuse the window's buffers instead of returning each to the kernel.
+def _keep_freed_memory() -> None:
+    """Let malloc reuse the writers' units instead of returning each to the kernel.
 
-    Else every 4 MiB unit costs a thousand page faults: measured 0.73 against 0.50 CPU s/GiB of
-    reading. Does nothing where the C library is not glibc.
+    Else every 4 MiB unit costs a thousand page faults. (What is read has buffers of its own.) Does
+    nothing where the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, min(limit_bytes, 2**31 - 1))
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     mallopt(_M_ARENA_MAX, 1)
 
 
@@ -80,7 +83,7 @@ class MountedFileSystem(StripedFileSystem):
 
         Raises: BootseerError.
         """
-        _keep_freed_memory(spec.memory_bytes)
+        _keep_freed_memory()
         self._spec = spec
         self._run_dir, self._directory = Path(spec.run_dir), Path(spec.directory)
         self._owner_fd = owner_fd
@@ -94,7 +97,7 @@ class MountedFileSystem(StripedFileSystem):
         storage = StripedStorage(
             open_backend(spec.url, deadline_s=spec.deadline_s),
             spec.stripe_settings,
-            memory_bytes=spec.memory_bytes,
+            memory_bytes=content_bytes(spec.memory_bytes),
         )
         try:
             if not self._is_successor:
@@ -147,7 +150,7 @@ class MountedFileSystem(StripedFileSystem):
         self._storage.close()
 
     def _warm(self) -> None:
-        budget_bytes = int(self._spec.memory_bytes * _WARM_SHARE)
+        budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)
         count = warm_newest(self._storage, budget_bytes, self._stopping.is_set)
         _log.info("read %d bytes of the newest checkpoint ahead", count)
 
