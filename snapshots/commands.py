@@ -3,21 +3,22 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import capture, catalogue, mounted, work
+from bootseer.snapshots import catalogue, mounted, work
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
-from bootseer.snapshots.relocated import restore_relocated
-from bootseer.snapshots.request import Report
 from bootseer.snapshots.restore import check_base, place, restore_to
 from bootseer.snapshots.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.snapshots.state import remember
-from bootseer.snapshots.targets import declared_targets
 from bootseer.store import Store, open_store
+
+if TYPE_CHECKING:
+    from bootseer.snapshots.request import Report
 
 _ROOT = Path("/")
 
@@ -31,6 +32,10 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
         raise InvalidInputError(
             f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
+    # Here: a restore, which jobs wait for, needs none of it.
+    from bootseer.snapshots import capture
+    from bootseer.snapshots.targets import declared_targets
+
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
     with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
@@ -51,7 +56,7 @@ def restore_snapshot(
     directory: Path | None = None,
     *,
     relocates: bool = False,
-    report: Report = lambda sentence: None,
+    report: "Report" = lambda sentence: None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
     returns it. What is mounted stays mounted. `report` gets the way that was chosen and why.
@@ -96,8 +101,10 @@ def restore_snapshot(
 
 
 def _restore_relocated(
-    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: Report
+    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
 ) -> None:
+    from bootseer.snapshots.relocated import restore_relocated
+
     # Its links are followed on the way there; what files are told is the path that was asked for.
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):

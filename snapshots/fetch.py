@@ -1,8 +1,8 @@
 """Streams a blob's frames out of the store ahead of the extraction that consumes them.
 
-Alone owns the window of frames in memory. Frames are fetched in the order of the stream, in
-parallel, verified by the executor (so that a damaged transfer is tried again); what an extracting
-thread needs and is not here yet becomes a demand. Thread-safe.
+Alone owns the window of frames in memory. Frames are fetched in the order in which they will be
+wanted, in parallel and many at once, and each is verified as it arrives. What an extraction needs
+and is not here yet becomes a demand; so does, alone, a frame that arrived damaged. Thread-safe.
 """
 
 import threading
@@ -15,10 +15,11 @@ from typing import Self
 from bootseer.blob.extract_plan import PART_BYTES
 from bootseer.blob.frames import frames_for
 from bootseer.blob.tree import Frame, Tree
+from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.store import Store
 from bootseer.transfer.executor import Executor
-from bootseer.transfer.plan import Chunk, Priority, plan
+from bootseer.transfer.plan import Chunk, Priority, covering
 
 # Enough to keep eight streams busy while a thread is held up by a large file.
 _WINDOW_BYTES = 64 * 1024 * 1024
@@ -57,9 +58,11 @@ class FrameSource:
         self._starts = [frame.offset for frame in self._frames]
         self._key = key
         self._lock = threading.Lock()
-        self._here: dict[int, bytes] = {}
-        self._used: OrderedDict[int, bytes] = OrderedDict()
+        self._here: dict[int, memoryview] = {}
+        self._used: OrderedDict[int, memoryview] = OrderedDict()
         self._used_bytes = 0
+        # By frame: what it will come with.
+        self._coming: dict[int, Chunk] = {}
         self._ahead: set[int] = set()
         self._ahead_bytes = 0
         self._order = _extraction_order(tree)
@@ -74,7 +77,7 @@ class FrameSource:
         """
         if blob != 0 or length <= 0 or not self._starts:
             raise CorruptError(f"there is no blob {blob} in this snapshot")
-        pieces: list[bytes | memoryview] = []
+        pieces: list[memoryview] = []
         position, end = offset, offset + length
         number = bisect_right(self._starts, offset) - 1
         while position < end and number < len(self._starts):
@@ -83,39 +86,64 @@ class FrameSource:
             if frame.offset == position and frame.length <= end - position:
                 pieces.append(data)
             else:
-                pieces.append(memoryview(data)[position - frame.offset : end - frame.offset])
+                pieces.append(data[position - frame.offset : end - frame.offset])
             position = frame.offset + frame.length
             number += 1
-        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
-    def _frame(self, number: int, frame: Frame) -> bytes:
-        while True:
+    def _frame(self, number: int, frame: Frame) -> memoryview:
+        data = self._taken(number, frame)
+        if data is None:
             with self._lock:
-                data = self._here.pop(number, None)
-                if data is not None:
-                    if number in self._ahead:
-                        self._ahead.remove(number)
-                        self._ahead_bytes -= frame.length
-                    self._keep(number, data)
-                else:
-                    data = self._used.get(number)
-            if data is not None:
-                self._advance()
-                return data
+                coming = self._coming.get(number)
+            if coming is not None:
+                self._executor.demand(coming, self._deliver)
+                data = self._taken(number, frame)
+        while data is None:
+            # Damaged on the way, or let go of already: alone, and tried again by the executor.
             chunk = Chunk(self._key, frame.offset, frame.length, frame.digest)
-            self._executor.demand(chunk, self._deliver)
+            self._executor.demand(chunk, self._deliver_verified)
+            data = self._taken(number, frame)
+        self._advance()
+        return data
 
-    def _keep(self, number: int, data: bytes) -> None:
-        self._used[number] = data
-        self._used_bytes += len(data)
-        while self._used_bytes > _KEPT_BYTES and len(self._used) > 1:
-            _, dropped = self._used.popitem(last=False)
-            self._used_bytes -= len(dropped)
+    def _taken(self, number: int, frame: Frame) -> memoryview | None:
+        with self._lock:
+            data = self._here.pop(number, None)
+            if data is None:
+                return self._used.get(number)
+            if number in self._ahead:
+                self._ahead.remove(number)
+                self._ahead_bytes -= frame.length
+            self._used[number] = data
+            self._used_bytes += len(data)
+            while self._used_bytes > _KEPT_BYTES and len(self._used) > 1:
+                _, dropped = self._used.popitem(last=False)
+                self._used_bytes -= len(dropped)
+            return data
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
+        """Of several frames those that are right."""
+        copy = memoryview(bytes(data))
+        first = bisect_right(self._starts, chunk.offset) - 1
+        numbers = range(first, bisect_right(self._starts, chunk.end - 1))
+        found = {}
+        for number in numbers:
+            frame = self._frames[number]
+            start = frame.offset - chunk.offset
+            view = copy[start : start + frame.length]
+            if content_digest(view) == frame.digest:
+                found[number] = view
+        with self._lock:
+            for number in numbers:
+                # Else it came twice, and has been used.
+                if self._coming.pop(number, None) is not None and number in found:
+                    self._here[number] = found[number]
+
+    def _deliver_verified(self, chunk: Chunk, data: memoryview) -> None:
         number = bisect_right(self._starts, chunk.offset) - 1
         with self._lock:
-            self._here[number] = bytes(data)
+            self._here[number] = memoryview(bytes(data))
 
     def _advance(self) -> None:
         """Submit what the window has room for, in pieces large enough to be worth a request."""
@@ -123,24 +151,33 @@ class FrameSource:
             room = _WINDOW_BYTES - self._ahead_bytes
             if self._next >= len(self._order) or room < _WINDOW_BYTES // 8:
                 return
-            wanted = []
+            runs: list[list[int]] = []
+            run_bytes = 0
             while self._next < len(self._order) and room > 0:
                 number = self._order[self._next]
                 self._next += 1
-                if number not in self._here and number not in self._used:
-                    frame = self._frames[number]
-                    wanted.append(Chunk(self._key, frame.offset, frame.length, frame.digest))
-                    self._ahead.add(number)
-                    self._ahead_bytes += frame.length
-                    room -= frame.length
+                if number in self._here or number in self._used:
+                    continue
+                length = self._frames[number].length
+                if not runs or runs[-1][-1] + 1 != number or run_bytes + length > _FETCH_BYTES:
+                    runs.append([])
+                    run_bytes = 0
+                runs[-1].append(number)
+                run_bytes += length
+                self._ahead.add(number)
+                self._ahead_bytes += length
+                room -= length
+            wanted = [self._run(run) for run in runs]
+            for run, chunk in zip(runs, wanted, strict=True):
+                self._coming.update(dict.fromkeys(run, chunk))
         if wanted:
-            fetches = plan(
-                wanted,
-                lambda chunk: False,
-                priority=Priority.PREFETCH,
-                max_fetch_bytes=_FETCH_BYTES,
-            )
+            fetches = [covering((chunk,), Priority.PREFETCH) for chunk in wanted]
             self._executor.submit(fetches, self._deliver)
+
+    def _run(self, numbers: list[int]) -> Chunk:
+        """Neighbouring frames as one. Its frames' digests are looked at when it is here."""
+        first, last = self._frames[numbers[0]], self._frames[numbers[-1]]
+        return Chunk(self._key, first.offset, last.offset + last.length - first.offset)
 
     def close(self) -> None:
         """Stop fetching. Idempotent."""

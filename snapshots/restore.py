@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.blob.extract import extract
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
@@ -18,11 +17,9 @@ from bootseer.errors import (
     CorruptError,
     InvalidInputError,
 )
-from bootseer.progress import Progress
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import work as working
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
-from bootseer.snapshots.fetch import FrameSource
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
 from bootseer.store import Store
@@ -128,6 +125,11 @@ def fetch_tree(
     store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float
 ) -> None:
     """Extract a target's tree to `directory`, whole or not at all. Raises: as `restore`."""
+    # Here: a mount, which should be there at once, needs none of it.
+    from bootseer.blob.extract import extract
+    from bootseer.progress import Progress
+    from bootseer.snapshots.fetch import FrameSource
+
     with ExitStack() as stack:
         label = f"restoring {text_of(target.path)}"
         progress = stack.enter_context(Progress(label, target.blob.size_bytes))
@@ -140,7 +142,7 @@ def fetch_tree(
                 on_progress=progress.advance,
             )
         )
-        extract(tree, source.read, directory)
+        extract(tree, source.read, directory, is_verified=True)
 
 
 def check_relocatable(tree: Tree) -> None:

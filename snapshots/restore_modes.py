@@ -13,12 +13,9 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.snapshots import modes
 from bootseer.snapshots.facts import find_facts
-from bootseer.snapshots.held import hold_snapshot
-from bootseer.snapshots.linked import copy_tree
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.modes import Choice
 from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.overlaid import overlay_snapshot
 from bootseer.snapshots.restore import Placed, fetch_tree, restore
 from bootseer.snapshots.served import mount_snapshot
 from bootseer.snapshots.work import OnFinished
@@ -106,6 +103,10 @@ def _link(
     on_finished: OnFinished,
 ) -> Restored:
     """From the node's extracted trees, made where they are missing."""
+    from bootseer.snapshots.held import hold_snapshot
+    from bootseer.snapshots.linked import copy_tree
+    from bootseer.snapshots.overlaid import overlay_snapshot
+
     trees = NodeTrees(settings)
     moved_bytes = sum(item.target.index.size_bytes for item in placed)
 

@@ -27,7 +27,6 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, mounted, outside
 from bootseer.snapshots import work as working
 from bootseer.snapshots.age import is_too_old, show_age
-from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
@@ -370,6 +369,9 @@ class _Run:
         replace: bool,
         renew: bool,
     ) -> Manifest:
+        # Here: a restore needs none of it.
+        from bootseer.snapshots.capture import Change, capture, make_manifest
+
         targets = []
         for target in self.targets:
             # Once more: the command may have made it a symbolic link.

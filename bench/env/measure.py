@@ -1,7 +1,7 @@
 """One way on a cold node, or on several at once: until the import has finished."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,24 +43,21 @@ def take(site: Site, way: Way) -> Sample:
 
 
 def take_many(
-    site: Site, name: str, way: Way, commands: Sequence[Sequence[str]], count: int
+    site: Site, commands_of: Callable[[Node], Sequence[Sequence[str]]], count: int
 ) -> Sample:
-    """`commands`, one after the other, on `count` nodes at once. CPU is the whole machine's.
-
-    Raises: RuntimeError.
+    """Commands, one after the other, on `count` nodes at once, until the last node is through. CPU
+    is the whole machine's, the store's included. Raises: RuntimeError.
     """
     site.line.set_rate(None)
     with ExitStack() as stack:
-        nodes = [stack.enter_context(site.node(f"{name}-{i}")) for i in range(count)]
-        for node in nodes:
-            way.start(site, node)
+        nodes = [stack.enter_context(site.node(f"many-{i}")) for i in range(count)]
         pool = stack.enter_context(ThreadPoolExecutor(count))
         _make_cold(site)
         before_bytes, before_cpu_s = site.line.received_bytes(), _machine_cpu_s()
         started_s = time.monotonic()
 
         def one(node: Node) -> float:
-            for command in commands:
+            for command in commands_of(node):
                 node.run(command, timeout_s=DEADLINE_S)
             return time.monotonic() - started_s
 
@@ -68,8 +65,7 @@ def take_many(
         cpu_s = _machine_cpu_s() - before_cpu_s
         moved_bytes = site.line.received_bytes() - before_bytes
         site.line.set_rate(None)
-    figures = {"first_s": ended_s[0], "moved_bytes_per_node": moved_bytes / count}
-    return Sample(ended_s[-1], {"machine": cpu_s}, moved_bytes, figures)
+    return Sample(ended_s[-1], {"machine": cpu_s}, moved_bytes, {"first_s": ended_s[0]})
 
 
 def run_timed(node: Node, command: Sequence[str], output: str = "") -> float:

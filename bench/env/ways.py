@@ -201,3 +201,17 @@ ALL = (
     PIP, UV, UV_LINE, UV_LINKS, UV_COPIES, TAR_ZST, VENV_PACK, COPY, COPY_LINKS, FLOOR,
     EXTRACT_NEAR, HARDLINK, LINK, EXTRACT, MOUNT, LOCAL,
 )  # fmt: skip
+
+
+def first_start(site: Site) -> tuple[list[list[str]], Path]:
+    """Commands for nodes that all find a store without the environment; and the file that gets a
+    line for each set-up that is run."""
+    number = sum(1 for _ in site.scratch.glob("ran-*"))
+    ran = site.scratch / f"ran-{number}"
+    ran.touch()
+    script = site.scratch / f"set-up-{number}.sh"
+    install = uv_install(site.near / "wheels", site.kept.requirements)
+    script.write_text(f"set -e\necho ran >> {ran}\n{install}\n")
+    options = ["--setup", f"sh {script}", "--target", str(ENVIRONMENT)]
+    store = f"{site.store_url}-first-{number}"
+    return [bootseer(store, "run", *options, "--", *IMPORT)], ran
