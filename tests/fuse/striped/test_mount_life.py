@@ -242,3 +242,48 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
     finally:
         released.set()
         driver.storage.close()
+
+
+LOAD = """
+import errno, os, sys, threading
+# By its path it would go on in what lies beneath the mount.
+os.chdir(sys.argv[1])
+seen = []
+def work(name):
+    try:
+        while True:
+            with open(name, "wb") as file:
+                for _ in range(9):
+                    file.write(bytes(1_000_000))
+            assert len(open(name, "rb").read()) == 9_000_000
+    except OSError as error:
+        seen.append(error.errno)
+threads = [threading.Thread(target=work, args=(f"f{n}",)) for n in range(4)]
+for thread in threads:
+    thread.start()
+print("running", flush=True)
+for thread in threads:
+    thread.join()
+allowed = {errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.EIO, errno.ENODEV}
+assert len(seen) == 4 and set(seen) <= allowed, [errno.errorcode[code] for code in seen]
+"""
+
+
+def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        load = subprocess.Popen(
+            [sys.executable, "-c", LOAD, str(mountpoint)], stdout=subprocess.PIPE
+        )
+        try:
+            assert load.stdout is not None
+            assert load.stdout.readline() == b"running\n"
+            time.sleep(0.5)
+            mount.close(0.3)
+            assert load.wait(60) == 0
+        finally:
+            end(load)
+    with open_storage(settings_in(tmp_path), local_url) as storage:
+        for info in storage.tree.stored.entries(""):
+            assert storage.tree.stored.view(info.path).size_bytes == 9_000_000
+            copy_out(storage, info.path, tmp_path / "out")
+            assert (tmp_path / "out").stat().st_size == 9_000_000
