@@ -69,3 +69,22 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
     settings.run_dir.write_text("a file")
     with pytest.raises(BootseerError, match="run"):
         begin_server(settings)
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("bootseer.prefetch.run", ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack")),
+        ("bootseer.prefetch.server_process", ("fuse", "blob", "store", "prefetch.start_server")),
+        ("bootseer.prefetch.start_server", ("fuse.kernel.server", "blob", "store")),
+    ],
+)
+def test_a_start_loads_no_more_than_it_needs(module: str, unwanted: tuple[str, ...]) -> None:
+    """Every start of a container pays for each module."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    assert module in loaded
+    for name in unwanted:
+        assert not [one for one in loaded if f"{one}.".startswith(f"bootseer.{name}.")]
