@@ -171,8 +171,8 @@ class HdfsBackend(HdfsConnection):
             self.call(lambda client: client.delete(full, recursive), "delete", path)
 
     def space(self) -> Space | None:
-        """None: hdfs-native has no call for it, and a content summary walks the whole tree."""
-        return None
+        """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
+        return self._joiner.space(self.full(""))
 
 
 def _info(path: str, status: "FileStatus") -> FileInfo:

@@ -6,16 +6,23 @@ Owns the answer to the latter, asked once. Thread-safe.
 import getpass
 import os
 import threading
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from bootseer.errors import UnsupportedError
+from bootseer.store.backend import Space
 from bootseer.store.hdfs_errors import translate
 from bootseer.store.hdfs_rpc import NameNode, RpcError
 
 _DEFAULT_PORT = 8020
+_SPACE_S = 10.0
+_SPACE_DEADLINE_S = 5.0
+# To say that a directory has no quota, the NameNode walks through it.
+_NO_QUOTA_S = 3600.0
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
 
@@ -29,6 +36,8 @@ class HdfsJoiner:
         self._lock = threading.Lock()
         self._name_node: NameNode | None = None
         self._answers: bool | None = None
+        self._space: tuple[Space | None, float] = None, 0.0
+        self._no_quota_until_s = 0.0
 
     def can_join(self) -> bool:
         """Whether a NameNode lets us call it."""
@@ -60,6 +69,35 @@ class HdfsJoiner:
             return self._name_node.writing_servers(path)
         except (RpcError, OSError, ValueError, IndexError):
             return ()
+
+    def space(self, path: str) -> Space | None:
+        """What the directory's quota leaves, or else the cluster has; None where it does not say.
+
+        Both with replication, as HDFS counts. An answer is good for a while.
+        """
+        with self._lock:
+            space, until_s = self._space
+        if time.monotonic() < until_s:
+            return space
+        if not self.can_join() or self._name_node is None:
+            return None
+        name_node = replace(self._name_node, deadline_s=min(self._deadline_s, _SPACE_DEADLINE_S))
+        try:
+            space = Space(*name_node.capacity())
+            if time.monotonic() >= self._no_quota_until_s:
+                quota = name_node.quota(path)
+                if quota is None:
+                    self._no_quota_until_s = time.monotonic() + _NO_QUOTA_S
+                else:
+                    total_bytes, used_bytes = quota
+                    left_bytes = max(0, total_bytes - used_bytes)
+                    space = Space(total_bytes, min(left_bytes, space.free_bytes))
+        except (RpcError, OSError, ValueError, IndexError):
+            # The last answer, or none.
+            pass
+        with self._lock:
+            self._space = space, time.monotonic() + _SPACE_S
+        return space
 
 
 def _find(cluster: str, deadline_s: float) -> NameNode | None:

@@ -1,4 +1,4 @@
-"""Calls to a NameNode that hdfs-native does not make: `concat`, and where a block is written.
+"""Calls to a NameNode that hdfs-native does not make: `concat`, where a block is written, space.
 
 Owns the bytes of Hadoop's RPC, version 9, as far as these calls need them (simple authentication
 only, one call per connection). The call is repeated under the same identity after a broken
@@ -56,6 +56,24 @@ class NameNode:
                     for identity in _all(info, 1):
                         servers += [uuid.decode("utf-8", "replace") for uuid in _all(identity, 3)]
         return tuple(servers)
+
+    def capacity(self) -> tuple[int, int]:
+        """The cluster's bytes in all, and those that are free. Raises: as `concat`."""
+        numbers = dict(_fields(self._call("getFsStats", b"")))
+        # GetFsStatsResponseProto: capacity, used, remaining
+        return _positive(numbers.get(1)), _positive(numbers.get(3))
+
+    def quota(self, path: str) -> tuple[int, int] | None:
+        """The space quota of a directory and what it has used, both with replication; None where
+        it has none, which costs the NameNode a walk through it. Raises: as `concat`."""
+        for usage in _all(self._call("getQuotaUsage", _text(1, path)), 1):
+            numbers = dict(_fields(usage))
+            # QuotaUsageProto: count, quota, spaceConsumed, spaceQuota
+            total, used = numbers.get(4), numbers.get(3)
+            # Of 64 bits; "none" is -1.
+            if isinstance(total, int) and 0 <= total < 2**63:
+                return total, _positive(used)
+        return None
 
     def answers(self) -> bool:
         """Whether it takes calls from us: no where it wants Kerberos, or is not there."""
@@ -208,6 +226,12 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             raise ValueError("an unforeseen kind of field")
         yield key >> 3, value
+
+
+def _positive(value: int | bytes | None) -> int:
+    if not isinstance(value, int):
+        raise ValueError("a number is missing")
+    return value
 
 
 def _all(data: bytes, field: int) -> list[bytes]:

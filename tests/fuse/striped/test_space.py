@@ -1,0 +1,54 @@
+"""statfs: how large the storage is, and what is left of it."""
+
+import contextlib
+import getpass
+import os
+from urllib.parse import urlsplit
+
+import pytest
+
+from bootseer.store import open_backend
+from bootseer.store.hdfs_rpc import NameNode, _number, _text
+
+# Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
+_DONT_SET = 2**63 - 1
+
+
+def set_space_quota(url: str, quota_bytes: int) -> None:
+    parts = urlsplit(url)
+    assert parts.hostname
+    name_node = NameNode(
+        ((parts.hostname, parts.port or 8020),),
+        os.environ.get("HADOOP_USER_NAME") or getpass.getuser(),
+        20.0,
+    )
+    name_node._call(
+        "setQuota", _text(1, parts.path) + _number(2, _DONT_SET) + _number(3, quota_bytes)
+    )
+
+
+@pytest.mark.hdfs
+def test_space_is_the_quota_or_the_cluster(hdfs_url: str) -> None:
+    with contextlib.closing(open_backend(hdfs_url)) as backend:
+        backend.mkdir("")
+        cluster = backend.space()
+    assert cluster is not None
+    assert 0 < cluster.free_bytes <= cluster.total_bytes
+    set_space_quota(hdfs_url, 2**30)
+    with contextlib.closing(open_backend(hdfs_url)) as backend:
+        limited = backend.space()
+        assert limited is not None
+        assert limited.total_bytes == 2**30
+        with backend.create("f") as writer:
+            writer.write(bytes(1_000_000))
+        # The answer of a moment ago.
+        assert backend.space() == limited
+    with contextlib.closing(open_backend(hdfs_url)) as backend:
+        after = backend.space()
+        assert after is not None
+        assert limited.free_bytes - after.free_bytes >= 1_000_000
+
+
+def test_a_cluster_that_is_not_there_has_no_space() -> None:
+    with contextlib.closing(open_backend("hdfs://127.0.0.1:1/x", deadline_s=2)) as backend:
+        assert backend.space() is None
