@@ -16,7 +16,9 @@ from collections.abc import Callable
 from bootseer.fuse.striped.memory import MemoryBudget
 
 _PAGE_BYTES = 4096
-_HUGE_PAGE_BYTES = 2 * 2**20
+# Measured for the first use of memory, in CPU s/GiB beyond the read: private 0.3, shared (Python's
+# default) 0.5, private huge pages 0.7 to 1.0.
+_SLAB_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class BufferPool:
@@ -56,9 +58,7 @@ class BufferPool:
                 self._spare_bytes -= size
         if slab is None:
             self._budget.trim()
-            slab = mmap.mmap(-1, size)
-            if size >= _HUGE_PAGE_BYTES:
-                slab.madvise(mmap.MADV_HUGEPAGE)
+            slab = mmap.mmap(-1, size, flags=_SLAB_FLAGS)
         # An object of its own for each use: its death is the end of all views.
         array = (ctypes.c_char * size).from_buffer(slab)
         number = next(self._numbers)
