@@ -167,12 +167,21 @@ def load_and_tell(rank: int, url: str, fault: str, deadline_s: float) -> str:
         _at_piece(3, None)
     state = like(full_state())
     start_s = time.monotonic()
+    planner = _RefusingPlanner() if is_last and fault == "refuse" else None
     try:
-        dcp.load(state, storage_reader=_reader(url, settings=settings(deadline_s)))
+        reader = _reader(url, settings=settings(deadline_s))
+        dcp.load(state, storage_reader=reader, planner=planner)
     except BaseException as error:
         assert time.monotonic() - start_s < 30, "it hung"
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+class _RefusingPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc] # torch has no types here
+    """Wants none of what was read."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        raise ValueError("this tensor is not wanted")
 
 
 def _at_piece(number: int, fatal: "signal.Signals | None") -> None:
