@@ -1,7 +1,10 @@
 """Extraction: exact attributes, whole or not at all, and what is refused."""
 
 import os
+import random
+import signal
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from bootseer.errors import (
     CorruptError,
     InvalidInputError,
     PermissionDeniedError,
+    UnavailableError,
 )
 from tests.blob.trees import make_zoo, packed, reader_of, state
 
@@ -50,7 +54,8 @@ def test_gives_back_exactly_what_was_packed(tmp_path: Path, processes: int, in_p
     assert os.listdir(tmp_path / "sub") == ["out"]
 
 
-def test_a_damaged_blob_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_damaged_blob_leaves_nothing(tmp_path: Path, processes: int) -> None:
     make_zoo(tmp_path / "in")
     tree, blob = packed(tmp_path / "in")
     read = reader_of(blob)
@@ -62,14 +67,14 @@ def test_a_damaged_blob_leaves_nothing(tmp_path: Path) -> None:
         return bytes(data)
 
     with pytest.raises(CorruptError):
-        extract(tree, damaged, tmp_path / "out/x", allow_devices=True)
+        extract(tree, damaged, tmp_path / "out/x", allow_devices=True, processes=processes)
     assert os.listdir(tmp_path / "out") == []
     (tmp_path / "in-place").mkdir()
     with pytest.raises(CorruptError):
         extract(tree, damaged, tmp_path / "in-place", in_place=True, allow_devices=True)
     assert os.listdir(tmp_path / "in-place") == []
     with pytest.raises(CorruptError):
-        extract(tree, lambda *_: b"", tmp_path / "out/x", allow_devices=True)
+        extract(tree, lambda *_: b"", tmp_path / "out/x", allow_devices=True, processes=processes)
 
 
 def test_only_absent_or_empty_targets(tmp_path: Path) -> None:
@@ -110,3 +115,66 @@ def test_limits_and_devices(tmp_path: Path) -> None:
         pytest.skip("making device nodes needs root")
     extract(tree, unused, tmp_path / "out", allow_devices=True)
     assert (tmp_path / "out/null").lstat().st_rdev == os.makedev(1, 3)
+
+
+def _children() -> set[int]:
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in listed.split()}
+
+
+def _many_files(directory: Path) -> None:
+    """Several groups, and a file of several parts."""
+    directory.mkdir()
+    generator = random.Random(3)
+    for number in range(700):
+        folder = directory / str(number % 20)
+        folder.mkdir(exist_ok=True)
+        (folder / str(number)).write_bytes(generator.randbytes(number * 10))
+    (directory / "large").write_bytes(generator.randbytes(100_000) * 400)
+    (directory / "large").chmod(0o640)
+
+
+def test_processes_share_the_work_and_are_gone_afterwards(tmp_path: Path) -> None:
+    _many_files(tmp_path / "in")
+    tree, blob = packed(tmp_path / "in")
+    before = _children()
+    during: set[int] = set()
+    asked: list[int] = []
+
+    def read(number: int, offset: int, length: int) -> bytes:
+        asked.append(length)
+        during.update(_children() - before)
+        return blob[offset : offset + length]
+
+    extract(tree, read, tmp_path / "out", processes=3)
+    assert state(tmp_path / "out") == state(tmp_path / "in")
+    assert len(during) == 3
+    assert _children() == before
+    # What two tasks need at different times may be asked for twice, but that is little.
+    assert sum(asked) < 1.2 * len(blob)
+
+
+def test_a_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
+    _many_files(tmp_path / "in")
+    tree, blob = packed(tmp_path / "in")
+    before = _children()
+
+    def read(number: int, offset: int, length: int) -> bytes:
+        for pid in _children() - before:
+            os.kill(pid, signal.SIGKILL)
+        return blob[offset : offset + length]
+
+    with pytest.raises(UnavailableError, match="killed"):
+        extract(tree, read, tmp_path / "out", processes=2)
+    assert sorted(os.listdir(tmp_path)) == ["in"]
+    assert _children() == before
+
+
+def test_where_no_process_can_be_started_one_writes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _many_files(tmp_path / "in")
+    tree, blob = packed(tmp_path / "in")
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    extract(tree, reader_of(blob), tmp_path / "out")
+    assert state(tmp_path / "out") == state(tmp_path / "in")

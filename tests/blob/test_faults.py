@@ -148,7 +148,10 @@ def test_extraction_without_privileges(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "open/out/read-only").stat().st_mode) == 0o555
 
 
-def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
+    tmp_path: Path, processes: int
+) -> None:
     source = tmp_path / "in"
     source.mkdir()
     for number in range(300):
@@ -168,11 +171,11 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(tmp_path: 
                 print("half way", flush=True)
                 time.sleep(60)
             return blob[offset : offset + length]
-        extract(decode((base / "index").read_bytes()), read, base / "targets/out", processes=1)
+        tree = decode((base / "index").read_bytes())
+        extract(tree, read, base / "targets/out", processes=int(sys.argv[2]))
     """
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(processes)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         assert child.stdout.readline() == b"half way\n"
