@@ -20,6 +20,11 @@ def public_url(url: str) -> str:
     return bare if bare.endswith("//") else bare.rstrip("/")
 
 
+def names_user(url: str) -> bool:
+    """Whether `url` has a user name before its host."""
+    return bool(_USER.search(url))
+
+
 def redact(text: str) -> str:
     """`text` with the user names, passwords and secret parameters of all URLs in it removed."""
     return _SECRET_PARAMETER.sub(r"\1***", _USER.sub("//", text))

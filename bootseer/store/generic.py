@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -23,7 +24,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.redact import public_url, redact
+from bootseer.redact import names_user, public_url, redact
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.paths import split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
@@ -48,7 +49,15 @@ class FsspecBackend:
         protocol = split_scheme(url)
         self._is_object_store = protocol in _OBJECT_STORES
         what = f"open {self.url}"
+        if protocol in ("s3", "s3a") and names_user(url):
+            # s3fs would take them for a part of the bucket's name, and say so in each message.
+            raise InvalidInputError(
+                f"cannot {what}: S3 takes no credentials from a URL; use AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+            )
         try:
+            # aiohttp would find it out with the first request.
+            urlsplit(url)
             options = dict(options or {})
             if self._is_object_store:
                 # Others write there too: what was listed a minute ago is no answer.
