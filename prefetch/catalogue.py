@@ -193,11 +193,16 @@ def _read_index(store: Store, digest: str) -> bytes:
 
 
 def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
-    """The image's tree. The index is kept under `cache_dir`/indexes and verified at every use; a
-    copy that is damaged is fetched again.
+    """The image's tree. Raises: as `have_index`; UnknownFormatError."""
+    return decode(have_index(store, record, cache_dir))
+
+
+def have_index(store: Store, record: ImageRecord, cache_dir: Path) -> bytes:
+    """The image's index, as its digest has it. It is kept under `cache_dir`/indexes and verified at
+    every use; a copy that is damaged is fetched again.
 
     Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
-    made; UnknownFormatError, UnavailableError, NoSpaceError.
+    made; UnavailableError, NoSpaceError.
     """
     path = cache_dir / "indexes" / record.index_digest.partition(":")[2]
     with contextlib.suppress(OSError):
@@ -205,7 +210,7 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
         if digest_of(data) == record.index_digest:
             # What nobody used for long is removed.
             os.utime(path)
-            return decode(data)
+            return data
     try:
         data = _read_index(store, record.index_digest)
     except NotFoundError as error:
@@ -213,7 +218,7 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
             f"the index of image {record.reference} is missing in {store.url}; index it again"
         ) from error
     keep_index(cache_dir, record.index_digest, data)
-    return decode(data)
+    return data
 
 
 def keep_index(cache_dir: Path, digest: str, data: bytes) -> None:

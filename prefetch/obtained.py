@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.cache import NodeCache, StreamCache
-from bootseer.prefetch.catalogue import check_blobs, check_reference, find_image, load_tree
+from bootseer.prefetch.catalogue import check_blobs, check_reference, find_image, have_index
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.publish import load_local_tree, start_image_publisher
 from bootseer.prefetch.records import ImageRecord
@@ -75,8 +75,8 @@ def _stored(
     settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
 ) -> ObtainedImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
-    # Leaves the index in the node's cache, where a server takes it from without the store.
-    load_tree(store, record, settings.cache_dir)
+    # Left in the node's cache, where the server takes it from without the store, and decodes it.
+    have_index(store, record, settings.cache_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:
