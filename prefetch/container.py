@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,8 +44,8 @@ from bootseer.prefetch.process_spec import (
     resolve_user,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess, begin_server
-from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:
@@ -218,17 +218,15 @@ class Container:
 def prepare_container(
     settings: Settings,
     image: str | ObtainedImage,
+    options: ServeOptions = DEFAULTS,
     *,
-    workload: str | None = None,
-    record: str = "auto",
-    prefetch: bool = True,
-    window_s: float = WINDOW_S,
     binds: Sequence[str] = (),
     process: ServerProcess | None = None,
 ) -> Container:
     """Mount the image for a container of this process; its bundle is on its way when it returns.
 
-    `binds`: "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
+    Of the `options`, those that follow from this being a container's are set here. `binds`:
+    "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
     it has entered, all is taken down.
     Raises: as `mount.mount_image`.
     """
@@ -249,20 +247,15 @@ def prepare_container(
             tree, root = state_dir / "tree", state_dir / "root"
             for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
                 make_private(path)
-            mounted = mount_image(
-                settings,
-                obtained,
-                tree,
-                workload=workload,
-                record=record,
-                prefetch=prefetch,
-                window_s=window_s,
+            options = replace(
+                options,
                 purpose="run",
-                state_dir=state_dir,
                 scratch=str(scratch),
                 watch_pid=os.getpid(),
                 owner=(os.geteuid(), os.getegid()) if rootless else None,
-                process=process,
+            )
+            mounted = mount_image(
+                settings, obtained, tree, options, state_dir=state_dir, process=process
             )
         except BaseException:
             obtained.release()

@@ -24,11 +24,9 @@ from bootseer.prefetch.mount_state import (
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
 from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.serve_plan import SUBTYPE
+from bootseer.prefetch.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import (
-    READAHEAD_BYTES,
-    WINDOW_S,
     check_mount_point,
     end_server,
     serve_tree,
@@ -84,25 +82,15 @@ def mount_image(
     settings: Settings,
     image: str | ObtainedImage,
     directory: Path,
+    options: ServeOptions = DEFAULTS,
     *,
-    workload: str | None = None,
-    record: str = "auto",
-    prefetch: bool = True,
-    window_s: float = WINDOW_S,
-    readahead_bytes: int = READAHEAD_BYTES,
-    purpose: str = "mount",
     state_dir: Path | None = None,
-    scratch: str = "",
-    watch_pid: int | None = None,
-    owner: tuple[int, int] | None = None,
     process: ServerProcess | None = None,
 ) -> MountedImage:
     """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
     this returns. What of it was pulled is published in the background, if settings say so.
 
-    The bundle of `workload` (default: the settings') is on its way by then. `record`: "auto"
-    records where there is no bundle yet or where it missed much; "always"; "never".
-    `watch_pid`: unmount when that process ends. `process` serves it, if one was begun, and
+    The workload's bundle is on its way by then. `process` serves the image, if one was begun, and
     `state_dir` is named after it.
 
     Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
@@ -122,16 +110,8 @@ def mount_image(
             obtained.record.reference,
             obtained.record.index_digest,
             path,
-            workload=workload,
-            record=record,
-            prefetch=prefetch,
-            window_s=window_s,
-            readahead_bytes=readahead_bytes,
-            purpose=purpose,
+            options,
             state_dir=state_dir,
-            scratch=scratch,
-            watch_pid=watch_pid,
-            owner=owner,
             process=process,
         )
     finally:

@@ -20,8 +20,8 @@ from bootseer.prefetch import namespaces, signals
 from bootseer.prefetch.container import Container, become, prepare_container
 from bootseer.prefetch.mount_state import wait_released
 from bootseer.prefetch.oci_runtime import exec_runc
+from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
-from bootseer.prefetch.start_server import WINDOW_S
 from bootseer.reported import error_from_json, error_to_json
 
 _log = logging.getLogger(__name__)
@@ -47,15 +47,12 @@ def run_image(
     settings: Settings,
     reference: str,
     command: Sequence[str],
+    options: ServeOptions = DEFAULTS,
     *,
     runtime: str = "auto",
     binds: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     user: str | None = None,
-    workload: str | None = None,
-    record: str = "auto",
-    prefetch: bool = True,
-    window_s: float = WINDOW_S,
     process: ServerProcess | None = None,
 ) -> int:
     """Run `command` (default: the image's own) in the image; returns its exit code. `process`
@@ -66,16 +63,7 @@ def run_image(
     started; UnsupportedError.
     """
     chosen = choose_runtime(runtime)
-    container = prepare_container(
-        settings,
-        reference,
-        workload=workload,
-        record=record,
-        prefetch=prefetch,
-        window_s=window_s,
-        binds=binds,
-        process=process,
-    )
+    container = prepare_container(settings, reference, options, binds=binds, process=process)
     variables = dict(environment or {})
     if sys.stdin.isatty() and "TERM" in os.environ:
         variables.setdefault("TERM", os.environ["TERM"])

@@ -17,6 +17,39 @@ SUBTYPE = "bootseer-image"
 
 RECORD_MODES = ("auto", "always", "never")
 
+READAHEAD_BYTES = 32 * 1024
+"""The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
+
+WINDOW_S = 120.0
+"""A start that has not said `ready()` after two minutes is taken for over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """How a tree is to be served: what whoever mounts one may choose."""
+
+    workload: str | None = None
+    """Whose bundle is used, and whose starts are recorded; None: the settings' workload."""
+    record: str = "auto"
+    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
+    much."""
+    prefetch: bool = True
+    """Bring the workload's bundle, if there is one."""
+    window_s: float = WINDOW_S
+    """A record ends after this many seconds at the latest."""
+    readahead_bytes: int = READAHEAD_BYTES
+    purpose: str = "mount"
+    """As `MountState` has it."""
+    scratch: str = ""
+    """A folder that is removed with the mount."""
+    watch_pid: int | None = None
+    """Unmount when this process ends."""
+    owner: tuple[int, int] | None = None
+    """Show everything as this user's: for user namespaces, which lack the image's owners."""
+
+
+DEFAULTS = ServeOptions()
+
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
@@ -27,17 +60,14 @@ class ServePlan:
     state_dir: Path
     ready_name: str
     record: str
-    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
-    much."""
+    """This and what follows is as in `ServeOptions`."""
     prefetch: bool
     window_s: float
-    """A record ends after this many seconds at the latest."""
     readahead_bytes: int
     watch_pid: int | None
-    """Unmount when this process ends."""
     owner: tuple[int, int] | None
-    """Show everything as this user's: for user namespaces, which lack the image's owners."""
     allow_other: bool
+    """Let other users' processes in."""
 
 
 def plan_to_json(plan: ServePlan) -> dict[str, Any]:

@@ -28,14 +28,14 @@ from bootseer.prefetch.mount_state import (
     new_mount_dir,
     wait_released,
 )
-from bootseer.prefetch.serve_plan import RECORD_MODES, ServePlan, plan_to_json
+from bootseer.prefetch.serve_plan import (
+    DEFAULTS,
+    RECORD_MODES,
+    ServeOptions,
+    ServePlan,
+    plan_to_json,
+)
 from bootseer.prefetch.server_process import ServerProcess, begin_server
-
-READAHEAD_BYTES = 32 * 1024
-"""The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
-
-WINDOW_S = 120.0
-"""A start that has not said `ready()` after two minutes is taken for over."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,17 +47,9 @@ def serve_tree(
     name: str,
     index_digest: str,
     directory: Path,
+    options: ServeOptions = DEFAULTS,
     *,
-    workload: str | None = None,
-    record: str = "auto",
-    prefetch: bool = True,
-    window_s: float = WINDOW_S,
-    readahead_bytes: int = READAHEAD_BYTES,
-    purpose: str = "mount",
     state_dir: Path | None = None,
-    scratch: str = "",
-    watch_pid: int | None = None,
-    owner: tuple[int, int] | None = None,
     process: ServerProcess | None = None,
 ) -> ServePlan:
     """Mount the tree whose index this node's cache holds on `directory`, an existing one, as
@@ -66,6 +58,7 @@ def serve_tree(
     `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.
     """
+    record = options.record
     if record not in RECORD_MODES:
         raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
     path = check_mount_point(directory)
@@ -74,12 +67,12 @@ def serve_tree(
         id=state_dir.name,
         reference=name,
         index_digest=index_digest,
-        workload=workload or settings.workload,
+        workload=options.workload or settings.workload,
         directory=str(path),
         pid=0,
         started_ns=time.time_ns(),
-        purpose=purpose,
-        scratch=scratch,
+        purpose=options.purpose,
+        scratch=options.scratch,
     )
     plan = ServePlan(
         settings=settings,
@@ -87,11 +80,11 @@ def serve_tree(
         state_dir=state_dir,
         ready_name=new_ready_name(),
         record=record,
-        prefetch=prefetch,
-        window_s=window_s,
-        readahead_bytes=readahead_bytes,
-        watch_pid=watch_pid,
-        owner=owner,
+        prefetch=options.prefetch,
+        window_s=options.window_s,
+        readahead_bytes=options.readahead_bytes,
+        watch_pid=options.watch_pid,
+        owner=options.owner,
         # Other users' processes in a container are let in; without root the kernel refuses.
         allow_other=os.geteuid() == 0,
     )

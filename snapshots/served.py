@@ -22,6 +22,7 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.catalogue import keep_index
 from bootseer.prefetch.mount_state import new_mount_dir, wait_released
 from bootseer.prefetch.publish import index_path
+from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.start_server import serve_tree
 from bootseer.private import make_private_directory
 from bootseer.snapshots import modes
@@ -127,10 +128,12 @@ def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
             name_of(item.target.path),
             item.target.index.digest,
             state_dir / "tree",
-            purpose=PURPOSE,
+            ServeOptions(
+                purpose=PURPOSE,
+                scratch=str(scratch_of(settings, state_dir)),
+                watch_pid=os.getpid(),
+            ),
             state_dir=state_dir,
-            scratch=str(scratch_of(settings, state_dir)),
-            watch_pid=os.getpid(),
         )
     except BootseerError as error:
         return error

@@ -99,16 +99,11 @@ def mount(
     the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
     """
     from bootseer.prefetch.mount import mount_image
+    from bootseer.prefetch.serve_plan import ServeOptions
 
     settings = _with(current_settings(), fill_bytes_per_s, no_index)
-    image = mount_image(
-        settings,
-        reference,
-        directory,
-        record=_record_mode(record),
-        prefetch=prefetch,
-        window_s=window_s,
-    )
+    options = ServeOptions(record=_record_mode(record), prefetch=prefetch, window_s=window_s)
+    image = mount_image(settings, reference, directory, options)
     if foreground:
         _stay(settings, image.directory)
 
@@ -192,18 +187,17 @@ def run(
     with begin_server(settings) as process:
         from bootseer.prefetch.process_spec import parse_environment
         from bootseer.prefetch.run import run_image
+        from bootseer.prefetch.serve_plan import ServeOptions
 
         return run_image(
             settings,
             reference,
             command,
+            ServeOptions(record=_record_mode(record), prefetch=prefetch, window_s=window_s),
             runtime=runtime,
             binds=binds,
             environment=parse_environment(variables, os.environ),
             user=user,
-            record=_record_mode(record),
-            prefetch=prefetch,
-            window_s=window_s,
             process=process,
         )
 

@@ -20,6 +20,7 @@ from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
+from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.prefetch.start_server import serve_tree
 
@@ -123,9 +124,7 @@ class ServedTrees:
                 name,
                 key.index_digest,
                 path,
-                workload=key.workload,
-                window_s=self._window_s,
-                purpose=PURPOSE,
+                ServeOptions(workload=key.workload, window_s=self._window_s, purpose=PURPOSE),
             )
         except (BootseerError, OSError) as error:
             with contextlib.suppress(OSError):

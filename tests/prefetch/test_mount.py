@@ -28,6 +28,7 @@ from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, 
 from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.store import open_store
@@ -267,7 +268,7 @@ def test_a_crash_of_the_machine(node: Node) -> None:
     """What was lost of the cache is fetched again; what is intact is not."""
     directory = node.base / "mnt"
     directory.mkdir()
-    image = mount_image(node.settings, "image:1", directory, record="never")
+    image = mount_image(node.settings, "image:1", directory, ServeOptions(record="never"))
     right = [digest_of(node.source / name) for name in ("big", "hot-1")]
     assert checksums_outside([directory / "big", directory / "hot-1"]) == right
     for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):
@@ -464,7 +465,8 @@ def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         directory = node.base / "mnt"
         directory.mkdir()
-        image = mount_image(node.settings, "image:1", directory, watch_pid=process.pid)
+        options = ServeOptions(watch_pid=process.pid)
+        image = mount_image(node.settings, "image:1", directory, options)
         process.kill()
     wait_for(lambda: not image.state_dir.exists())
     assert mounts.find_mount(directory) is None
@@ -505,7 +507,7 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
     with pytest.raises(NotFoundError, match="no image"):
         mount_image(node.settings, "image:9", directory)
     with pytest.raises(InvalidInputError, match="record"):
-        mount_image(node.settings, "image:1", directory, record="sometimes")
+        mount_image(node.settings, "image:1", directory, ServeOptions(record="sometimes"))
     with pytest.raises(NotFoundError, match="no image is mounted"):
         unmount_image(node.settings, directory)
     with (

@@ -25,6 +25,7 @@ from bootseer.prefetch.mount import MountedImage, mount_image
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 
@@ -79,7 +80,7 @@ def mounted(
 ) -> Iterator[MountedImage]:
     """Mounts, and whatever happens leaves nothing mounted and no server."""
     directory.mkdir(exist_ok=True)
-    image = mount_image(settings, reference, directory, **options)
+    image = mount_image(settings, reference, directory, ServeOptions(**options))
     try:
         yield image
     finally:
