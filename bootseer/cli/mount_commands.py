@@ -124,7 +124,7 @@ def mount(
         _restart(places, timeout, force, as_json)
         return
     if len(places) != 2:
-        raise click.UsageError("Give a URL and the directory to mount it on.")
+        raise click.UsageError("Missing argument: give a URL and the directory to mount it on.")
     url, directory = places[0], Path(places[1])
     settings = current_settings()
     spec = mount_spec(
