@@ -38,6 +38,8 @@ _ATTEMPTS_MAX = 4
 _PAUSE_S = 0.02
 # Written before it is known whether the part stays where it was drawn to.
 _FIRST_BYTES = 64 * 2**10
+# A draw takes some 10 ms. Where the name server is slow, drawing on would cost more than it wins.
+_DRAWING_MAX_S = 0.3
 # No other server would answer differently, or the caller's patience is used up already.
 _FINAL = (
     AlreadyExistsError,
@@ -202,6 +204,7 @@ class PartWriter:
         backend = group.backend
         places = backend if isinstance(backend, PlacesFiles) else None
         name = self.name
+        end_s = time.monotonic() + _DRAWING_MAX_S
         for draw in range(DRAWS_MAX):
             if draw:
                 self.name = f"{name}.d{draw}"
@@ -211,9 +214,11 @@ class PartWriter:
                 return pieces
             writer.write(pieces[0][:_FIRST_BYTES])
             servers = places.servers_of(path)
-            if group.placement.take(servers, draw):
+            is_last = time.monotonic() > end_s
+            if group.placement.take(servers, DRAWS_MAX if is_last else draw):
                 self._servers = servers
-                group.placement.block_bytes = backend.stat(path).block_bytes
+                if not group.placement.block_bytes:
+                    group.placement.block_bytes = backend.stat(path).block_bytes
                 break
             self._writer = None
             writer.abort()
