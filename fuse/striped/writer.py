@@ -9,12 +9,10 @@ import threading
 from collections.abc import Callable
 
 from bootseer.errors import UnsupportedError
+from bootseer.fuse.striped.bodies import begin_body, continue_body, looks_like_layout
 from bootseer.fuse.striped.body import Body
-from bootseer.fuse.striped.layout import HEADER_BYTES, MAGIC
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.plain_body import PlainBody
 from bootseer.fuse.striped.stripe_settings import StripeSettings
-from bootseer.fuse.striped.striped_body import StripedBody
 from bootseer.fuse.striped.tail import Tail
 from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView, moved_identity
@@ -67,7 +65,7 @@ class FileWriter:
         self._error: BaseException | None = None
         self._is_detached = False
         if base is not None:
-            self._continue(base)
+            self._body, self._tail = continue_body(tree, path, settings, base)
 
     @property
     def path(self) -> str:
@@ -241,41 +239,6 @@ class FileWriter:
         self._add(bytes(gap), cancelled)
         self._announced_bytes = 0
 
-    def _continue(self, base: FileView) -> None:
-        """Start from an existing file; its last bytes become the tail where they are few."""
-        unit_bytes = self._settings.stripe_unit_bytes
-        start = base.size_bytes
-        if base.layout is not None:
-            kept = list(base.layout.segments)
-            if kept[-1].size_bytes < unit_bytes:
-                start -= kept.pop().size_bytes
-            if kept:
-                self._body = StripedBody(self._tree, self.path, self._settings, tuple(kept))
-        elif base.size_bytes > unit_bytes:
-            self._body = PlainBody(self._tree, self.path, self._settings, base)
-        else:
-            start = 0
-        if start < base.size_bytes:
-            file = self._tree.reader.open(base)
-            try:
-                self._tail = Tail(
-                    self._tree.reader.read_bytes(file, start, base.size_bytes - start)
-                )
-            finally:
-                self._tree.reader.close(file)
-
-    def _begin_body(self) -> Body:
-        directory = self.path.rpartition("/")[0]
-        # Whatever looks like a layout must not be stored as an ordinary file.
-        if (
-            not self._looks_like_a_layout()
-            and self._settings.layout_in(self._tree.backend, directory) == "plain"
-        ):
-            self._body = PlainBody(self._tree, self.path, self._settings)
-        else:
-            self._body = StripedBody(self._tree, self.path, self._settings)
-        return self._body
-
     def _add(self, data: bytes | memoryview, cancelled: Callable[[], bool]) -> None:
         unit_bytes = self._settings.stripe_unit_bytes
         rest = memoryview(data)
@@ -292,11 +255,12 @@ class FileWriter:
         body.send(self._tail.pieces(), self._tail.length, cancelled)
         self._tail.clear()
 
-    def _fits_a_plain_file(self) -> bool:
-        return self._body is None and not self._looks_like_a_layout()
+    def _begin_body(self) -> Body:
+        self._body = begin_body(self._tree, self._path, self._settings, self._tail)
+        return self._body
 
-    def _looks_like_a_layout(self) -> bool:
-        return self._tail.join()[:HEADER_BYTES].startswith(MAGIC)
+    def _fits_a_plain_file(self) -> bool:
+        return self._body is None and not looks_like_layout(self._tail)
 
     def _reset(self) -> None:
         if self._body is not None:
