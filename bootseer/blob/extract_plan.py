@@ -117,11 +117,9 @@ def plan_extraction(
             if start == end:
                 empty.append(i)
                 continue
-            if end == start + 1:
-                _, blob, offset, length = tree.extents(number)[0]
-            else:
-                places = tree.extents(number)
-                _, blob, offset, _ = places[0]
+            places = tree.extents(number)
+            _, blob, offset, length = places[0]
+            if len(places) > 1:
                 length = sum(place[3] for place in places)
             (large if length > PART_BYTES else files).append((blob, offset, i, length))
         elif stat.S_ISDIR(mode):

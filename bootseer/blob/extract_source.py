@@ -8,8 +8,9 @@ thread, `release` from another. Of what no task needs any more the memory is giv
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Any
 
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.frames import frames_for
@@ -35,16 +36,15 @@ class Supply:
     """`read` must give exactly what is asked for, or raise."""
 
     def __init__(
-        self, tree: Tree, plan: Plan, read: ReadBlob, bases: Iterable[int], fd: int
+        self, tree: Tree, plan: Plan, read: ReadBlob, columns: Mapping[str, Any], fd: int
     ) -> None:
-        """`bases`: where each blob begins in the file `fd`, and last where it ends.
-
-        Raises: OSError.
-        """
+        """`columns`: as the workers have them; `fd`: the file. Raises: OSError."""
         self._tree = tree
         self._plan = plan
         self._read = read
-        self._bases = list(bases)
+        self._bases: Sequence[int] = columns["blob_base"]
+        self._frame_of: Sequence[int] = columns["blob_frame"]
+        self._offsets: Sequence[int] = columns["frame_offset"]
         self._users: dict[Unit, int] = {}
         self._runs: dict[int, list[Run]] = {}
         self._lock = threading.Lock()
@@ -111,12 +111,9 @@ class Supply:
 
     def _place(self, blob: int, number: int) -> int:
         """Where a unit begins in the file, or for the number behind the last, where it ends."""
-        frames = self._tree.blobs[blob].frames
-        if not frames:
-            return min(self._bases[blob] + number * _CELL_BYTES, self._bases[blob + 1])
-        if number == len(frames):
-            return self._bases[blob] + frames[-1].offset + frames[-1].length
-        return self._bases[blob] + frames[number].offset
+        if self._tree.blobs[blob].frames:
+            return self._offsets[self._frame_of[blob] + blob + number]
+        return min(self._bases[blob] + number * _CELL_BYTES, self._bases[blob + 1])
 
     def _fill(self, blob: int, first: int, end: int) -> None:
         while first < end:

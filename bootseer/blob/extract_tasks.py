@@ -113,8 +113,7 @@ def _together(
     # A worker creates with exactly the mode that it is told.
     settings = array("q", columns["settings"])
     settings[SETTINGS.index("umask")] = 0
-    bases = columns["blob_base"]
-    supply = Supply(tree, plan, read, bases, pool.stored_fd)
+    supply = Supply(tree, plan, read, columns, pool.stored_fd)
     try:
         write_columns(pool.columns_fd, {**columns, "settings": settings})
 
