@@ -10,10 +10,11 @@ A worker that ends with `HANDED_OVER` wants another to take over, maybe with new
 may then replace this process by one that calls `supervise` with the same `Attached`.
 
 What `Operations` must keep to under supervision: node ids, handles and directory cookies mean the
-same in every worker, derived without state of the process (the image tree: node = inode number
-+ 1, handle 0); a request may run twice, so one that changes something must bear repetition; and
-`read` returns bytes that are resident, not a view of a mapped file: a page that is faulted in when
-the worker is killed in the middle of its reply fails that one request with EIO.
+same in every worker, derived without state of the process (the image tree: node = inode number + 1,
+handle 0) or noted before the kernel hears of them (the striped file system); a request may run
+twice, so one that changes something must bear repetition; and `read` returns bytes that are
+resident, not a view of a mapped file: a page that is faulted in when the worker is killed in the
+middle of its reply fails that one request with EIO.
 
 Alone forks. The supervisor stays single-threaded, and imports nothing heavy.
 """

@@ -26,6 +26,7 @@ from bootseer.errors import (
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.private import is_own, make_private_directory
+from bootseer.redact import public_url
 
 _MAX_STATE_BYTES = 1 << 20
 
@@ -82,6 +83,7 @@ class MountState:
     """A running mount, or how the last one on this directory ended."""
 
     url: str
+    """Without credentials."""
     directory: str
     pid: int
     start_ticks: int
@@ -99,7 +101,7 @@ class MountState:
     def of_this_process(cls, spec: MountSpec) -> Self:
         """The state of a server that starts now."""
         ticks = start_ticks(os.getpid()) or 0
-        return cls(spec.url, spec.directory, os.getpid(), ticks, time.time())
+        return cls(public_url(spec.url), spec.directory, os.getpid(), ticks, time.time())
 
     @property
     def processes(self) -> tuple[tuple[int, int], ...]:
