@@ -21,8 +21,8 @@ from bootseer.fuse.striped.late import LateWatch
 from bootseer.fuse.striped.late import Run as AnyRun
 from bootseer.fuse.striped.pool import FetchPool, Urgency
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.view import FileView, Span
-from bootseer.store.backend import Backend, FileInfo
+from bootseer.fuse.striped.view import Span
+from bootseer.store.backend import Backend
 from bootseer.store.opened import Reader
 
 _log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Fetcher:
                 self._end(fetch, run)
                 return
             view.verify(fetch.span, run.buffer[:count])
-            is_same = view.layout is not None or _is_same(view, reader.current())
+            is_same = view.layout is not None or view.is_in(reader.current())
         except BaseException:
             self._end(fetch, run, keep_buffer=True)
             if fetch.is_decided:
@@ -222,12 +222,19 @@ class Fetcher:
     def _win(self, fetch: Fetch, run: Run) -> None:
         if not fetch.decide(run.buffer):
             return
+        view = fetch.file.view
         seconds = self._late.won(run)
         self._counters.add(
             fetched_bytes=fetch.span.length,
             fetch_count=1,
             fetch_busy_ns=int(seconds * 1e9),
             late_won_count=1 if run.is_second else 0,
+        )
+        self._counters.add_for(
+            view.source_name(fetch.span),
+            read_bytes=fetch.span.length,
+            read_count=1,
+            read_busy_ns=int(seconds * 1e9),
         )
         fetch.on_done(fetch)
 
@@ -260,7 +267,8 @@ class Fetcher:
         with fetch.lock:
             if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
                 return
-        path, offset = fetch.file.view.source(fetch.span)
+        view = fetch.file.view
+        path, offset = view.source(fetch.span)
         fetch.file.sources.source(self._backend, path).was_late(run.reader, offset)
         buffer = self._buffers.try_take(fetch.span.length)
         if buffer is None or not self._late.may_ask_again() or not self._pool.lend():
@@ -277,15 +285,10 @@ class Fetcher:
                 fetch.buffer = buffer
         if is_needed:
             self._counters.add(late_count=1)
+            self._counters.add_for(view.source_name(fetch.span), late_count=1)
             self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
         else:
             self._pool.give_back()
-
-
-def _is_same(view: FileView, info: FileInfo) -> bool:
-    """An ordinary file has no checksums of ours and may have been replaced under its name: what was
-    read belongs to the generation `view` only if the file is still the same one afterwards."""
-    return (info.size_bytes, info.modified_ns) == (view.size_bytes, view.modified_ns)
 
 
 def as_raisable(error: BaseException | None, path: str) -> BaseException:

@@ -18,6 +18,7 @@ from bootseer.fuse.striped.layout import (
     Segment,
     block_checksum,
 )
+from bootseer.store.backend import FileInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,18 @@ class FileView:
         (piece,) = pieces(segment, span.start - base, span.length)
         folder = generation_folder(self.directory, segment.generation)
         return f"{folder}/{segment.parts[piece.part].name}", piece.part_offset
+
+    def source_name(self, span: Span) -> str:
+        """What counters call the place that `span` is read from: hdfs-native does not say which
+        DataNode it is, so the part."""
+        if self.layout is None:
+            return "ordinary files"
+        return f"part {self.source(span)[0].rpartition('/')[2]}"
+
+    def is_in(self, info: FileInfo) -> bool:
+        """Whether the stored file `info` is the one that this ordinary file was when looked up. It
+        has no checksums of ours, and may have been replaced under its name or written in place."""
+        return (info.size_bytes, info.modified_ns) == (self.size_bytes, self.modified_ns)
 
     def verify(self, span: Span, data: memoryview) -> None:
         """Check `data`, the bytes of `span` (whole blocks of one unit). Raises: CorruptError."""
