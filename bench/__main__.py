@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 import click
 from rich.console import Console
@@ -77,7 +78,7 @@ def main(
     else:
         case = cases[case_name]
         # Mounts and servers are taken down on the way out, also when terminated.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _end)
         log = Console(stderr=True, highlight=False, markup=False)
         # An installed package has its bytecode. A checkout lacks that of files that were edited,
         # where PYTHONDONTWRITEBYTECODE is set: every start would compile them.
@@ -94,6 +95,12 @@ def main(
         _show(result, *variant_rows(result, case.columns), *ratio_rows(result.ratios))
         if is_strict and any(ratio.is_met is False for ratio in result.ratios):
             sys.exit(1)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # timeout(1) sends its signal twice, and the second must not cut short the taking down.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _show(
