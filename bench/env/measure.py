@@ -51,17 +51,18 @@ def take_many(
     site.line.set_rate(None)
     with ExitStack() as stack:
         nodes = [stack.enter_context(site.node(f"many-{i}")) for i in range(count)]
+        plans = [commands_of(node) for node in nodes]
         pool = stack.enter_context(ThreadPoolExecutor(count))
         _make_cold(site)
         before_bytes, before_cpu_s = site.line.received_bytes(), _machine_cpu_s()
         started_s = time.monotonic()
 
-        def one(node: Node) -> float:
-            for command in commands_of(node):
+        def one(node: Node, commands: Sequence[Sequence[str]]) -> float:
+            for command in commands:
                 node.run(command, timeout_s=DEADLINE_S)
             return time.monotonic() - started_s
 
-        ended_s = sorted(pool.map(one, nodes))
+        ended_s = sorted(pool.map(one, nodes, plans))
         cpu_s = _machine_cpu_s() - before_cpu_s
         moved_bytes = site.line.received_bytes() - before_bytes
         site.line.set_rate(None)
