@@ -31,8 +31,23 @@ class KeptUnits:
         self._limit_bytes = budget.limit_bytes // 2
         self._units: OrderedDict[Unit, None] = OrderedDict()
         self._bytes = 0
+        self._held_bytes = 0
         self._lock = threading.Lock()
         budget.add_reclaimer(self.reclaim)
+
+    def hold(self, count: int) -> bool:
+        """Whether `count` bytes may be held that nobody can make us give up; else all of the
+        budget could be held by parts that wait for more. `let_go` must follow."""
+        with self._lock:
+            if self._held_bytes + count > self._limit_bytes:
+                return False
+            self._held_bytes += count
+            return True
+
+    def let_go(self, count: int) -> None:
+        """`count` bytes are not held any more."""
+        with self._lock:
+            self._held_bytes -= count
 
     def keep(self, unit: Unit) -> None:
         """From now on `unit` may be given up."""

@@ -65,15 +65,12 @@ class PartGroup(Protocol):
 
     def note_progress(self) -> None:
         """Something moved: the deadline begins anew."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Nothing of the segment will be visible."""
-        ...
 
     def part_ended(self, part: "PartWriter") -> None:
         """Called once, by the part's thread, after its last use of the storage."""
-        ...
 
 
 class PartWriter:
@@ -138,6 +135,7 @@ class PartWriter:
             if self._writer is not None:
                 self._writer.abort()
             self._leave_servers()
+            self._forget_recent()
             for unit in self._units:
                 group.kept.release(unit)
             group.part_ended(self)
@@ -163,8 +161,7 @@ class PartWriter:
         group = self._group
         writer, self._writer = self._writer, None
         self._leave_servers()
-        self._recent.clear()
-        self._recent_bytes = 0
+        self._forget_recent()
         for unit in self._units:
             group.kept.take(unit)
         if writer is not None:
@@ -237,14 +234,24 @@ class PartWriter:
         self._group.note_progress()
 
     def _note_sent(self, unit: Unit, held_bytes: int) -> None:
+        kept = self._group.kept
         if unit.pieces is None:
+            return
+        if not held_bytes or not kept.hold(unit.length):
+            kept.keep(unit)
             return
         self._recent.append(unit)
         self._recent_bytes += unit.length
-        while self._recent and self._recent_bytes - self._recent[0].length >= held_bytes:
+        while self._recent_bytes - self._recent[0].length >= held_bytes:
             oldest = self._recent.popleft()
             self._recent_bytes -= oldest.length
-            self._group.kept.keep(oldest)
+            kept.let_go(oldest.length)
+            kept.keep(oldest)
+
+    def _forget_recent(self) -> None:
+        self._group.kept.let_go(self._recent_bytes)
+        self._recent.clear()
+        self._recent_bytes = 0
 
     def _recall(self, unit: Unit) -> list[bytes]:
         """The content of a unit that was given up, from a file that failed later."""

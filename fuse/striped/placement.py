@@ -9,9 +9,9 @@ Owns the count of open parts by server, for all files of a mount. Thread-safe.
 import threading
 from collections import Counter
 
-# What a part that is being written costs in memory, by default 16 MiB: 8 MiB that our HDFS writer
-# keeps for another try, 5 MiB of packets that HDFS's client has under way, the rest of a unit.
-_UNITS_PER_PART = 4
+# What a part that is being written costs in memory, by default 24 MiB: 8 MiB that our HDFS writer
+# keeps for another try, some 11 MiB in HDFS's client (measured), the rest of a unit.
+_UNITS_PER_PART = 6
 
 DRAWS_MAX = 12
 # From this draw on, a server with one part more than the least will do.

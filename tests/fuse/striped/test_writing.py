@@ -25,7 +25,7 @@ DATA = random.Random(4).randbytes(40 * UNIT + 77)
 class Saving:
     """A driver over a faulty local folder."""
 
-    def __init__(self, root: Path, memory_units: int = 16) -> None:
+    def __init__(self, root: Path, memory_units: int = 24) -> None:
         self.root = root
         self.backend = FaultyBackend(LocalBackend(root))
         self.storage = storage_on(self.backend, memory_bytes=memory_units * UNIT)
@@ -206,3 +206,12 @@ def test_parts_with_replicas_stay_where_they_were_drawn_to() -> None:
     for _ in range(20):
         placement.release(("a", "b"))
     assert placement.take(("a",), 0)
+
+
+def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
+    """Found by thought: parts that each wait for the next unit held all the memory there was."""
+    kept = KeptUnits(MemoryBudget(1000))
+    assert kept.hold(300)
+    assert not kept.hold(300)
+    kept.let_go(300)
+    assert kept.hold(500)
