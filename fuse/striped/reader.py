@@ -222,7 +222,8 @@ class StripedReader:
                 position = stop
         finally:
             self._window.let_go(chunks)
-        if sequential:
+        # Who follows on another descriptor (ranks of a node) needs what this one leaves behind.
+        if sequential and file.open_count < 2:
             self._window.passed(chunks, end)
         self._counters.add(served_bytes=end - offset)
         return result

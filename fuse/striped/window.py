@@ -85,7 +85,10 @@ class Window:
                 chunk = self._chunks.get(key)
                 if chunk is not None:
                     chunk.waiters += 1
-                    self._chunks.move_to_end(key)
+                    # Units stay in the order in which they were fetched: what was read ahead and is
+                    # still to come must not go before what somebody has just read.
+                    if not chunk.key[2]:
+                        self._chunks.move_to_end(key)
                     if chunk.urgency is not None and chunk.urgency > Urgency.DEMAND:
                         self._queue(file, chunk, Urgency.DEMAND)
                     return chunk
