@@ -10,7 +10,7 @@ The same files are reached through `bootseer mount` and, wherever fsspec URLs ar
 """
 
 from bootseer.config import load_config
-from bootseer.fuse.striped.copy import (
+from bootseer.fuse.striped.doors.copy import (
     copy_across,
     copy_in,
     copy_out,

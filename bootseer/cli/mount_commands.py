@@ -114,8 +114,8 @@ def mount(
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
     """
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-    from bootseer.fuse.striped.mount import mount_checkpoints, mount_spec
-    from bootseer.fuse.striped.server import serve_checkpoints
+    from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.server import serve_checkpoints
 
     if status:
         _show_status(places, as_json)
@@ -169,7 +169,7 @@ def mount(
 
 
 def _show_status(places: tuple[str, ...], as_json: bool) -> None:
-    from bootseer.fuse.striped.status import all_statuses, mount_status
+    from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 
     if len(places) > 1:
         raise click.UsageError("--status takes one directory, or none.")
@@ -183,7 +183,7 @@ def _show_status(places: tuple[str, ...], as_json: bool) -> None:
 
 
 def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bool) -> None:
-    from bootseer.fuse.striped.mount import restart_checkpoints
+    from bootseer.fuse.striped.mounted.mount import restart_checkpoints
 
     if len(places) != 1:
         raise click.UsageError("--restart takes one directory.")
@@ -267,7 +267,7 @@ def unmount(directory: Path, timeout: float, as_json: bool) -> int:
 
     Exits with 1 and names them when files were still being written: nothing of those is kept.
     """
-    from bootseer.fuse.striped.mount import unmount_checkpoints
+    from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 
     unwritten = unmount_checkpoints(current_settings().run_dir, directory, timeout_s=timeout)
     if as_json:

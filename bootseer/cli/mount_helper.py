@@ -115,7 +115,7 @@ def main() -> None:
     except InvalidInputError as error:
         sys.stderr.write(f"mount.bootseer: {one_line(error)}\n")
         sys.exit(_USAGE)
-    from bootseer.fuse.striped.mount import mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 
     try:
         settings = load_config().settings

@@ -29,7 +29,7 @@ from bootseer.errors import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.fsck import Garbage
+    from bootseer.fuse.striped.doors.fsck import Garbage
 
 _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
@@ -46,9 +46,9 @@ def verify(url: str, as_json: bool) -> int:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from bootseer.fuse.striped.locating import files_below
-    from bootseer.fuse.striped.stopping import Stoppable
-    from bootseer.fuse.striped.verify import verify_file
+    from bootseer.fuse.striped.doors.locating import files_below
+    from bootseer.fuse.striped.doors.stopping import Stoppable
+    from bootseer.fuse.striped.doors.verify import verify_file
     from bootseer.progress import Progress
 
     started_s = time.monotonic()
@@ -164,7 +164,7 @@ def fsck(url: str, delete: bool, age_s: float, grace_s: float, as_json: bool) ->
     on another node: what is young by the storage's clock stays, and on HDFS what somebody has open
     for writing. Exits with 15 when a file cannot be read in whole.
     """
-    from bootseer.fuse.striped.fsck import MIN_AGE_S, check_tree, delete_garbage
+    from bootseer.fuse.striped.doors.fsck import MIN_AGE_S, check_tree, delete_garbage
 
     if delete and age_s < MIN_AGE_S:
         raise InvalidInputError("--age must be at least 1h: a save may pause for that long")
@@ -271,8 +271,8 @@ def convert(
     has replaced it meanwhile (exit code 19; theirs stays). Killed at any time, each file is in the
     old form or the new one. Files that fit into one stripe unit are always plain.
     """
-    from bootseer.fuse.striped.convert import convert_file, is_stored_as
-    from bootseer.fuse.striped.locating import files_below
+    from bootseer.fuse.striped.doors.convert import convert_file, is_stored_as
+    from bootseer.fuse.striped.doors.locating import files_below
     from bootseer.progress import Progress
 
     started_s = time.monotonic()

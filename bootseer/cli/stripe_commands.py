@@ -25,7 +25,7 @@ from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.redact import public_url
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.copy_tree import Place
+    from bootseer.fuse.striped.doors.copy_tree import Place
     from bootseer.fuse.striped.storage import StripedStorage
     from bootseer.store.backend import FileInfo
 
@@ -64,8 +64,8 @@ def cp(
     there yet, where the storage can rename one. An existing TARGET directory, or one that ends
     in "/", gets the sources into it. Names are replaced as by cp.
     """
-    from bootseer.fuse.striped.copy_tree import Place, copy_one, copy_tree
-    from bootseer.fuse.striped.locating import is_url
+    from bootseer.fuse.striped.doors.copy_tree import Place, copy_one, copy_tree
+    from bootseer.fuse.striped.doors.locating import is_url
     from bootseer.progress import Progress
 
     if not any(map(is_url, (*sources, target))):
@@ -109,7 +109,7 @@ def _job(
     source: "Place", into: "Place", is_into: bool, recursive: bool
 ) -> "tuple[Place, Place, dict[str, int]]":
     """What is copied to where, and its files with their sizes; "" is the source itself."""
-    from bootseer.fuse.striped.copy_tree import sizes_below
+    from bootseer.fuse.striped.doors.copy_tree import sizes_below
 
     goal = into.at(source.name) if is_into and source.name else into
     if not source.is_dir():

@@ -10,7 +10,7 @@ import click
 from bootseer.cli.output import Size, current_settings
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.copy_tree import Place
+    from bootseer.fuse.striped.doors.copy_tree import Place
     from bootseer.fuse.striped.view import FileView
     from bootseer.store.backend import FileInfo
 
@@ -43,9 +43,9 @@ def opened(
     layout: str = "striped",
 ) -> "Iterator[Place]":
     """What `url` names; the storage is closed in the end."""
-    from bootseer.fuse.striped.copy_tree import Place
+    from bootseer.fuse.striped.doors.copy_tree import Place
+    from bootseer.fuse.striped.doors.locating import split_url
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-    from bootseer.fuse.striped.locating import split_url
     from bootseer.fuse.striped.storage import StripedStorage
     from bootseer.fuse.striped.stripe_settings import StripeSettings
     from bootseer.store import open_backend

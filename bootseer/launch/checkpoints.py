@@ -137,7 +137,7 @@ class CheckpointMounts:
                     old.rmdir()
 
     def _mount(self, number: int, path: CheckpointPath) -> None:
-        from bootseer.fuse.striped.mount import mount_checkpoints, mount_spec
+        from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 
         directory = self._directory(number)
         _clear_dead_mount(directory)
@@ -242,7 +242,7 @@ class CheckpointMounts:
             self._receive(left_s)
 
     def _unmount(self, directory: Path) -> None:
-        from bootseer.fuse.striped.mount import unmount_checkpoints
+        from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 
         unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)
 
@@ -250,7 +250,7 @@ class CheckpointMounts:
 def _clear_dead_mount(directory: Path) -> None:
     """Take off a mount of ours whose server is gone, as after SIGKILL. Raises: BootseerError."""
     from bootseer.fuse.kernel.mounts import detach, find_mount
-    from bootseer.fuse.striped.server import SUBTYPE
+    from bootseer.fuse.striped.mounted.server import SUBTYPE
 
     mounted = find_mount(directory)
     if mounted is None or mounted.subtype != SUBTYPE:

@@ -9,12 +9,12 @@ from typing import Self
 
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.pool import FetchPool
-from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.reading.pool import FetchPool
+from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.tree import StripedTree
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writer import FileWriter, StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter, StripeSettings
 from bootseer.store.backend import Backend
 
 DEFAULT_GRACE_S = 30.0

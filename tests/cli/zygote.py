@@ -19,8 +19,8 @@ _NOBODY = 65534
 _NOT_IMPORTED = (
     "bootseer.demo.",
     "bootseer.__main__",
-    "bootseer.fuse.striped.group_channel",
-    "bootseer.fuse.striped.group_reader",
+    "bootseer.fuse.striped.group.channel",
+    "bootseer.fuse.striped.group.reader",
 )
 
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bootseer.config import Settings, load_config
-from bootseer.fuse.striped.copy import copy_in, open_storage
-from bootseer.fuse.striped.group_reader import GroupReader
-from bootseer.fuse.striped.reader import StripedReader
+from bootseer.fuse.striped.doors.copy import copy_in, open_storage
+from bootseer.fuse.striped.group.reader import GroupReader
+from bootseer.fuse.striped.reading.reader import StripedReader
 
 PIECE = 2**20
 SEED = 5

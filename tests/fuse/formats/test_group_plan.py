@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.fuse.striped.group_assembly import Assembly, BytesFile
-from bootseer.fuse.striped.group_plan import Extent, GroupPlan, plan_group
+from bootseer.fuse.striped.group.assembly import Assembly, BytesFile
+from bootseer.fuse.striped.group.plan import Extent, GroupPlan, plan_group
 
 PIECE = 100
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bootseer.errors import errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
-from bootseer.fuse.striped.file_system import StripedFileSystem
+from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store.backend import Backend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bootseer.config import Settings, load_config
 from bootseer.errors import BootseerError
-from bootseer.fuse.striped.mount import MountedCheckpoints, mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, mount_checkpoints, mount_spec
 from tests.support.fuse_mount import clear_mount, run
 
 MIB = 2**20

@@ -23,15 +23,16 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.fuse.striped import fsck, layout
-from bootseer.fuse.striped.convert import convert_file, is_stored_as
-from bootseer.fuse.striped.copy_tree import Place, copy_one, copy_tree, sizes_below
-from bootseer.fuse.striped.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped import layout
+from bootseer.fuse.striped.doors import fsck
+from bootseer.fuse.striped.doors.convert import convert_file, is_stored_as
+from bootseer.fuse.striped.doors.copy_tree import Place, copy_one, copy_tree, sizes_below
+from bootseer.fuse.striped.doors.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped.doors.locating import split_url
+from bootseer.fuse.striped.doors.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
-from bootseer.fuse.striped.locating import split_url
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
-from bootseer.fuse.striped.verify import verify_file
 from bootseer.store import open_backend
 from tests.fuse.striped.harness import UNIT, storage_on
 

@@ -19,8 +19,8 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
-from bootseer.fuse.striped.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from tests.support.s3 import s3_server
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.fuse.striped.copy import copy_in, copy_out, open_storage
-from bootseer.fuse.striped.graveyard import find_garbage
-from bootseer.fuse.striped.mount import (
+from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.mounted.mount import (
     mount_checkpoints,
     mount_spec,
     unmount_checkpoints,
 )
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import open_backend
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, hanging

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.striped.control import ask
-from bootseer.fuse.striped.mount_spec import control_path
-from bootseer.fuse.striped.status import all_statuses, mount_status
+from bootseer.fuse.striped.mounted.control import ask
+from bootseer.fuse.striped.mounted.mount_spec import control_path
+from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 from tests.fuse.striped.mounting import checkpoints, shell
 from tests.support.fuse_mount import check_python, run
 
@@ -21,7 +21,7 @@ import sys, time
 file = open(sys.argv[1] + "/new", "wb", buffering=0)
 file.write(bytes(3_000_000))
 assert open(sys.argv[1] + "/old", "rb").read() == b"old"
-from bootseer.fuse.striped.status import mount_status
+from bootseer.fuse.striped.mounted.status import mount_status
 from pathlib import Path
 status = mount_status(Path(sys.argv[2]), Path(sys.argv[1]))
 assert status["unfinished"] == ["new"], status

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, UnsupportedError
-from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import Backend, open_backend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, storage_on
@@ -74,7 +74,7 @@ def test_a_file_is_published_by_one_put(backend: Backend) -> None:
 
 
 def test_a_file_of_several_segments(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.fuse.striped.striped_body.MAX_PART_COUNT", 4)
+    monkeypatch.setattr("bootseer.fuse.striped.writing.striped_body.MAX_PART_COUNT", 4)
     with storage_on(backend) as storage:
         driver = Driver(storage)
         driver.mkdir("d")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.pool import FetchPool, Urgency
-from bootseer.fuse.striped.streams import StreamTracker
-from bootseer.fuse.striped.tail import Tail
+from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
+from bootseer.fuse.striped.reading.streams import StreamTracker
+from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.harness import Driver, storage_on
 

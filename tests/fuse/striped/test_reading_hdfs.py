@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, errno_of
-from bootseer.fuse.striped.copy import copy_in
+from bootseer.fuse.striped.doors.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.writer import StripeSettings
+from bootseer.fuse.striped.writing.writer import StripeSettings
 from bootseer.store import open_backend
 from tests.hdfs.cluster import MiniHdfs
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.striped.buffers import BufferPool
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.pace import Pace
-from bootseer.fuse.striped.pool import FetchPool, Urgency
+from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.reading.pace import Pace
+from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store.backend import FileInfo
 from bootseer.store.local import LocalBackend

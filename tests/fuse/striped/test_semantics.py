@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)

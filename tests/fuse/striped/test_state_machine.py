@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 NAMES = st.sampled_from(["a", "b", "c"])

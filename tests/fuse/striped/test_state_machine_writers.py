@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from bootseer.fuse.striped.file_system import StripedFileSystem
-from bootseer.fuse.striped.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
+from bootseer.fuse.striped.mounted.journal import Journal, read_journal
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 NAMES = st.sampled_from(["a", "b", "c"])

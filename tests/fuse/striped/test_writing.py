@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, NoSpaceError, PermissionDeniedError, UnavailableError
-from bootseer.fuse.striped.graveyard import find_garbage
-from bootseer.fuse.striped.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.placement import DRAWS_MAX, Placement
+from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.placement import DRAWS_MAX, Placement
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
-from bootseer.fuse.striped.graveyard import find_garbage
 from bootseer.fuse.striped.layout import decode_layout
+from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
-from bootseer.fuse.striped.writer import FileWriter
+from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store import open_backend
 from tests.hdfs.cluster import MiniHdfs
 

@@ -1,0 +1,1 @@
+"""A striped tree without a mount: functions, an fsspec file system, copying and checking."""

@@ -1,0 +1,224 @@
+"""Copy files into, out of and between striped trees, or into memory, without mounting them.
+
+Owns nothing but the loops. Functions may be called from any thread.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_oserror
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.store import open_backend
+
+_STEP_BYTES = 4 * 2**20
+# What failed is gone when the caller is told, but for a storage that does not answer.
+_CLOSE_WAIT_S = 5.0
+# A unit of every part of a file with the default form: so many are fetched at once anyway.
+_DIRECT_BYTES = DEFAULT_STRIPE_UNIT_BYTES * DEFAULT_STRIPE_COUNT
+
+
+def _ignore(count: int) -> None:
+    pass
+
+
+def open_storage(
+    settings: Settings,
+    url: str,
+    *,
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
+    stripe_count: int = DEFAULT_STRIPE_COUNT,
+    layout: LayoutKind = "striped",
+) -> StripedStorage:
+    """The striped tree at `url`, to be closed by the caller. Raises: InvalidInputError."""
+    stripes = StripeSettings(stripe_unit_bytes, stripe_count, settings.deadline_s, layout)
+    return StripedStorage(
+        open_backend(url, deadline_s=settings.deadline_s),
+        stripes,
+        memory_bytes=settings.memory_bytes,
+    )
+
+
+def copy_in(
+    storage: StripedStorage,
+    source: Path,
+    path: str,
+    *,
+    on_progress: Callable[[int], None] = _ignore,
+) -> int:
+    """Store the local file `source` as `path`, striped; it appears whole or not at all.
+
+    `path` is relative to the storage's URL. `on_progress` is told the bytes of each step. Returns
+    the size in bytes. Raises: NotFoundError; BusyError when `source` changes meanwhile; whatever
+    the storage fails with (NoSpaceError, UnavailableError, DeadlineError, ...).
+    """
+    try:
+        if not stat.S_ISREG(source.stat().st_mode):
+            # A FIFO would wait for its writer, and a device may have no end.
+            raise InvalidInputError(f"{source} is not a regular file")
+        file = source.open("rb", buffering=0)
+    except OSError as error:
+        raise from_oserror(error, f"read {source}") from error
+    with file:
+        writer = storage.writer(path)
+        try:
+            before = os.fstat(file.fileno())
+            while data := _read_local(file, source):
+                writer.append(data)
+                on_progress(len(data))
+            after = os.fstat(file.fileno())
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise BusyError(f"{source} was written to while it was copied; copy it again")
+            writer.publish()
+            return writer.size_bytes
+        finally:
+            writer.close(_CLOSE_WAIT_S)
+
+
+def copy_out(
+    storage: StripedStorage,
+    path: str,
+    target: Path,
+    *,
+    on_progress: Callable[[int], None] = _ignore,
+) -> int:
+    """Write the striped or ordinary file `path` to the local file `target`, whole or not at all.
+
+    `on_progress` is told the bytes of each step. Returns the size in bytes. Raises: NotFoundError,
+    CorruptError, NoSpaceError, UnavailableError (also when `path` is replaced meanwhile and its
+    old content gone), DeadlineError, ...
+    """
+    temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
+    opened = storage.reader.open(storage.tree.stored.view(path))
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            with os.fdopen(fd, "wb", buffering=0) as file:
+
+                def write(piece: memoryview) -> None:
+                    while len(piece):
+                        written = file.write(piece)
+                        piece = piece[written:]
+                        on_progress(written)
+
+                read_pieces(storage, opened, 0, opened.view.size_bytes, write)
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return opened.view.size_bytes
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, f"write {target}") from error
+    finally:
+        storage.reader.close(opened)
+
+
+def copy_across(
+    source: StripedStorage,
+    path: str,
+    target: StripedStorage,
+    target_path: str,
+    *,
+    on_progress: Callable[[int], None] = _ignore,
+) -> int:
+    """Store the file `path` of one storage in another, or the same; whole or not at all.
+
+    It is striped as the target's settings say. Returns the size in bytes; raises as the other two.
+    """
+    opened = source.reader.open(source.tree.stored.view(path))
+    try:
+        writer = target.writer(target_path)
+        try:
+
+            def write(piece: memoryview) -> None:
+                writer.append(piece)
+                on_progress(len(piece))
+
+            read_pieces(source, opened, 0, opened.view.size_bytes, write)
+            writer.publish()
+            return writer.size_bytes
+        finally:
+            writer.close(_CLOSE_WAIT_S)
+    finally:
+        source.reader.close(opened)
+
+
+def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) -> int:
+    """Fill `buffer` with the bytes of `path` from `offset` on, from all parts at once.
+
+    `buffer`: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy, pinned
+    memory, mmap), of any shape; it is filled as bytes. Nothing lies between the network and it.
+    Returns how many bytes were read, fewer than it holds only at the end of the file; all of them
+    match their checksums. After an error the buffer's content is undefined.
+
+    Raises: InvalidInputError, NotFoundError, CorruptError, UnavailableError, DeadlineError.
+    """
+    target = memoryview(buffer)
+    if target.readonly or not target.c_contiguous or offset < 0:
+        raise InvalidInputError(
+            "read_into needs a writable, contiguous buffer and an offset that is not negative"
+        )
+    if not target.nbytes:
+        return 0
+    opened = storage.reader.open(storage.tree.stored.view(path))
+    try:
+        return storage.reader.read_into(opened, offset, target.cast("B"))
+    finally:
+        storage.reader.close(opened)
+
+
+def read_opened(storage: StripedStorage, opened: OpenFile, offset: int, target: memoryview) -> None:
+    """Fill `target` from `offset` of an open file, which has as many bytes there.
+
+    Large reads go straight into it; the others may be one reader's, step by step, so they pass
+    through the window, which reads ahead.
+    """
+    if len(target) >= _DIRECT_BYTES:
+        storage.reader.read_into(opened, offset, target)
+        return
+
+    def copy(piece: memoryview) -> None:
+        nonlocal target
+        target[: len(piece)] = piece
+        target = target[len(piece) :]
+
+    read_pieces(storage, opened, offset, offset + len(target), copy)
+
+
+def read_pieces(
+    storage: StripedStorage,
+    opened: OpenFile,
+    start: int,
+    end: int,
+    consume: Callable[[memoryview], None],
+) -> None:
+    """Give the bytes `[start, end)` of an open file, which has them, to `consume`, piece by piece.
+
+    None is held while the next ones are asked for: their memory may be all that there is.
+    """
+    step_bytes = min(_STEP_BYTES, storage.budget.limit_bytes // 4)
+    position = start
+    while position < end:
+        pieces = storage.reader.read(opened, position, min(step_bytes, end - position))
+        while pieces:
+            position += len(pieces[0])
+            consume(pieces.pop(0))
+
+
+def _read_local(file: RawIOBase, source: Path) -> bytes | None:
+    try:
+        return file.read(_STEP_BYTES)
+    except OSError as error:
+        raise from_oserror(error, f"read {source}") from error

@@ -1,0 +1,224 @@
+"""Copies directories into, out of and between striped trees.
+
+Owns that a directory appears whole or not at all, where the target can rename one in one step and
+has nothing under that name yet; elsewhere each file does. Files are copied a few at a time. What a
+killed copy leaves has a name of its own, by which fsck finds it.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.fuse.striped.doors.copy import copy_across, copy_in, copy_out
+from bootseer.fuse.striped.doors.locating import files_below, folders_below
+from bootseer.fuse.striped.doors.stopping import Stoppable
+from bootseer.fuse.striped.storage import StripedStorage
+
+_FILES_AT_ONCE = 4
+_COPY_NAME = re.compile(r"\.bootseer-copy-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file or directory in a storage, or on a local disk (`storage` is None)."""
+
+    storage: StripedStorage | None
+    path: str
+
+    def __str__(self) -> str:
+        if self.storage is None:
+            return self.path
+        return f"{self.storage.backend.url}/{self.path}" if self.path else self.storage.backend.url
+
+    @property
+    def name(self) -> str:
+        """The last name of the path; "" for a root."""
+        return self.path.rpartition("/")[2]
+
+    def at(self, name: str) -> "Place":
+        """What is called `name` below."""
+        return Place(self.storage, f"{self.path.rstrip('/')}/{name}" if self.path else name)
+
+    def beside(self, name: str) -> "Place":
+        """What is called `name` in the same directory."""
+        folder, slash, _ = self.path.rpartition("/")
+        return Place(self.storage, f"{folder}{slash}{name}")
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory that exists."""
+        if self.storage is None:
+            return Path(self.path).is_dir()
+        with contextlib.suppress(NotFoundError):
+            return not self.path or self.storage.tree.stored.status(self.path).is_dir
+        return False
+
+    def exists(self) -> bool:
+        """Whether there is anything."""
+        if self.storage is None:
+            return Path(self.path).exists()
+        try:
+            return not self.path or bool(self.storage.backend.stat(self.path))
+        except NotFoundError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy moved."""
+
+    file_count: int
+    size_bytes: int
+
+
+def is_unfinished_copy(name: str) -> bool:
+    """Whether a directory of this name is one that a copy builds, or was killed building."""
+    return bool(_COPY_NAME.fullmatch(name))
+
+
+def sizes_below(source: Place) -> dict[str, int]:
+    """The files in a directory, by path relative to it, and their sizes in bytes.
+
+    Raises: NotFoundError; UnsupportedError for a local file that is neither file nor directory.
+    """
+    if source.storage is None:
+        return dict(_local_files(Path(source.path)))
+    skip = len(source.path) + 1 if source.path else 0
+    stored = source.storage.tree.stored
+    return {
+        info.path[skip:]: stored.status_of(info).size_bytes
+        for info in files_below(source.storage, source.path)
+    }
+
+
+def copy_one(source: Place, target: Place, on_progress: Callable[[int], None]) -> int:
+    """Copy one file, whole or not at all; returns its size in bytes. Raises: BootseerError."""
+    if source.storage is None:
+        if target.storage is None:
+            raise InvalidInputError(f"neither {source} nor {target} is a URL; use cp for them")
+        return copy_in(target.storage, Path(source.path), target.path, on_progress=on_progress)
+    if target.storage is None:
+        return copy_out(source.storage, source.path, Path(target.path), on_progress=on_progress)
+    return copy_across(
+        source.storage, source.path, target.storage, target.path, on_progress=on_progress
+    )
+
+
+def copy_tree(
+    source: Place, target: Place, sizes: dict[str, int], on_progress: Callable[[int], None]
+) -> Copied:
+    """Copy a directory (its `sizes_below`) to `target`: into it where it exists, else as it.
+
+    A directory that is new appears whole, in one step, where the target can rename directories.
+    Raises: AlreadyExistsError when somebody else makes it meanwhile; as `copy_one`.
+    """
+    if target.exists():
+        if not target.is_dir():
+            raise AlreadyExistsError(f"{target} is not a directory")
+        return _copy_files(source, target, sizes, on_progress)
+    if target.storage is not None and not target.storage.backend.has_atomic_rename:
+        return _copy_files(source, target, sizes, on_progress)
+    building = target.beside(f".bootseer-copy-{secrets.token_hex(8)}")
+    try:
+        _make_directory(building)
+        _make_empty_directories(source, building)
+        copied = _copy_files(source, building, sizes, on_progress)
+        _rename(building, target)
+    except BaseException:
+        _remove(building)
+        raise
+    return copied
+
+
+def _copy_files(
+    source: Place, target: Place, sizes: dict[str, int], on_progress: Callable[[int], None]
+) -> Copied:
+    if target.storage is None:
+        for folder in {os.path.dirname(name) for name in sizes}:
+            _make_directory(target.at(folder) if folder else target)
+    threads = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="stripe-copy")
+    progress = Stoppable(on_progress)
+    try:
+        done = threads.map(lambda name: copy_one(source.at(name), target.at(name), progress), sizes)
+        return Copied(len(sizes), sum(done))
+    finally:
+        # After a failure, or Ctrl-C, what has begun ends and what has not does not begin.
+        progress.stop()
+        threads.shutdown(cancel_futures=True)
+
+
+def _make_empty_directories(source: Place, target: Place) -> None:
+    """Directories, so that empty ones are there too."""
+    if source.storage is None:
+        for folder, names, _ in os.walk(source.path):
+            for name in names:
+                inner = os.path.relpath(os.path.join(folder, name), source.path)
+                _make_directory(target.at(inner))
+        return
+    skip = len(source.path) + 1 if source.path else 0
+    for path in folders_below(source.storage, source.path):
+        if path != source.path:
+            _make_directory(target.at(path[skip:]))
+
+
+def _make_directory(place: Place) -> None:
+    if place.storage is not None:
+        place.storage.backend.mkdir(place.path)
+        return
+    try:
+        os.makedirs(place.path, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"make the directory {place.path}") from error
+
+
+def _rename(source: Place, target: Place) -> None:
+    if target.storage is not None:
+        try:
+            target.storage.tree.rename(source.path, target.path, replace=False)
+        except FileExistsError as error:
+            raise AlreadyExistsError(f"{target} was made by somebody else meanwhile") from error
+        return
+    try:
+        # Replaces at most an empty directory.
+        os.rename(source.path, target.path)
+    except OSError as error:
+        raise from_oserror(error, f"rename {source.path} to {target.path}") from error
+
+
+def _remove(place: Place) -> None:
+    """Best effort: what stays is found by fsck, or has a telling name."""
+    with contextlib.suppress(Exception):
+        if place.storage is None:
+            shutil.rmtree(place.path, ignore_errors=True)
+        else:
+            place.storage.backend.delete(place.path, recursive=True)
+
+
+def _local_files(root: Path) -> Iterator[tuple[str, int]]:
+    try:
+        for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                for name, size in _local_files(Path(entry.path)):
+                    yield f"{entry.name}/{name}", size
+            elif entry.is_file():
+                yield entry.name, entry.stat().st_size
+            else:
+                raise UnsupportedError(
+                    f"{entry.path} is neither a file nor a directory: a striped tree has only those"
+                )
+    except OSError as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        raise from_oserror(error, f"read the directory {root}") from error

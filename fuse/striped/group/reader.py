@@ -1,0 +1,343 @@
+"""Loads a checkpoint of torch.distributed.checkpoint with each byte read by one rank of a group.
+
+    dcp.load(state, storage_reader=GroupReader("hdfs://namenode:8020/ckpt/step-100"))
+
+Owns the loading on one rank: what others read for it comes over the process group, and a thread
+reads this rank's next pieces while the present ones are handed on. Which rank reads what is
+`group_plan`'s, the collectives are `group_channel`'s. One load at a time. Importing this imports
+torch.
+"""
+
+import dataclasses
+import io
+import logging
+import os
+import pickle
+import uuid
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from bootseer.config import Settings, absolute_url, load_settings
+from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
+from bootseer.fuse.striped.doors.copy import open_storage
+from bootseer.fuse.striped.group.assembly import Assembly, BytesFile
+from bootseer.fuse.striped.group.channel import GroupChannel
+from bootseer.fuse.striped.group.piece_reader import PieceReader
+from bootseer.fuse.striped.group.plan import Extent, GroupPlan, Piece, plan_group
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.redact import public_url
+
+_log = logging.getLogger(__name__)
+
+_METADATA = ".metadata"
+_MAX_METADATA_BYTES = 2**31
+# Four units of a default file: read at once from four of its parts.
+DEFAULT_PIECE_BYTES = 16 * 2**20
+DEFAULT_MEMORY_BYTES = 256 * 2**20
+# A rank may use up its deadline with a read before it can say that it failed.
+_DEADLINES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """What one rank did in its last load, in bytes."""
+
+    read_bytes: int = 0
+    """Asked of the storage by this rank, the metadata included."""
+    fetched_bytes: int = 0
+    """What came from the storage for it, in whole blocks of verification."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class GroupReader(StorageReader):  # type: ignore[misc]
+    """A storage reader for `dcp.load`, called by all ranks of one process group."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        process_group: Any = None,
+        *,
+        settings: Settings | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+    ) -> None:
+        """`url`: the checkpoint's folder, striped or not. `process_group`: the one that `dcp.load`
+        gets; None is the default group. `memory_bytes`: what a rank holds of pieces on their way;
+        beyond it comes the largest stored tensor, twice. Must be the same on all ranks.
+        """
+        super().__init__()
+        if piece_bytes <= 0 or memory_bytes < (PieceReader.BUFFERS + 1) * piece_bytes:
+            raise InvalidInputError(
+                f"{memory_bytes} bytes of memory are too few for pieces of {piece_bytes} bytes"
+            )
+        self.statistics = GroupStatistics()
+        self._settings = settings or load_settings()
+        self._group = process_group
+        self._piece_bytes = piece_bytes
+        self._pieces_per_round = memory_bytes // piece_bytes - PieceReader.BUFFERS
+        self._storage: StripedStorage | None = None
+        self._channel: GroupChannel | None = None
+        self._stored: dict[Any, Any] = {}
+        self.reset(url)
+
+    # ---- what dcp.load calls, in this order -----------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another load begins, of `checkpoint_id` where one is given."""
+        self.close()
+        if checkpoint_id is not None:
+            self._url = absolute_url(os.fspath(checkpoint_id))
+        self._channel = None
+        self._stored = {}
+
+    def read_metadata(self) -> Metadata:
+        """The checkpoint's metadata, read by rank 0 for all.
+
+        It is a pickle, which torch.distributed.checkpoint trusts too. Raises on all ranks alike:
+        NotFoundError where there is no complete checkpoint, CorruptError, DeadlineError, ...
+        """
+        self.statistics = GroupStatistics()
+        self._channel = GroupChannel(self._group, _DEADLINES * self._settings.deadline_s)
+        data, error = None, None
+        if self._channel.rank == 0:
+            try:
+                data = self._read_metadata()
+            except BaseException as caught:
+                error = caught
+        try:
+            data = self._channel.spread(data, error)
+        except BaseException:
+            self.close()
+            raise
+        try:
+            metadata = pickle.loads(data)
+        except Exception as error:
+            raise CorruptError(
+                f"{public_url(self._url)}/{_METADATA} is not what torch.distributed.checkpoint "
+                f"writes: {error}"
+            ) from error
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Remember where the items are stored."""
+        if metadata.storage_data is None:
+            raise CorruptError(f"{public_url(self._url)}/{_METADATA} does not say where items are")
+        self._stored = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Deal the reading out among the ranks. Raises: InvalidInputError, UnsupportedError."""
+        assert self._channel is not None
+        if len(plans) != self._channel.size:
+            raise InvalidInputError(
+                f"dcp.load works with {len(plans)} ranks and GroupReader with "
+                f"{self._channel.size}: give both the same process group"
+            )
+        dealt = plan_group(
+            [{self._extent(item) for item in plan.items} for plan in plans],
+            piece_bytes=self._piece_bytes,
+            pieces_per_round=self._pieces_per_round,
+        )
+        return [
+            dataclasses.replace(plan, storage_data=own)
+            for plan, own in zip(plans, dealt, strict=True)
+        ]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read, hand on and load all that the plan says; returns when it is done.
+
+        Raises on all ranks when one fails, the others with that one's error; when a rank dies or
+        does not answer within twice the deadline, UnavailableError or DeadlineError.
+        """
+        assert self._channel is not None
+        try:
+            _Loading(self, plan, planner, self._channel).run()
+        except BaseException as error:
+            # Where a rank is gone, what dcp.load raises is its own next collective's failure.
+            _log.error("%s is not loaded: %s", self.checkpoint_id, error)
+            raise
+        finally:
+            self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's URL, without credentials."""
+        return public_url(self._url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a checkpoint's folder."""
+        return bool(os.fspath(checkpoint_id))
+
+    def close(self) -> None:
+        """Let the storage go; `dcp.load` does it. Idempotent."""
+        if self._storage is not None:
+            self._note(fetched_bytes=self._storage.reader.fetched_bytes)
+            self._storage.close()
+            self._storage = None
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _open(self) -> StripedStorage:
+        if self._storage is None:
+            self._storage = open_storage(self._settings, self._url)
+        return self._storage
+
+    def _read_metadata(self) -> bytes:
+        storage = self._open()
+        file = storage.reader.open(storage.tree.stored.view(_METADATA))
+        try:
+            size_bytes = file.view.size_bytes
+            if size_bytes > _MAX_METADATA_BYTES:
+                raise CorruptError(f"{self.checkpoint_id}/{_METADATA} is too large: {size_bytes}")
+            self._note(read_bytes=size_bytes)
+            return storage.reader.read_bytes(file, 0, size_bytes)
+        finally:
+            storage.reader.close(file)
+
+    def _extent(self, item: ReadItem) -> Extent:
+        stored = self._stored[item.storage_index]
+        if getattr(stored, "transform_descriptors", None):
+            raise UnsupportedError(
+                f"{self.checkpoint_id} was written with stream extensions: load it with "
+                "torch.distributed.checkpoint.FsspecReader"
+            )
+        return Extent(stored.relative_path, stored.offset, stored.length)
+
+    def _note(self, **counts: int) -> None:
+        changes = {name: getattr(self.statistics, name) + count for name, count in counts.items()}
+        self.statistics = dataclasses.replace(self.statistics, **changes)
+
+
+class _Loading:
+    """One rank's part of one load."""
+
+    def __init__(
+        self, reader: GroupReader, plan: LoadPlan, planner: LoadPlanner, channel: GroupChannel
+    ) -> None:
+        self._reader = reader
+        self._plan: GroupPlan = plan.storage_data
+        self._planner = planner
+        self._channel = channel
+        self._items: dict[Extent, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            self._items[reader._extent(item)].append(item)
+        self._buffers: list[bytearray] = []
+        self._assembly = Assembly([extent for extent in self._items if extent.length], self._load)
+
+    def run(self) -> None:
+        plan, rank = self._plan, self._channel.rank
+        own = PieceReader(
+            self._reader._open(),
+            [Extent(plan.files[piece.file], piece.start, piece.length) for piece in plan.own(rank)],
+        )
+        with own:
+            error: BaseException | None = None
+            for pieces in plan.rounds:
+                error = self._run_round(pieces, own, error)
+            self._channel.agree(error)
+            # From here on nobody waits for this rank before it is done.
+            for piece in plan.private:
+                with own.take() as view:
+                    self._deliver(piece, view)
+        self._assembly.finish()
+        self._reader._note(read_bytes=own.read_bytes)
+
+    def _run_round(
+        self, pieces: tuple[Piece, ...], own: PieceReader, error: BaseException | None
+    ) -> BaseException | None:
+        """Hand on the pieces of one round; returns what failed here since ranks last agreed."""
+        rank = self._channel.rank
+        mine = next((piece for piece in pieces if piece.owner == rank), None)
+        taken = None
+        try:
+            if mine is not None and error is None:
+                taken = own.take()
+        except BaseException as caught:
+            error = caught
+        self._channel.agree(error)
+        sends = []
+        if taken is not None and mine is not None:
+            peers = [peer for peer in self._plan.audiences[mine.audience] if peer != rank]
+            sends.append((taken.view, peers))
+            self._reader._note(sent_bytes=mine.length * len(peers))
+        wanted = [
+            piece
+            for piece in pieces
+            if piece.owner != rank and rank in self._plan.audiences[piece.audience]
+        ]
+        while len(self._buffers) < len(wanted):
+            self._buffers.append(bytearray(self._reader._piece_bytes))
+        arrived = [
+            memoryview(buffer)[: piece.length]
+            for buffer, piece in zip(self._buffers, wanted, strict=False)
+        ]
+        self._channel.exchange(
+            sends,
+            [(view, piece.owner) for view, piece in zip(arrived, wanted, strict=True)],
+        )
+        self._reader._note(received_bytes=sum(piece.length for piece in wanted))
+        try:
+            if taken is not None and mine is not None:
+                with taken as view:
+                    self._deliver(mine, view)
+            for piece, view in zip(wanted, arrived, strict=True):
+                self._deliver(piece, view)
+        except BaseException as caught:
+            return caught
+        return None
+
+    def _deliver(self, piece: Piece, view: memoryview) -> None:
+        self._assembly.add(self._plan.files[piece.file], piece.start, view)
+
+    def _load(self, extent: Extent, data: memoryview) -> None:
+        """Put a stored item where the planner wants it."""
+        tensor: torch.Tensor | None = None
+        for item in self._items[extent]:
+            if item.type == LoadItemType.BYTE_IO:
+                self._planner.load_bytes(item, io.BytesIO(data))
+                continue
+            if tensor is None:
+                tensor = self._tensor(extent, data)
+            part = tensor
+            for dimension, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                part = part.narrow(dimension, start, length)
+            target = self._planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise CorruptError(
+                    f"{item.storage_index.fqn} in {extent.path} has another size than the "
+                    f"metadata says: {tuple(part.size())}, not {tuple(target.size())}"
+                )
+            target.copy_(part)
+            self._planner.commit_tensor(item, target)
+
+    @staticmethod
+    def _tensor(extent: Extent, data: memoryview) -> torch.Tensor:
+        try:
+            loaded = torch.load(BytesFile(data), map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CorruptError(
+                f"{extent.path} holds no tensor at byte {extent.start}: {error}"
+            ) from error
+        if not isinstance(loaded, torch.Tensor):
+            raise CorruptError(f"{extent.path} holds no tensor at byte {extent.start}")
+        return loaded

@@ -1,0 +1,1 @@
+"""What is stored under which name: listings, commits in one step, and what was replaced."""

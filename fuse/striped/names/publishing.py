@@ -1,0 +1,219 @@
+"""How a file gets new content in one step, and what everybody who changes names shares.
+
+Owns the commit (a rename, a put or a join, as the storage can) and the order of its steps: what is
+open is made safe first (`reader_keeper`), what was replaced goes to the `graveyard` last. Changes
+of names are made one at a time. Thread-safe.
+"""
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    NotFoundError,
+    UnknownFormatError,
+)
+from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.names.graveyard import Graveyard, run_name
+from bootseer.fuse.striped.names.reader_keeper import ReaderKeeper
+from bootseer.fuse.striped.names.stored import StoredFiles, plain_view, refuse
+from bootseer.fuse.striped.reading.reader import StripedReader
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.view import FileView, generation_folder
+from bootseer.fuse.striped.writing.kept_units import KeptUnits
+from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.fuse.striped.writing.segment_writer import new_generation
+from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.joining import joiner
+
+
+def directory_of(path: str) -> str:
+    """The directory part of a path; "" for a name in the root."""
+    return path.rpartition("/")[0]
+
+
+class Publishing:
+    """New content for logical files, by path."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        reader: StripedReader,
+        budget: MemoryBudget,
+        counters: Counters,
+        *,
+        grace_s: float,
+        deadline_s: float,
+    ) -> None:
+        self.backend = backend
+        self.reader = reader
+        self.budget = budget
+        self.kept = KeptUnits(budget)
+        self.placement = Placement(budget.limit_bytes)
+        self.counters = counters
+        self._deadline_s = deadline_s
+        self.stored = StoredFiles(backend)
+        self._keeper = ReaderKeeper(backend, reader)
+        self._graveyard = Graveyard(backend, grace_s, self._keeper.generations_in_use)
+        self._changing = threading.Lock()
+
+    def publish_layout(
+        self,
+        path: str,
+        layout: Layout,
+        expected: str | None,
+        before_commit: Callable[[], None],
+    ) -> FileView:
+        """Make `layout` the file at `path`, in one step. Its parts are durable already.
+
+        `expected`: the identity that must still be there (an append), else ESTALE. `before_commit`
+        is called right before the one step: if that fails, nobody knows whether the server made it,
+        and the parts must be left alone.
+        """
+        folder = generation_folder(directory_of(path), layout.segments[-1].generation)
+        temporary = f"{folder}/layout"
+        data = encode_layout(layout)
+        if self.backend.has_atomic_rename:
+            self._store(temporary, [data])
+
+        def commit() -> None:
+            before_commit()
+            if self.backend.has_atomic_rename:
+                self.backend.rename(temporary, path, overwrite=True)
+            else:
+                self._store(path, [data], overwrite=True)
+
+        named = {segment.generation for segment in layout.segments}
+        info = self._commit(path, expected, commit, named)
+        return FileView(path, layout.generation, layout.size_bytes, info.modified_ns, layout)
+
+    def publish_plain(self, path: str, pieces: list[bytes], expected: str | None) -> FileView:
+        """Make an ordinary file of `pieces` the file at `path`, in one step."""
+        if not self.backend.has_atomic_rename:
+            return self._commit_plain(
+                path, expected, lambda: self._store(path, pieces, overwrite=True)
+            )
+        temporary = f"{generation_folder(directory_of(path), new_generation())}.plain"
+        try:
+            self._store(temporary, pieces)
+            return self._commit_plain(
+                path, expected, lambda: self.backend.rename(temporary, path, overwrite=True)
+            )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.backend.delete(temporary)
+            raise
+
+    def publish_run(
+        self,
+        path: str,
+        run: str,
+        expected: str | None,
+        *,
+        adds: bool,
+        before_commit: Callable[[], None],
+    ) -> FileView:
+        """Make the stored file `run` the ordinary file at `path`, or its new end, in one step.
+
+        As for `publish_layout`, what the step leaves when it fails must be left alone.
+        """
+
+        def commit() -> None:
+            before_commit()
+            if adds:
+                self._join(path, run)
+            else:
+                # Where this is a copy and a delete, the copy appears whole.
+                self.backend.rename(run, path, overwrite=True)
+
+        return self._commit_plain(path, expected, commit)
+
+    def _join(self, path: str, run: str) -> None:
+        able = joiner(self.backend)
+        assert able is not None, "a body that adds has made sure"
+        # HDFS joins files of one directory only; the name says that nobody else's file it is.
+        beside = run_name(directory_of(path), new_generation())
+        self.backend.rename(run, beside)
+        try:
+            able.join(path, [beside])
+        except BootseerError:
+            # Where the answer was lost it may have been joined: then it is not there any more.
+            with contextlib.suppress(BootseerError):
+                self.backend.delete(beside)
+            raise
+
+    def _commit_plain(
+        self, path: str, expected: str | None, commit: Callable[[], None]
+    ) -> FileView:
+        info = self._commit(path, expected, commit, named=set())
+        return plain_view(path, info)
+
+    def _commit(
+        self, path: str, expected: str | None, commit: Callable[[], None], named: set[str]
+    ) -> FileInfo:
+        """Change what `path` is; it then stands on the generations that are `named`."""
+        with self._change():
+            old = self._look(path)
+            if expected is not None and (old is None or old.identity != expected):
+                raise refuse(errno.ESTALE, path)
+            self._keeper.keep(old)
+            commit()
+            self.counters.add(published_count=1)
+            self.stored.forget(path)
+            self._retire(old, keep=named)
+            return self.backend.stat(path)
+
+    def _store(self, path: str, pieces: list[bytes], *, overwrite: bool = False) -> None:
+        with self.backend.create(path, overwrite=overwrite) as writer:
+            for piece in pieces:
+                writer.write(piece)
+
+    # ---- for every change of names --------------------------------------------------------
+
+    def _look(self, path: str) -> FileView | None:
+        """The file about to be replaced or removed; a damaged one counts as an ordinary file."""
+        try:
+            info = self.backend.stat(path)
+        except NotFoundError:
+            return None
+        if info.is_dir:
+            raise refuse(errno.EISDIR, path)
+        try:
+            return self.stored.view_of(info)
+        except (CorruptError, UnknownFormatError):
+            return plain_view(path, info)
+
+    def _retire(self, old: FileView | None, keep: set[str]) -> None:
+        if old is None or old.layout is None:
+            return
+        generations = {segment.generation for segment in old.layout.segments} - keep
+        if generations and not self.backend.has_atomic_rename:
+            # Where a rename is a copy and a delete, one that was cut short left two names.
+            generations -= self._named_in(old.directory, generations)
+        self._graveyard.retire(old.directory, generations)
+
+    def _named_in(self, directory: str, generations: set[str]) -> set[str]:
+        """Those of `generations` that a file of `directory` stands on."""
+        named: set[str] = set()
+        for info in self.stored.entries(directory):
+            if not info.is_dir and may_be_layout(info.size_bytes):
+                layout = self.stored.view_of(info).layout
+                named.update(s.generation for s in (layout.segments if layout else ()))
+        return named & generations
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        if not self._changing.acquire(timeout=self._deadline_s):
+            raise DeadlineError(
+                f"another change of names in {self.backend.url} has not ended within "
+                f"{self._deadline_s:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._changing.release()

@@ -1,0 +1,167 @@
+"""What is stored under a name: a striped file, an ordinary one, a directory, or nothing.
+
+Owns the translation from stored to logical files, and the layouts that were read lately.
+Thread-safe; no call waits for a change of names.
+"""
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from bootseer.errors import CorruptError
+from bootseer.fuse.striped.layout import (
+    Header,
+    Layout,
+    decode_header,
+    decode_layout,
+    may_be_layout,
+)
+from bootseer.fuse.striped.names.graveyard import is_hidden
+from bootseer.fuse.striped.view import FileView
+from bootseer.store.backend import Backend, FileInfo
+
+# One read of this much is the whole layout of a file of up to about 2 GiB.
+_PROBE_BYTES = 64 * 2**10
+_CACHED_LAYOUTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What a name in the tree is."""
+
+    path: str
+    is_dir: bool
+    size_bytes: int
+    modified_ns: int
+    identity: str
+    """Differs between two generations of a file; "" for a directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    info: FileInfo
+    header: Header | None
+    layout: Layout | None
+
+
+def refuse(code: int, path: str = "") -> OSError:
+    """The error that a caller of a file system gets, by errno."""
+    return OSError(code, os.strerror(code), path)
+
+
+def plain_identity(info: FileInfo) -> str:
+    """The identity of an ordinary file."""
+    return f"{info.path}\0{info.modified_ns}\0{info.size_bytes}"
+
+
+def plain_view(path: str, info: FileInfo) -> FileView:
+    """An ordinary file, which lies at `path` now."""
+    return FileView(
+        path,
+        plain_identity(info),
+        info.size_bytes,
+        info.modified_ns,
+        block_bytes=info.block_bytes,
+    )
+
+
+class StoredFiles:
+    """Logical files as they are in the storage now, by path."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def status(self, path: str) -> FileStatus:
+        """What `path` is now. Raises: NotFoundError, CorruptError, UnknownFormatError."""
+        return self.status_of(self._backend.stat(path))
+
+    def status_of(self, info: FileInfo) -> FileStatus:
+        """What the stored file `info` is; reads its first bytes only if it can be a layout."""
+        if info.is_dir:
+            return FileStatus(info.path, True, 0, info.modified_ns, "")
+        known = self._know(info)
+        if known is None:
+            return FileStatus(
+                info.path, False, info.size_bytes, info.modified_ns, plain_identity(info)
+            )
+        header = known.header
+        assert header is not None
+        return FileStatus(
+            info.path, False, header.size_bytes, known.info.modified_ns, header.generation
+        )
+
+    def view(self, path: str) -> FileView:
+        """The current generation of the file at `path`, ready to be read."""
+        info = self._backend.stat(path)
+        if info.is_dir:
+            raise refuse(errno.EISDIR, path)
+        return self.view_of(info)
+
+    def entries(self, path: str) -> list[FileInfo]:
+        """The stored files and directories in a directory, without what is hidden."""
+        return [
+            info for info in self._backend.list(path) if not is_hidden(info.path.rpartition("/")[2])
+        ]
+
+    def view_of(self, info: FileInfo) -> FileView:
+        """The generation that the stored file `info` is."""
+        known = self._know(info, whole=True)
+        if known is None:
+            return plain_view(info.path, info)
+        layout = known.layout
+        assert layout is not None
+        return FileView(
+            info.path, layout.generation, layout.size_bytes, known.info.modified_ns, layout
+        )
+
+    def is_striped(self, info: FileInfo) -> bool:
+        """Whether the stored file `info` is a layout."""
+        return self._know(info) is not None
+
+    def _know(self, info: FileInfo, *, whole: bool = False) -> _Known | None:
+        """What the layout file `info` says; None where it is an ordinary file."""
+        if not may_be_layout(info.size_bytes):
+            return None
+        with self._lock:
+            known = self._known.get(info.path)
+            enough = known is not None and (
+                known.header is None or known.layout is not None or not whole
+            )
+            if known is not None and known.info == info and enough:
+                self._known.move_to_end(info.path)
+                return known if known.header else None
+        known = self._probe(info, whole=whole)
+        is_large = info.size_bytes > _PROBE_BYTES
+        with self._lock:
+            self._known[info.path] = replace(known, layout=None) if is_large else known
+            while len(self._known) > _CACHED_LAYOUTS:
+                self._known.popitem(last=False)
+        return known if known.header else None
+
+    def _probe(self, info: FileInfo, *, whole: bool) -> _Known:
+        for attempt in range(3):
+            length = info.size_bytes if whole else min(info.size_bytes, _PROBE_BYTES)
+            data = self._backend.read(info.path, 0, length)
+            try:
+                header = decode_header(data, info.path)
+                layout = None
+                if header is not None and len(data) == info.size_bytes:
+                    layout = decode_layout(data, info.path)
+                return _Known(info, header, layout)
+            except CorruptError:
+                # Replaced between stat and read: look again, and believe it the last time.
+                again = self._backend.stat(info.path)
+                if attempt == 2 or again == info:
+                    raise
+                info = again
+        raise AssertionError("unreachable")
+
+    def forget(self, path: str) -> None:
+        """A name has changed, and what is below it."""
+        with self._lock:
+            for name in [n for n in self._known if n == path or n.startswith(path + "/")]:
+                del self._known[name]

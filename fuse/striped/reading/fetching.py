@@ -1,0 +1,300 @@
+"""Fetching one run of bytes of a file, verified; what is tried again, where, and what a reader is
+told when that fails.
+
+Owns the attempts at each fetch. The first one whose bytes match their checksum decides it; all
+others are given up, and none of them writes into a buffer that somebody uses. A fetch that falls
+behind its peers is asked for a second time, on another connection and from another replica where
+there is one. Thread-safe; an attempt waits at most for the backend's own deadline.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnavailableError
+from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.late import LateWatch
+from bootseer.fuse.striped.reading.late import Run as AnyRun
+from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.view import Span
+from bootseer.store.backend import Backend
+from bootseer.store.opened import Reader
+
+_log = logging.getLogger(__name__)
+
+# A NameNode or DataNode that is restarted is away for a while; the deadline ends it in any case.
+_RETRY_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+_MISSING_PAUSES_S = (0.1, 0.5)
+_REFETCH_PAUSES_S = (0.0, 0.0, 0.0)
+# Each one has a new chance of a replica that is not slow.
+_ATTEMPTS_MAX = 6
+
+
+class Fetch:
+    """A run of bytes that somebody wants."""
+
+    __slots__ = (
+        "buffer",
+        "data",
+        "error",
+        "file",
+        "is_decided",
+        "lock",
+        "on_done",
+        "runs",
+        "span",
+        "target",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        file: OpenFile,
+        span: Span,
+        on_done: Callable[["Fetch"], None],
+        *,
+        buffer: memoryview | None = None,
+        target: memoryview | None = None,
+    ) -> None:
+        """`buffer`: memory for the first attempt. `target`: where its owner wants the bytes."""
+        self.file = file
+        self.span = span
+        self.on_done = on_done
+        self.buffer = buffer
+        self.target = target
+        self.lock = threading.Lock()
+        self.runs: list[AnyRun[Fetch]] = []
+        self.tried: set[int] = set()
+        self.is_decided = False
+        self.data: memoryview | None = None
+        self.error: BaseException | None = None
+
+    def decide(self, data: memoryview) -> bool:
+        """Make the verified bytes `data` the result; False if there is one, or nobody cares."""
+        with self.lock:
+            if self.is_decided:
+                return False
+            self._end()
+            self.data = data
+            if self.target is not None and data is not self.target:
+                # After the others have stopped: one of them was writing there.
+                self.target[:] = data
+                self.data = self.target
+            return True
+
+    def give_up(self) -> None:
+        """Nobody wants it any more. What can be stopped is, and `target` not written to again."""
+        with self.lock:
+            self._end()
+
+    def _end(self) -> None:
+        self.is_decided = True
+        self.buffer = None
+        for run in self.runs:
+            run.attempt.give_up()
+            if run.buffer is self.target:
+                run.attempt.stop()
+
+
+Run = AnyRun[Fetch]
+
+
+class Fetcher:
+    """Reads of one mount's storage."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: BufferPool,
+        pool: FetchPool,
+        counters: Counters,
+        deadline_s: float,
+    ) -> None:
+        self._backend = backend
+        self._buffers = buffers
+        self._pool = pool
+        self._counters = counters
+        self._deadline_s = deadline_s
+        self._late: LateWatch[Fetch] = LateWatch(self._ask_again)
+
+    def source_of(self, file: OpenFile, span: Span) -> str:
+        """What a fetch competes for with others: the stored file, and the block in it."""
+        path, offset = file.view.source(span)
+        block_bytes = file.view.block_bytes
+        return f"{path}:{offset // block_bytes}" if block_bytes else path
+
+    def run(self, fetch: Fetch, *, is_second: bool = False) -> None:
+        """Carry out `fetch`, and try again what may pass: a mismatch elsewhere, an outage later.
+        Never raises."""
+        stop_s = time.monotonic() + self._deadline_s
+        pauses, missing_pauses = iter(_RETRY_PAUSES_S), iter(_MISSING_PAUSES_S)
+        refetches = iter(_REFETCH_PAUSES_S)
+        error: BaseException
+        while not fetch.is_decided:
+            try:
+                self._try(fetch, is_second)
+                return
+            except CorruptError as corrupt:
+                self._counters.add(corrupt_count=1)
+                error, pause_s = corrupt, next(refetches, None)
+            except NotFoundError as missing:
+                error, pause_s = missing, next(missing_pauses, None)
+            except UnavailableError as lost:
+                error, pause_s = lost, next(pauses, None)
+            except BaseException as failure:
+                # hdfs-native panics with exceptions that are no `Exception`; a waiter gets them.
+                error, pause_s = failure, None
+            if pause_s is None or time.monotonic() + pause_s >= stop_s:
+                self._fail(fetch, error)
+                return
+            _log.warning("%s; trying again", error)
+            self._counters.add(read_retry_count=1)
+            time.sleep(pause_s)
+
+    def _try(self, fetch: Fetch, is_second: bool) -> None:
+        """One attempt."""
+        view = fetch.file.view
+        path, offset = view.source(fetch.span)
+        source = fetch.file.sources.source(self._backend, path)
+        number, reader = source.pick(offset, fetch.tried)
+        run = self._begin(fetch, number, reader, is_second)
+        if run is None:
+            return
+        try:
+            with self._late.watching(run):
+                count = reader.read_into(offset, run.buffer, run.attempt)
+            if run.attempt.is_given_up:
+                self._end(fetch, run)
+                return
+            view.verify(fetch.span, run.buffer[:count])
+            is_same = view.layout is not None or view.is_in(reader.current())
+        except BaseException:
+            self._end(fetch, run, keep_buffer=True)
+            if fetch.is_decided:
+                return  # it was only cut off
+            source.drop(number)
+            raise
+        if not run.was_late:
+            source.was_good(number, offset)
+        if is_same:
+            self._win(fetch, run)
+        self._end(fetch, run)
+        if not is_same:
+            error = f"{path} was changed elsewhere while open here; open it again"
+            self._fail(fetch, UnavailableError(error))
+
+    def _begin(self, fetch: Fetch, number: int, reader: Reader, is_second: bool) -> Run | None:
+        """The attempt, with memory to read into; None if it is not needed any more."""
+        with fetch.lock:
+            buffer, fetch.buffer = fetch.buffer, None
+            may_use_target = (
+                fetch.target is not None
+                and reader.can_stop
+                and not any(run.buffer is fetch.target for run in fetch.runs)
+            )
+        if may_use_target and buffer is None:
+            buffer = fetch.target
+        if buffer is None:
+            buffer = self._buffers.take(
+                fetch.span.length, self._deadline_s, lambda: fetch.is_decided
+            )
+        run = Run(fetch, buffer, number, reader.has_replicas, is_second)
+        with fetch.lock:
+            if fetch.is_decided:
+                return None
+            fetch.runs.append(run)
+            fetch.tried.add(number)
+        return run
+
+    def _end(self, fetch: Fetch, run: Run, *, keep_buffer: bool = False) -> None:
+        with fetch.lock:
+            fetch.runs.remove(run)
+            if keep_buffer and not fetch.is_decided and run.buffer is not fetch.target:
+                fetch.buffer = fetch.buffer or run.buffer  # for the next attempt
+        if run.was_late:
+            self._pool.give_back()
+
+    def _win(self, fetch: Fetch, run: Run) -> None:
+        if not fetch.decide(run.buffer):
+            return
+        view = fetch.file.view
+        seconds = self._late.won(run)
+        self._counters.add(
+            fetched_bytes=fetch.span.length,
+            fetch_count=1,
+            fetch_busy_ns=int(seconds * 1e9),
+            late_won_count=1 if run.is_second else 0,
+        )
+        self._counters.add_for(
+            view.source_name(fetch.span),
+            read_bytes=fetch.span.length,
+            read_count=1,
+            read_busy_ns=int(seconds * 1e9),
+        )
+        fetch.on_done(fetch)
+
+    def _fail(self, fetch: Fetch, error: BaseException) -> None:
+        if isinstance(error, NotFoundError):
+            error = UnavailableError(
+                f"{fetch.file.view.path} cannot be read on: what it was stored in is gone; it was "
+                "replaced or removed elsewhere while open here"
+            )
+        with fetch.lock:
+            if fetch.is_decided or fetch.runs:
+                return  # another attempt is under way, and decides
+            fetch.is_decided = True
+            fetch.buffer = None
+        fetch.error = error
+        fetch.on_done(fetch)
+
+    def abandon(self, fetch: Fetch) -> None:
+        """Give up a fetch that is held up; its threads are made up for until they come back."""
+        fetch.give_up()
+        with fetch.lock:
+            for run in fetch.runs:
+                if not run.was_late and self._pool.lend():
+                    run.was_late = True
+                    self._counters.add(stuck_count=1)
+
+    def _ask_again(self, run: Run) -> None:
+        """`run` is late: have the same bytes read by somebody else, too."""
+        fetch = run.fetch
+        with fetch.lock:
+            if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
+                return
+        view = fetch.file.view
+        path, offset = view.source(fetch.span)
+        fetch.file.sources.source(self._backend, path).was_late(run.reader, offset)
+        buffer = self._buffers.try_take(fetch.span.length)
+        if buffer is None or not self._late.may_ask_again() or not self._pool.lend():
+            return
+        with fetch.lock:
+            is_needed = run in fetch.runs
+            if is_needed:
+                late = [other for other in fetch.runs if other.was_late]
+                if late:
+                    # Two that are late share what one slow DataNode has: the better one stays.
+                    worst = min((*late, run), key=lambda one: one.attempt.done_bytes)
+                    worst.attempt.give_up()
+                run.was_late = True
+                fetch.buffer = buffer
+        if is_needed:
+            self._counters.add(late_count=1)
+            self._counters.add_for(view.source_name(fetch.span), late_count=1)
+            self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
+        else:
+            self._pool.give_back()
+
+
+def as_raisable(error: BaseException | None, path: str) -> BaseException:
+    """What a reader is told. One error may be raised to several readers: each gets its own."""
+    if isinstance(error, BootseerError):
+        return type(error)(*error.args)
+    if isinstance(error, OSError):
+        return OSError(error.errno, os.strerror(error.errno or errno.EIO), path)
+    return UnavailableError(f"cannot read {path}: {type(error).__name__}: {error}")

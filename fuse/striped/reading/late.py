@@ -1,0 +1,118 @@
+"""Watches the reads that are under way, and says which ones fall behind the others.
+
+Owns one thread, which lives while reads last. Thread-safe.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from bootseer.fuse.striped.reading.pace import Pace
+from bootseer.store.opened import Attempt
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_IDLE_TICKS = 50
+
+Wanted = TypeVar("Wanted")
+
+
+class Run(Generic[Wanted]):
+    """One attempt at a fetch, under way."""
+
+    __slots__ = (
+        "attempt",
+        "buffer",
+        "fetch",
+        "has_replicas",
+        "is_second",
+        "length",
+        "reader",
+        "seen_bytes",
+        "seen_s",
+        "started_s",
+        "was_late",
+    )
+
+    def __init__(
+        self, fetch: Wanted, buffer: memoryview, reader: int, has_replicas: bool, is_second: bool
+    ) -> None:
+        self.fetch = fetch
+        self.attempt = Attempt()
+        self.buffer = buffer
+        self.length = len(buffer)
+        self.reader = reader
+        self.has_replicas = has_replicas
+        self.is_second = is_second
+        self.started_s = self.seen_s = time.monotonic()
+        self.seen_bytes = 0
+        self.was_late = False
+
+
+class LateWatch(Generic[Wanted]):
+    """Looks at all runs ten times a second."""
+
+    def __init__(self, on_late: Callable[[Run[Wanted]], object]) -> None:
+        """`on_late` is called, in the watch's thread, for a run that is late, until it sets
+        `was_late`. It must not wait."""
+        self._on_late = on_late
+        self._lock = threading.Lock()
+        self._runs: set[Run[Wanted]] = set()
+        self._pace = Pace()
+        self._is_alive = False
+
+    def won(self, run: Run[Wanted]) -> float:
+        """`run` brought what was wanted, before any other; returns how long it took, in seconds."""
+        seconds = time.monotonic() - run.started_s
+        with self._lock:
+            self._pace.note(run.length, seconds, is_second=run.is_second)
+        return seconds
+
+    def may_ask_again(self) -> bool:
+        """Whether there is credit for one more second request; counts it."""
+        with self._lock:
+            return self._pace.spend()
+
+    @contextlib.contextmanager
+    def watching(self, run: Run[Wanted]) -> Iterator[None]:
+        """Watch `run` while the body lasts."""
+        with self._lock:
+            self._runs.add(run)
+            begin = not self._is_alive
+            self._is_alive = True
+        if begin:
+            threading.Thread(target=self._work, name="stripe-late", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs.discard(run)
+
+    def _work(self) -> None:
+        idle_ticks = 0
+        while True:
+            time.sleep(_TICK_S)
+            now_s = time.monotonic()
+            with self._lock:
+                idle_ticks = 0 if self._runs else idle_ticks + 1
+                if idle_ticks > _IDLE_TICKS:
+                    self._is_alive = False
+                    return
+                late = [run for run in self._runs if not run.was_late and self._is_late(run, now_s)]
+            for run in late:
+                try:
+                    self._on_late(run)
+                except Exception:
+                    _log.exception("a late read is not asked for again")
+
+    def _is_late(self, run: Run[Wanted], now_s: float) -> bool:
+        done = run.attempt.done_bytes
+        if done != run.seen_bytes:
+            run.seen_bytes, run.seen_s = done, now_s
+        return self._pace.is_late(
+            run.length, done, now_s - run.started_s, now_s - run.seen_s, run.has_replicas
+        )

@@ -1,0 +1,54 @@
+"""What of a file was handed to the storage already, and how it becomes the file.
+
+Owns the choice between the two forms: `striped_body` and `plain_body`. A body belongs to one
+`FileWriter`, whose lock it relies on.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter
+from bootseer.fuse.striped.writing.tail import Tail
+
+
+class Body(Protocol):
+    """The bytes before the tail."""
+
+    path: str
+    """Of the file; changes when it is renamed while it is written."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many they are."""
+        ...
+
+    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+        """Take the next unit; full, unless `publish` follows. Raises: as `SegmentWriter.send`."""
+        ...
+
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        """Make all that was sent, and `tail`, the file. What may still change stays in `tail`."""
+        ...
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """What was not published vanishes. Idempotent, never raises."""
+        ...
+
+
+def begin_segment(
+    tree: StripedTree, path: str, settings: StripeSettings, dealing: Dealing
+) -> SegmentWriter:
+    """A new segment of the file at `path`."""
+    return SegmentWriter(
+        tree.backend,
+        path.rpartition("/")[0],
+        tree.kept,
+        tree.placement,
+        tree.budget,
+        tree.counters,
+        dealing,
+        settings.deadline_s,
+    )

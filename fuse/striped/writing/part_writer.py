@@ -1,0 +1,301 @@
+"""Writes one part: units in, one whole stored file out, past the failure of the storage.
+
+Owns the thread of the part. When writing fails in a way that another server may not repeat, the
+part is written again under a new name: from units that are still kept, and from what the failed
+file durably holds, checked by the block checksums. Thread-safe as said at each method.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import xxhash
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    PermissionDeniedError,
+    UnsupportedError,
+)
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.placement import DRAWS_MAX, Placement
+from bootseer.store.backend import Backend, Writer
+from bootseer.store.placing import PlacesFiles
+
+_log = logging.getLogger(__name__)
+
+# A part is begun at most this often: two servers may die under one save.
+_ATTEMPTS_MAX = 4
+_PAUSE_S = 0.02
+# Written before it is known whether the part stays where it was drawn to.
+_FIRST_BYTES = 64 * 2**10
+# A draw takes some 10 ms. Where the name server is slow, drawing on would cost more than it wins.
+_DRAWING_MAX_S = 0.3
+# No other server would answer differently, or the caller's patience is used up already.
+_FINAL = (
+    AlreadyExistsError,
+    DeadlineError,
+    InvalidInputError,
+    PermissionDeniedError,
+    UnsupportedError,
+)
+
+
+class PartGroup(Protocol):
+    """What the parts of one segment share."""
+
+    backend: Backend
+    folder: str
+    budget: MemoryBudget
+    kept: KeptUnits
+    placement: Placement
+    counters: Counters
+    unit_bytes: int
+    block_bytes: int
+    failed: bool
+
+    def note_progress(self) -> None:
+        """Something moved: the deadline begins anew."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing of the segment will be visible."""
+
+    def part_ended(self, part: "PartWriter") -> None:
+        """Called once, by the part's thread, after its last use of the storage."""
+
+
+class PartWriter:
+    """One part: a queue of units, a thread, and a stored file."""
+
+    def __init__(self, group: PartGroup, label: str, source: str) -> None:
+        """`source` is what the part's bytes are counted under."""
+        self.name = label
+        """Of the stored file; another one after a failure."""
+        self.size_bytes = 0
+        self.checksums: dict[int, int] = {}
+        self.queue: queue.SimpleQueue[Unit | None] = queue.SimpleQueue()
+        self.done = threading.Event()
+        self._group = group
+        self._label = label
+        self._source = source
+        self._writer: Writer | None = None
+        self._servers: tuple[str, ...] = ()
+        """That take the file; counted in the group's placement."""
+        self._units: list[Unit] = []
+        self._sent_count = 0
+        """How many of the units are in the file that is being written now."""
+        self._recent: deque[Unit] = deque()
+        """Those that the storage's writer itself may still hold: giving them up frees nothing."""
+        self._recent_bytes = 0
+        self._failed_names: list[str] = []
+        self._cause: BaseException | None = None
+        threading.Thread(target=self._run, name=f"stripe-part-{label}", daemon=True).start()
+
+    def empty_queue(self) -> None:
+        """Give back the memory of what was not begun. For the thread that sends."""
+        with contextlib.suppress(queue.Empty):
+            while (unit := self.queue.get_nowait()) is not None:
+                self._group.kept.release(unit)
+            # That was the end mark: the part's thread still needs it.
+            self.queue.put(None)
+
+    # ---- the part's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        group = self._group
+        at_end = False
+        try:
+            while (unit := self.queue.get()) is not None:
+                if group.failed:
+                    group.kept.release(unit)
+                    continue
+                self._units.append(unit)
+                self._checksum(unit)
+                self.size_bytes += unit.length
+                self._until_done(self._send)
+            at_end = True
+            if self._units and not group.failed:
+                self._until_done(self._close)
+                self._remove_failed()
+        except BaseException as error:
+            # hdfs-native panics with exceptions that are no `Exception`.
+            group.fail(error)
+            while not at_end and (rest := self.queue.get()) is not None:
+                group.kept.release(rest)
+        finally:
+            if self._writer is not None:
+                self._writer.abort()
+            self._leave_servers()
+            self._forget_recent()
+            for unit in self._units:
+                group.kept.release(unit)
+            group.part_ended(self)
+            self.done.set()
+
+    def _until_done(self, step: Callable[[], None]) -> None:
+        """Make `step`, with another file where one fails. Raises what the last one failed with."""
+        while True:
+            try:
+                return step()
+            except BaseException as error:
+                if self._group.failed or isinstance(error, _FINAL):
+                    raise
+                if len(self._failed_names) + 1 >= _ATTEMPTS_MAX:
+                    raise
+                _log.warning(
+                    "writing part %s of %s again, after: %s", self._label, self._group.folder, error
+                )
+                self._cause = error
+                self._begin_again()
+
+    def _begin_again(self) -> None:
+        group = self._group
+        writer, self._writer = self._writer, None
+        self._leave_servers()
+        self._forget_recent()
+        for unit in self._units:
+            group.kept.take(unit)
+        if writer is not None:
+            if any(unit.pieces is None for unit in self._units):
+                writer.abandon()
+            else:
+                writer.abort()
+        group.counters.add(write_retry_count=1)
+        self._failed_names.append(self.name)
+        self.name = f"{self._label}.{len(self._failed_names)}"
+        self._sent_count = 0
+        time.sleep(_PAUSE_S * 2 ** len(self._failed_names))
+
+    def _send(self) -> None:
+        """Write all that is not in the file yet."""
+        group = self._group
+        while self._sent_count < len(self._units):
+            unit = self._units[self._sent_count]
+            # Looked at once: another thread may give the unit up at any time.
+            pieces = unit.pieces or self._recall(unit)
+            if self._writer is None:
+                pieces = self._create(pieces)
+            assert self._writer is not None
+            start_ns = time.monotonic_ns()
+            for piece in pieces:
+                self._writer.write(piece)
+                group.note_progress()
+            busy_ns = time.monotonic_ns() - start_ns
+            group.counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
+            group.counters.add_for(self._source, written_bytes=unit.length, write_count=1)
+            self._sent_count += 1
+            self._note_sent(unit, self._writer.held_bytes)
+
+    def _create(self, pieces: list[bytes]) -> list[bytes]:
+        """Begin the file, on a server that has not too many others; returns what is not in it."""
+        group = self._group
+        backend = group.backend
+        places = backend if isinstance(backend, PlacesFiles) else None
+        name = self.name
+        end_s = time.monotonic() + _DRAWING_MAX_S
+        for draw in range(DRAWS_MAX):
+            if draw:
+                self.name = f"{name}.d{draw}"
+            path = f"{group.folder}/{self.name}"
+            self._writer = writer = backend.create(path)
+            if places is None:
+                return pieces
+            writer.write(pieces[0][:_FIRST_BYTES])
+            servers = places.servers_of(path)
+            is_last = time.monotonic() > end_s
+            if group.placement.take(servers, DRAWS_MAX if is_last else draw):
+                self._servers = servers
+                if not group.placement.block_bytes:
+                    group.placement.block_bytes = backend.stat(path).block_bytes
+                break
+            self._writer = None
+            writer.abort()
+        return [pieces[0][_FIRST_BYTES:], *pieces[1:]]
+
+    def _leave_servers(self) -> None:
+        self._group.placement.release(self._servers)
+        self._servers = ()
+
+    def _close(self) -> None:
+        self._send()
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
+        self._leave_servers()
+        self._group.note_progress()
+
+    def _note_sent(self, unit: Unit, held_bytes: int) -> None:
+        kept = self._group.kept
+        if unit.pieces is None:
+            return
+        if not held_bytes or not kept.hold(unit.length):
+            kept.keep(unit)
+            return
+        self._recent.append(unit)
+        self._recent_bytes += unit.length
+        while self._recent_bytes - self._recent[0].length >= held_bytes:
+            oldest = self._recent.popleft()
+            self._recent_bytes -= oldest.length
+            kept.let_go(oldest.length)
+            kept.keep(oldest)
+
+    def _forget_recent(self) -> None:
+        self._group.kept.let_go(self._recent_bytes)
+        self._recent.clear()
+        self._recent_bytes = 0
+
+    def _recall(self, unit: Unit) -> list[bytes]:
+        """The content of a unit that was given up, from a file that failed later."""
+        group = self._group
+        offset = self._sent_count * group.unit_bytes
+        for name in reversed(self._failed_names):
+            with contextlib.suppress(BootseerError):
+                data = group.backend.read(f"{group.folder}/{name}", offset, unit.length)
+                if len(data) == unit.length and all(
+                    self.checksums[block] == digest
+                    for block, digest in _checksums([data], unit.first_block, group.block_bytes)
+                ):
+                    group.note_progress()
+                    return [data]
+        # What it had taken can be read from no other server: its failure is the file's.
+        assert self._cause is not None
+        raise self._cause
+
+    def _remove_failed(self) -> None:
+        for name in self._failed_names:
+            # What stays goes with the folder, when the file is replaced or removed.
+            with contextlib.suppress(BootseerError):
+                self._group.backend.delete(f"{self._group.folder}/{name}")
+
+    def _checksum(self, unit: Unit) -> None:
+        assert unit.pieces is not None
+        self.checksums.update(_checksums(unit.pieces, unit.first_block, self._group.block_bytes))
+
+
+def _checksums(pieces: list[bytes], block: int, block_bytes: int) -> list[tuple[int, int]]:
+    """The number and checksum of each block, from number `block` on."""
+    found = []
+    room = block_bytes
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while len(rest) >= room:
+            digest.update(rest[:room])
+            found.append((block, digest.intdigest()))
+            digest.reset()
+            rest = rest[room:]
+            block, room = block + 1, block_bytes
+        digest.update(rest)
+        room -= len(rest)
+    if room < block_bytes:
+        found.append((block, digest.intdigest()))
+    return found

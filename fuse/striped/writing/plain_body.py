@@ -1,0 +1,99 @@
+"""The plain form of a file: one ordinary file, which every tool of the storage reads.
+
+Where the storage can join files the runs of a file are written in parallel, each as a file of its
+own, and joined in one step; elsewhere there is one run. Either way the name gets the whole.
+"""
+
+from collections.abc import Callable
+
+from bootseer.errors import UnsupportedError
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.body import Body, begin_segment
+from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter
+from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.joining import joiner
+
+RUN_UNITS = 8
+"""Units of a run. Runs become blocks: 32 MiB each with units of 4 MiB, so that what is on its way
+at 8 runs is half of the memory that a mount has by default, and HDFS's usual limit of 10,000 blocks
+allows files of 312 GiB."""
+
+
+class PlainBody(Body):
+    """The runs of one ordinary file, or what is added to one."""
+
+    def __init__(
+        self, tree: StripedTree, path: str, settings: StripeSettings, base: FileView | None = None
+    ) -> None:
+        """`base`: the stored file to add to. Raises UnsupportedError where that cannot be done."""
+        self._tree = tree
+        self.path = path
+        self._settings = settings
+        self._base = base
+        self._joiner = joiner(tree.backend)
+        self._check_can_add()
+        self._sent_bytes = base.size_bytes if base else 0
+        self._segment: SegmentWriter | None = None
+        self._unpublished = ""
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+        self._check_can_add()
+        if self._segment is None:
+            self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
+        self._segment.send(pieces, length, cancelled)
+        self._sent_bytes += length
+
+    def _dealing(self) -> Dealing:
+        settings, placement = self._settings, self._tree.placement
+        placement.begin_file()
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes)
+            if self._joiner
+            else 1,
+            run_units=RUN_UNITS if self._joiner else None,
+        )
+
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        if tail.length:
+            self.send(tail.pieces(), tail.length, cancelled)
+            tail.clear()
+        assert self._segment is not None, "the writer publishes what was written only"
+        runs = self._segment.finish_parts()
+        generation = self._unpublished = self._segment.generation
+        self._segment = None
+        self._tree.placement.end_file()
+        if len(runs) > 1:
+            assert self._joiner is not None, "else there is one run"
+            self._joiner.join(runs[0], runs[1:])
+        self._base = self._tree.publish_run(
+            self.path, runs[0], expected, adds=self._base is not None, before_commit=self._forget
+        )
+        self._tree.discard(self.path, {generation})
+        return self._base
+
+    def _forget(self) -> None:
+        self._unpublished = ""
+
+    def _check_can_add(self) -> None:
+        if self._base is not None and self._joiner is None:
+            raise UnsupportedError(
+                f"{self.path} is an ordinary file on a storage that cannot join files; it can be "
+                "replaced, not appended to"
+            )
+
+    def close(self, wait_s: float = 0.0) -> None:
+        if self._segment is not None:
+            self._segment.abort(wait_s)
+            self._segment = None
+            self._tree.placement.end_file()
+        if self._unpublished:
+            self._tree.discard(self.path, {self._unpublished})
+            self._forget()

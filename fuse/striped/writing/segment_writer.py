@@ -1,0 +1,251 @@
+"""Writes one segment: units in, parts out, in parallel, within the mount's memory.
+
+Owns which unit goes to which part, and the temporary folder of its generation; each part has a
+thread of its own (`part_writer`). `send`, `seal` and `finish` are for one thread; `abort` may be
+called from any. When a part cannot be written the segment fails: nothing of it becomes visible, and
+its folder is removed when the last thread has let go.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Part, Segment, pack_checksums
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.view import generation_folder
+from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.part_writer import PartWriter
+from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.store.backend import Backend
+
+_POLL_S = 0.2
+
+
+def new_generation() -> str:
+    """A name that no other writer, on any node, chooses."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How the units of a segment are dealt to its parts."""
+
+    unit_bytes: int
+    block_bytes: int
+    writers_max: int
+    """How many parts are written at once."""
+    run_units: int | None = None
+    """None: units are dealt in turn to `writers_max` parts. Else each part is a run of so many
+    units, and is finished as soon as it has them."""
+    parts_max: int | None = None
+    """A segment of runs is full when it has so many parts."""
+
+
+class SegmentWriter:
+    """A segment in the making."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        kept: KeptUnits,
+        placement: Placement,
+        budget: MemoryBudget,
+        counters: Counters,
+        dealing: Dealing,
+        deadline_s: float,
+    ) -> None:
+        self.generation = new_generation()
+        self.size_bytes = 0
+        self.unit_bytes = dealing.unit_bytes
+        self.block_bytes = dealing.block_bytes
+        self.backend = backend
+        self.folder = generation_folder(directory, self.generation)
+        self.budget = budget
+        self.kept = kept
+        self.placement = placement
+        self.counters = counters
+        self.failed = False
+        self._dealing = dealing
+        self._deadline_s = deadline_s
+        self._parts: list[PartWriter] = []
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._ended_count = 0
+        self._sealed = False
+        self._progress_s = time.monotonic()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next unit must go to another segment."""
+        dealing = self._dealing
+        limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
+        if self.placement.block_bytes:
+            # A part of one block stays on the server that it was drawn to, and an HDFS client has
+            # the fewest ways to fail.
+            units = max(1, self.placement.block_bytes // self.unit_bytes)
+            limit_bytes = min(limit_bytes, units * self.unit_bytes * dealing.writers_max)
+        if dealing.run_units is not None and dealing.parts_max is not None:
+            limit_bytes = dealing.parts_max * dealing.run_units * dealing.unit_bytes
+        return self.size_bytes >= limit_bytes
+
+    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+        """Hand over the next unit; full, but for the last one of the segment.
+
+        Waits while the mount's memory is used up. Raises what a part failed with, DeadlineError,
+        InterruptedError.
+        """
+        self.check()
+        try:
+            self.budget.take(length, self._deadline_s, lambda: cancelled() or self.failed)
+        except InterruptedError:
+            self.check()
+            raise
+        except DeadlineError as error:
+            self.fail(error)
+            raise
+        unit = Unit(pieces, length, self.size_bytes // self.block_bytes)
+        try:
+            part = self._part_of_next(cancelled)
+        except BaseException:
+            self.kept.release(unit)
+            raise
+        self.size_bytes += length
+        part.queue.put(unit)
+        run = self._dealing.run_units
+        if run is not None and self.size_bytes % (run * self.unit_bytes) == 0:
+            part.queue.put(None)
+
+    def seal(self) -> None:
+        """No more units will come."""
+        with self._changed:
+            if self._sealed:
+                return
+            self._sealed = True
+        for part in self._parts:
+            # A part that has its end already has no use for another one.
+            part.queue.put(None)
+
+    def finish(self) -> Segment:
+        """As `finish_parts`; returns what the parts hold, for the layout."""
+        self.finish_parts()
+        checksums: dict[int, int] = {}
+        for part in self._parts:
+            checksums.update(part.checksums)
+        return Segment(
+            self.generation,
+            self.size_bytes,
+            self.unit_bytes,
+            self.block_bytes,
+            tuple(Part(part.name, part.size_bytes) for part in self._parts),
+            pack_checksums([checksums[block] for block in range(len(checksums))]),
+        )
+
+    def finish_parts(self) -> list[str]:
+        """Close every part; returns their paths, in order, when all bytes are durable.
+
+        Raises what a part failed with, or DeadlineError when nothing moved for the deadline.
+        """
+        self.seal()
+        self.note_progress()
+        for part in self._parts:
+            while not part.done.wait(_POLL_S):
+                if self.failed:
+                    break
+                if time.monotonic() - self._progress_s > self._deadline_s:
+                    self.fail(self._late(part.name))
+        self.check()
+        return [f"{self.folder}/{part.name}" for part in self._parts]
+
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Give up: nothing of the segment stays, as soon as its threads come to it.
+
+        Waits for them at most `wait_s`.
+        """
+        self.fail(InterruptedError("given up"))
+        for part in self._parts:
+            # A part that is stuck in a dead server must not keep the mount's memory.
+            part.empty_queue()
+        self.seal()
+        with self._changed:
+            if self._ended_count == len(self._parts):
+                self._remove_folder()
+        deadline = time.monotonic() + wait_s
+        for part in self._parts:
+            part.done.wait(max(0.0, deadline - time.monotonic()))
+
+    def check(self) -> None:
+        """Raise what a part failed with."""
+        error = self._error
+        if error is None:
+            return
+        self.seal()
+        if isinstance(error, BootseerError | OSError):
+            raise error
+        raise UnavailableError(
+            f"cannot write {self.folder}: {type(error).__name__}: {error}"
+        ) from error
+
+    # ---- for the part threads -------------------------------------------------------------
+
+    def note_progress(self) -> None:
+        self._progress_s = time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure decides what the writer is told."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self.failed = True
+            self._changed.notify_all()
+
+    def part_ended(self, part: PartWriter) -> None:
+        with self._changed:
+            self._ended_count += 1
+            self._changed.notify_all()
+            if self.failed and self._sealed and self._ended_count == len(self._parts):
+                self._remove_folder()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _part_of_next(self, cancelled: Callable[[], bool]) -> PartWriter:
+        """The part that the next unit belongs to; begins it where the unit is its first."""
+        number = self.size_bytes // self.unit_bytes
+        writers_max, run = self._dealing.writers_max, self._dealing.run_units
+        index = number % writers_max if run is None else number // run
+        if index == len(self._parts):
+            if run is not None:
+                self._wait_for_a_place(cancelled)
+            label = f"{index:02x}"
+            self._parts.append(PartWriter(self, label, f"part {index % writers_max:02x}"))
+        return self._parts[index]
+
+    def _wait_for_a_place(self, cancelled: Callable[[], bool]) -> None:
+        """Wait until one of the parts that are written at once has ended."""
+        self.note_progress()
+        with self._changed:
+            while len(self._parts) - self._ended_count >= self._dealing.writers_max:
+                self._changed.wait(_POLL_S)
+                if self.failed:
+                    break
+                if cancelled():
+                    raise InterruptedError
+                if time.monotonic() - self._progress_s > self._deadline_s:
+                    raise self._late(self._parts[-1].name)
+        self.check()
+
+    def _late(self, part: str) -> DeadlineError:
+        return DeadlineError(
+            f"cannot write {self.folder}/{part}: no answer from {self.backend.url} within "
+            f"{self._deadline_s:.0f} s"
+        )
+
+    def _remove_folder(self) -> None:
+        # What cannot be removed now is garbage that fsck names; the writer's error matters more.
+        with contextlib.suppress(Exception):
+            self.backend.delete(self.folder, recursive=True)

@@ -1,0 +1,108 @@
+"""The striped form of a file: segments of parts, and a layout that names them.
+
+On a file system each segment has `stripe_count` parts, written as the units come. On an object
+store every unit is an object: it takes objects only as a whole, and holding one unit in memory
+until it is stored needs no disk, and no more memory than any other writer.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+
+from bootseer.fuse.striped.layout import MAX_PART_COUNT, MAX_SEGMENT_COUNT, Layout, Segment
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.body import Body, begin_segment
+from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter, new_generation
+from bootseer.fuse.striped.writing.tail import Tail
+
+
+class StripedBody(Body):
+    """Segments: those of the file so far, and those in the making."""
+
+    def __init__(
+        self,
+        tree: StripedTree,
+        path: str,
+        settings: StripeSettings,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
+        """`segments` are stored already, in the same directory."""
+        self._tree = tree
+        self.path = path
+        self._settings = settings
+        self._segments = list(segments)
+        self._open: list[SegmentWriter] = []
+        """The last one takes units, the others are full."""
+        self._unpublished: set[str] = set()
+        self._sent_bytes = sum(segment.size_bytes for segment in segments)
+        self._is_counted = False
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+        if not self._open or self._open[-1].is_full:
+            if self._open:
+                self._open[-1].seal()
+            segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
+            self._open.append(segment)
+            self._unpublished.add(segment.generation)
+        for segment in self._open:
+            segment.check()
+        self._open[-1].send(pieces, length, cancelled)
+        self._sent_bytes += length
+
+    def _dealing(self) -> Dealing:
+        settings, placement = self._settings, self._tree.placement
+        if not self._is_counted:
+            self._is_counted = True
+            placement.begin_file()
+        is_object_store = not self._tree.backend.has_atomic_rename
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes),
+            run_units=1 if is_object_store else None,
+            parts_max=MAX_PART_COUNT if is_object_store else None,
+        )
+
+    def _end_counting(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._tree.placement.end_file()
+
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        # A last segment of less than a unit may grow: it is written again with what follows.
+        kept = tail.join() if not self._open else b""
+        if tail.length:
+            self.send(tail.pieces(), tail.length, cancelled)
+            tail.clear()
+        while self._open:
+            self._segments.append(self._open[0].finish())
+            del self._open[0]
+        self._end_counting()
+        if len(self._segments) > MAX_SEGMENT_COUNT:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
+        layout = Layout(new_generation(), tuple(self._segments))
+        view = self._tree.publish_layout(
+            self.path, layout, expected, before_commit=self._unpublished.clear
+        )
+        if kept and len(kept) < self._settings.stripe_unit_bytes:
+            self._segments.pop()
+            self._sent_bytes -= len(kept)
+            tail.append(kept)
+        return view
+
+    def close(self, wait_s: float = 0.0) -> None:
+        for segment in self._open:
+            # It removes its own parts once nobody writes to them any more.
+            self._unpublished.discard(segment.generation)
+            segment.abort(wait_s)
+        self._open.clear()
+        self._end_counting()
+        if self._unpublished:
+            self._tree.discard(self.path, set(self._unpublished))
+            self._unpublished.clear()

@@ -1,0 +1,300 @@
+"""Writes one logical file: from the bytes as they come to a generation that is published whole.
+
+Owns the file's *tail* (bytes not yet sent to a part, which may still be changed) and the segments
+already written. Thread-safe, one call at a time. Nothing is visible to anybody before `publish`;
+after any failure nothing ever will be, and every later call raises the same error.
+"""
+
+import threading
+from collections.abc import Callable
+
+from bootseer.errors import UnsupportedError
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView, moved_identity
+from bootseer.fuse.striped.writing.bodies import begin_body, continue_body, looks_like_layout
+from bootseer.fuse.striped.writing.body import Body
+from bootseer.fuse.striped.writing.tail import Tail
+
+__all__ = ["FileWriter", "StripeSettings"]
+
+
+def _never() -> bool:
+    return False
+
+
+class FileWriter:
+    """A file in the making, or one that is appended to."""
+
+    def __init__(
+        self,
+        tree: StripedTree,
+        path: str,
+        budget: MemoryBudget,
+        settings: StripeSettings,
+        *,
+        base: FileView | None = None,
+        expected: str | None = None,
+    ) -> None:
+        """`base`: the generation to append to; without one the file starts empty. `expected`: the
+        identity of the file that it may replace; anything, without one.
+
+        Raises UnsupportedError for a base that cannot be appended to, and on a storage where
+        nothing could appear whole or not at all.
+        """
+        backend = tree.backend
+        if not (backend.has_atomic_rename or backend.has_atomic_put):
+            raise UnsupportedError(
+                f"{backend.url} cannot replace a file in one step, which a safe commit needs: "
+                "mount it with --read-only"
+            )
+        self._path = path
+        self.view = base
+        """The generation that this writer published last, or started from."""
+        self._tree = tree
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._body: Body | None = None
+        """What was sent; None as long as all is in the tail."""
+        self._tail = Tail()
+        self._announced_bytes = 0
+        self._is_dirty = base is None
+        self._was_written = False
+        self._expected = base.identity if base is not None else expected
+        self._error: BaseException | None = None
+        self._is_detached = False
+        if base is not None:
+            self._body, self._tail = continue_body(tree, path, settings, base)
+
+    @property
+    def path(self) -> str:
+        """The file's, also when it is renamed while it is written."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        with self._lock:
+            if self._expected is not None:
+                self._expected = moved_identity(self._expected, self._path, path)
+            if self.view is not None:
+                self.view = self.view.renamed(path)
+            self._path = path
+            if self._body is not None:
+                self._body.path = path
+
+    @property
+    def size_bytes(self) -> int:
+        """How long the file is, with all that was written, or announced by `truncate`, so far."""
+        return max(self._end, self._announced_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What lies before this cannot be changed any more."""
+        return self._body.sent_bytes if self._body is not None else 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an earlier call failed, so that every later one will."""
+        return self._error is not None
+
+    @property
+    def needs_publishing(self) -> bool:
+        """Whether something would be lost if the writer were forgotten now."""
+        return self._is_dirty and self._error is None and not self._is_detached
+
+    @property
+    def was_written(self) -> bool:
+        """Whether bytes came, or went, since the last `publish`."""
+        return self._was_written
+
+    # ---- writing --------------------------------------------------------------------------
+
+    def append(self, data: bytes | memoryview, cancelled: Callable[[], bool] = _never) -> int:
+        """Write at the end, whatever the caller thinks the offset is."""
+        with self._lock:
+            return self.write(self.size_bytes, data, cancelled)
+
+    def write(
+        self, offset: int, data: bytes | memoryview, cancelled: Callable[[], bool] = _never
+    ) -> int:
+        """Take `data` at `offset`: at the end, or within what has not been sent yet.
+
+        Anything else is EOPNOTSUPP. Waits while the mount's memory is used up. Raises NoSpaceError,
+        DeadlineError, UnavailableError, ...: then, as after EOPNOTSUPP, the file has failed for
+        good. A program that goes on closing it must not put half a file in a good one's place.
+        """
+        with self._lock:
+            self._check()
+            if not len(data):
+                return 0
+            gap = offset - self._end
+            with self._failing():
+                if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
+                    raise UnsupportedError(
+                        f"{self.path}: a striped file is written from start to end; what lies "
+                        f"before byte {self.sent_bytes} is on its way already"
+                    )
+                if gap > 0:
+                    self._add(bytes(gap), cancelled)
+                within = self._end - offset
+                rest = memoryview(data)
+                if within:
+                    self._tail.patch(offset - self.sent_bytes, rest[:within])
+                    rest = rest[within:]
+                self._note_change()
+                self._add(rest, cancelled)
+            return len(data)
+
+    def truncate(self, size_bytes: int) -> None:
+        """Cut to nothing, or within what has not been sent yet, else EOPNOTSUPP; or grow.
+
+        What is grown is expected to be written then, as safetensors does: zeros are put only for
+        up to one unit of it.
+        """
+        with self._lock:
+            self._check()
+            if size_bytes == self.size_bytes:
+                return
+            if size_bytes == 0:
+                self._reset()
+            elif size_bytes >= self.sent_bytes:
+                if size_bytes < self._end:
+                    self._tail.cut(size_bytes - self.sent_bytes)
+                self._announced_bytes = size_bytes
+            else:
+                raise UnsupportedError(
+                    f"{self.path}: a striped file can be cut to nothing, or back to byte "
+                    f"{self.sent_bytes}, not to {size_bytes}"
+                )
+            self._note_change()
+
+    def read(self, offset: int, length: int) -> bytes | None:
+        """Bytes that were written and not sent yet; None where they are elsewhere."""
+        with self._lock:
+            end = min(offset + length, self.size_bytes)
+            if offset >= end:
+                return b""
+            if offset < self.sent_bytes:
+                return None
+            start = offset - self.sent_bytes
+            return self._tail.join()[start : start + length].ljust(end - offset, b"\0")
+
+    # ---- committing -----------------------------------------------------------------------
+
+    def publish(self, cancelled: Callable[[], bool] = _never) -> None:
+        """Make all that was written the file's content, durably and in one step.
+
+        Does nothing where nothing changed. Raises as `write`, and ESTALE where somebody replaced
+        the file that was being appended to.
+        """
+        with self._lock:
+            self._check()
+            if not self._is_dirty or self._is_detached:
+                return
+            with self._failing():
+                self._fill_up(cancelled)
+                if self._fits_a_plain_file():
+                    view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
+                else:
+                    body = self._body or self._begin_body()
+                    view = body.publish(self._tail, self._expected, cancelled)
+            self.view = view
+            if self._body is not None or self._expected is not None:
+                # What comes next builds on what is stored: it must still be the file's.
+                self._expected = view.identity
+            self._is_dirty = self._was_written = False
+
+    def detach(self) -> None:
+        """The file was unlinked, or replaced by a rename: it will never be visible."""
+        with self._lock:
+            self._is_detached = True
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Let go; what was not published vanishes, in the background after `wait_s`.
+
+        Idempotent, never raises.
+        """
+        with self._lock:
+            if self._body is not None:
+                self._body.close(wait_s)
+                self._body = None
+            self._tail.clear()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> int:
+        """What was written ends here."""
+        return self.sent_bytes + self._tail.length
+
+    def _fill_up(self, cancelled: Callable[[], bool]) -> None:
+        """Put zeros where the file was announced to be longer than what was written."""
+        gap = self.size_bytes - self._end
+        if gap > self._settings.stripe_unit_bytes:
+            raise UnsupportedError(
+                f"{self.path}: its size was set to {self._announced_bytes} bytes, and only "
+                f"{self._end} were written"
+            )
+        self._add(bytes(gap), cancelled)
+        self._announced_bytes = 0
+
+    def _add(self, data: bytes | memoryview, cancelled: Callable[[], bool]) -> None:
+        unit_bytes = self._settings.stripe_unit_bytes
+        rest = memoryview(data)
+        while len(rest):
+            # A full unit is sent when the next byte comes: a file of exactly one unit stays whole.
+            if self._tail.length == unit_bytes:
+                self._send_tail(cancelled)
+            room = unit_bytes - self._tail.length
+            self._tail.append(rest[:room])
+            rest = rest[room:]
+
+    def _send_tail(self, cancelled: Callable[[], bool]) -> None:
+        body = self._body or self._begin_body()
+        body.send(self._tail.pieces(), self._tail.length, cancelled)
+        self._tail.clear()
+
+    def _begin_body(self) -> Body:
+        self._body = begin_body(self._tree, self._path, self._settings, self._tail)
+        return self._body
+
+    def _fits_a_plain_file(self) -> bool:
+        return self._body is None and not looks_like_layout(self._tail)
+
+    def _reset(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+        self._tail.clear()
+        self._announced_bytes = 0
+        # From here on this is a new file: whatever stands under the name is replaced.
+        self._expected = None
+
+    def _note_change(self) -> None:
+        self._is_dirty = self._was_written = True
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _failing(self) -> "_Failing":
+        return _Failing(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember `error` for every later call, and give up what was written."""
+        self._error = error
+        self.close()
+
+
+class _Failing:
+    """Whatever is raised within makes the file fail for good, but for an interrupted wait."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._writer = writer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._writer.fail(error)
