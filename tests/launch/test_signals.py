@@ -162,7 +162,7 @@ def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str)
         wait_for(node.base / "up")
         for pid, command in node.processes().items():
             if pid != process.pid:
-                assert "striped.server" in command
+                assert "striped.mounted.server" in command
                 subprocess.run(["kill", "-KILL", str(pid)], check=True)
         process.kill()
         process.communicate(timeout=30)
