@@ -47,4 +47,4 @@ def test_the_commands(line: str) -> None:
     stripe = cli.get_command(context, group)
     command = stripe.get_command(context, name)  # type: ignore[union-attr]
     assert command is not None
-    command.make_context(name, arguments)
+    command.make_context(name, arguments, parent=context)

@@ -13,6 +13,7 @@ import pytest
 from bootseer.cli import cli
 from bootseer.cli.mount_helper import parse_options
 from bootseer.errors import InvalidInputError
+from tests.support.cli_reference import root_context
 from tests.support.fuse_mount import REPOSITORY, require_root, run
 
 DOCKER = REPOSITORY / "docker"
@@ -143,7 +144,7 @@ def test_the_commands_in_recipes_can_be_parsed() -> None:
         command = cli.get_command(None, words[0])  # type: ignore[arg-type]
         assert command is not None, words
         # Parsed, not run.
-        command.make_context(words[0], words[1:], resilient_parsing=False)
+        command.make_context(words[0], words[1:], parent=root_context())
 
 
 def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> None:
