@@ -274,6 +274,8 @@ def test_what_a_crashed_saver_left_is_deleted_when_it_is_old(
 
 def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[[], None]) -> None:
     """On HDFS the time of a part stands still while it is written; its lease tells."""
+    # The parts' threads have not made it yet.
+    storage.backend.mkdir("")
     writer = storage.writer("f")
     writer.append(DATA[: 5 * UNIT])
     while not list(garbage_of(storage)):
