@@ -2,45 +2,28 @@
 socket for `bootseer.ready()`, and the life of the process for which it was started.
 
 `ControlServer` is one thread of the server's process that waits for all of these; its callbacks run
-in that thread and must be quick. `ask` is the other side. A request is one line of JSON, its answer
-another; only the mount's own user and root are heard.
+in that thread and must be quick. `ask` is the other side. The exchange is that of `control_socket`.
 """
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer import control_socket
+from bootseer.control_socket import Command
+from bootseer.errors import BootseerError
 
 _log = logging.getLogger(__name__)
 
-Command = Callable[[], Mapping[str, Any]]
-
-_REQUEST_BYTES_MAX = 4096
 _ANSWER_BYTES_MAX = 2**20
-_CLIENT_S = 2.0
-"""A client that says nothing for so long is hung up on: it holds up the others."""
-_CREDENTIALS = struct.Struct("3i")
-
-
-@contextlib.contextmanager
-def _short_path(directory: Path) -> Iterator[str]:
-    """The control socket's path, within the 107 bytes that an address has, however deep."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/control"
-    finally:
-        os.close(fd)
 
 
 def new_ready_name() -> str:
@@ -58,13 +41,7 @@ class ControlServer:
         self._timer: tuple[float, Callable[[], None]] | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):
-            (directory / "control").unlink()
-        with _short_path(directory) as path:
-            self._listener.bind(path)
-            os.chmod(path, 0o600)
-        self._listener.listen(16)
+        self._listener = control_socket.listen(directory / "control")
         self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._ready.bind("\0" + ready_name)
         self._on_ready: Callable[[], None] | None = None
@@ -96,7 +73,7 @@ class ControlServer:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"x")
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_CLIENT_S + 1)
+            self._thread.join(control_socket.CLIENT_S + 1)
         self._listener.close()
         self._ready.close()
 
@@ -140,62 +117,15 @@ class ControlServer:
         except OSError as error:
             _log.debug("a client hung up: %s", error)
             return
-        with client:
-            try:
-                client.settimeout(_CLIENT_S)
-                client.sendall(self._answer(client))
-            except OSError as error:
-                _log.debug("a client hung up: %s", error)
-
-    def _answer(self, client: socket.socket) -> bytes:
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid not in (0, os.geteuid()):
-            return b'{"error": "not permitted"}\n'
-        line = b""
-        while not line.endswith(b"\n") and len(line) < _REQUEST_BYTES_MAX:
-            part = client.recv(_REQUEST_BYTES_MAX)
-            if not part:
-                break
-            line += part
-        try:
-            name = json.loads(line)["command"]
-            command = self._commands[name]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return b'{"error": "unknown command"}\n'
-        try:
-            answer: Mapping[str, Any] = command()
-        except (BootseerError, OSError) as error:
-            answer = {"error": str(error)}
-        return json.dumps(answer, default=str).encode() + b"\n"
+        control_socket.answer_client(client, self._commands)
 
 
 def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """The server's answer. Raises: UnavailableError, DeadlineError."""
-    answer = b""
-    try:
-        with (
-            _short_path(directory) as path,
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
-        ):
-            connection.settimeout(timeout_s)
-            connection.connect(path)
-            connection.sendall(json.dumps({"command": command}).encode() + b"\n")
-            while not answer.endswith(b"\n") and len(answer) < _ANSWER_BYTES_MAX:
-                part = connection.recv(65536)
-                if not part:
-                    break
-                answer += part
-        document = json.loads(answer)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"the server of the mount {directory.name} did not answer in {timeout_s:g} s"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UnavailableError(
-            f"the server of the mount {directory.name} does not answer: {error}"
-        ) from error
-    if not isinstance(document, dict) or "error" in document:
-        reason = document.get("error") if isinstance(document, dict) else "nonsense"
-        raise UnavailableError(f"the server of the mount {directory.name} says: {reason}")
-    return document
+    return control_socket.ask(
+        directory / "control",
+        command,
+        whom=f"the server of the mount {directory.name}",
+        answer_bytes_max=_ANSWER_BYTES_MAX,
+        timeout_s=timeout_s,
+    )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.control_socket import Command
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
-from bootseer.prefetch.control import Command, ControlServer, ask, new_ready_name
+from bootseer.prefetch.control import ControlServer, ask, new_ready_name
 from tests.support.image_mounts import wait_for
 
 
