@@ -8,9 +8,7 @@ dropping the page cache makes nodes cold and not them.
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +17,15 @@ from typing import Protocol
 from bench.containers.line import Line, own_network
 from bench.containers.node import HOST, Node
 from bench.containers.packages import Packages
+from bench.containers.services import assemble_hdfs, hdfs_store, listening
 from bench.containers.torch_image import TAGS
 from bench.containers.workloads import Workload
 from bench.model import SkippedError, Workspace
-from bench.processes import ending_with_us
 from bench.tmpfs import tmpfs
 
 # Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
 # that insist on it; nodes know it by name.
 _PORT, _SECURE_PORT = 5000, 5001
-_START_DEADLINE_S = 60.0
 _COMMAND_DEADLINE_S = 300.0
 # The image twice, as eStargz, and packed in the store.
 _FAR_SIDE_BYTES = 3 * 2**30
@@ -123,7 +120,7 @@ def open_site(
             peer.fetch(packages)
         except SkippedError as reason:
             missing[peer.name] = str(reason)
-    _assemble_hdfs()
+    assemble_hdfs()
     registry = packages.unpacked("bookworm", "docker-registry") / "usr/bin/docker-registry"
     with contextlib.ExitStack() as stack:
         far_side = stack.enter_context(tmpfs(workspace.directory, _FAR_SIDE_BYTES))
@@ -134,35 +131,15 @@ def open_site(
             config = workspace.directory / f"registry-{port}.yml"
             content = far_side / "registry"
             config.write_text(_REGISTRY_CONFIG.format(folder=content, port=port, tls=secrets))
-            stack.enter_context(_registry(registry, config, port))
-        store_url = stack.enter_context(_store(far_side))
+            serve, log = [str(registry), "serve", str(config)], config.with_suffix(".log")
+            stack.enter_context(listening(serve, log, port, "the registry"))
+        store_url = stack.enter_context(hdfs_store(far_side))
         site = Site(
             workspace.directory, packages, layout, line, store_url, workload, rate_mbit, missing
         )
         for tag in TAGS:
             copy_image(f"oci:{layout}:{tag}", f"docker://{site.reference(tag)}")
         yield site
-
-
-@contextlib.contextmanager
-def _registry(program: Path, config: Path, port: int) -> Iterator[None]:
-    with config.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            ending_with_us([str(program), "serve", str(config)]),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not _is_listening(port):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SkippedError("the registry did not start")
-            time.sleep(0.05)
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _make_certificate(certificate: Path) -> Path:
@@ -173,31 +150,6 @@ def _make_certificate(certificate: Path) -> Path:
     command += ["-addext", f"subjectAltName=DNS:{HOST}", "-keyout", str(key)]
     _run([*command, "-out", str(certificate)], "make a certificate")
     return key
-
-
-def _is_listening(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
-def _assemble_hdfs() -> None:
-    from tests.hdfs.classpath import CannotAssembleError, classpath
-
-    try:
-        classpath()
-    except CannotAssembleError as error:
-        raise SkippedError(f"no HDFS to keep the store on: {error}") from error
-
-
-@contextlib.contextmanager
-def _store(far_side: Path) -> Iterator[str]:
-    """A real HDFS of one DataNode, which is the store that Bootseer is mostly used with."""
-    from tests.hdfs.cluster import MiniHdfs
-
-    conf = {"dfs.replication": "1"}
-    with MiniHdfs(far_side / "hdfs", datanode_count=1, conf=conf) as cluster:
-        yield f"{cluster.url}/bootseer"
 
 
 def copy_image(source: str, target: str) -> None:

@@ -8,11 +8,8 @@ their sources: in `near` what is on a node already; behind the line a store (HDF
 import contextlib
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +17,9 @@ from pathlib import Path
 from bench.containers.line import Line, own_network
 from bench.containers.node import Node
 from bench.containers.packages import Packages
+from bench.containers.services import assemble_hdfs, hdfs_store, listening
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
 from bench.model import SkippedError, Workspace
-from bench.processes import ending_with_us
 from bench.tmpfs import tmpfs
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
@@ -33,7 +30,6 @@ RATE_MBIT = 1000
 # Wheels, the snapshot in two stores, two archives, and bundles.
 _MEMORY_BYTES = 4 * 2**30
 _PORT = 8000
-_START_DEADLINE_S = 60.0
 _PIECE_BYTES = 2**23
 
 
@@ -96,7 +92,7 @@ def open_site(workspace: Workspace) -> Iterator[Site]:
             raise SkippedError(f"there is no {tool}; apt install util-linux zstd")
     workspace.kept.mkdir(parents=True, exist_ok=True)
     kept = environment(workspace.kept, workspace.say)
-    _assemble_hdfs()
+    assemble_hdfs()
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(tmpfs(workspace.directory, _MEMORY_BYTES))
         scratch = stack.enter_context(
@@ -112,30 +108,16 @@ def open_site(workspace: Workspace) -> Iterator[Site]:
             tree = catalogue.load_tree(store, target)
         blob = near / "store" / blob_key(target.blob.digest)
         line = stack.enter_context(own_network())
-        stack.enter_context(_wheels(near / "wheels", workspace.directory / "wheels.log"))
-        store_url = stack.enter_context(_hdfs(memory))
+        # An index of wheels as simple as one can be: a list of files.
+        serve = [sys.executable, "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"]
+        serve += ["--directory", str(near / "wheels")]
+        log = workspace.directory / "wheels.log"
+        stack.enter_context(listening(serve, log, _PORT, "the index of wheels"))
+        store_url = stack.enter_context(hdfs_store(memory))
         _copy_store(kept.store, store_url)
         stored_bytes = target.blob.size_bytes
         packages = Packages(workspace.kept / "packages")
         yield Site(kept, packages, near, Path(scratch), line, store_url, tree, blob, stored_bytes)
-
-
-def _assemble_hdfs() -> None:
-    from tests.hdfs.classpath import CannotAssembleError, classpath
-
-    try:
-        classpath()
-    except CannotAssembleError as error:
-        raise SkippedError(f"no HDFS to keep the store on: {error}") from error
-
-
-@contextlib.contextmanager
-def _hdfs(memory: Path) -> Iterator[str]:
-    from tests.hdfs.cluster import MiniHdfs
-
-    conf = {"dfs.replication": "1"}
-    with MiniHdfs(memory / "hdfs", datanode_count=1, conf=conf) as cluster:
-        yield f"{cluster.url}/bootseer"
 
 
 def _copy_store(folder: Path, url: str) -> None:
@@ -152,30 +134,3 @@ def _copy_store(folder: Path, url: str) -> None:
                         sink.write(piece)
     finally:
         backend.close()
-
-
-@contextlib.contextmanager
-def _wheels(folder: Path, log: Path) -> Iterator[None]:
-    """An index of wheels as simple as one can be: a list of files."""
-    serve = [sys.executable, "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            ending_with_us([*serve, "--directory", str(folder)]),
-            stdout=sink, stderr=sink, start_new_session=True,
-        )  # fmt: skip
-    try:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not _is_listening(_PORT):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SkippedError("the index of wheels did not start")
-            time.sleep(0.05)
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _is_listening(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
