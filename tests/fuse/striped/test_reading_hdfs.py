@@ -48,13 +48,18 @@ def read_all(storage: StripedStorage, path: str = "f") -> bytes:
         storage.reader.close(file)
 
 
-def blocks_with(hdfs: MiniHdfs, datanode: int, content: bytes) -> list[tuple[Path, int]]:
-    """The block files on a DataNode's disk that hold `content`, and where."""
-    found = []
-    for path in (hdfs.home / f"datanode{datanode}").rglob("blk_*"):
-        if path.suffix != ".meta" and (at := path.read_bytes().find(content)) >= 0:
-            found.append((path, at))
-    return found
+def replicas_with(hdfs: MiniHdfs, content: bytes) -> list[tuple[Path, int]]:
+    """The files on the DataNodes' disks that hold the block with `content`, and where it is.
+
+    A part that was written again leaves the block of its first try on the disks for some seconds:
+    of several blocks, the one created last is it.
+    """
+    blocks: dict[int, list[tuple[Path, int]]] = {}
+    for path in hdfs.home.glob("datanode*/**/blk_*"):
+        with contextlib.suppress(FileNotFoundError):  # such a block, deleted under the search
+            if path.suffix != ".meta" and (at := path.read_bytes().find(content)) >= 0:
+                blocks.setdefault(int(path.name.removeprefix("blk_")), []).append((path, at))
+    return blocks[max(blocks)]
 
 
 def test_a_byte_flipped_on_a_disk_is_detected_and_the_other_replica_read(
@@ -68,9 +73,10 @@ def test_a_byte_flipped_on_a_disk_is_detected_and_the_other_replica_read(
     # One replica each of several blocks, so that some of them are asked first.
     for unit in range(6):
         mark = data[unit * UNIT : unit * UNIT + 64]
-        holders = [each for node in range(3) for each in blocks_with(hdfs, node, mark)]
-        assert len(holders) == 2
-        path, at = holders[unit % 2]
+        replicas = replicas_with(hdfs, mark)
+        # More than two where a DataNode was so slow that the NameNode had its blocks copied.
+        assert len(replicas) >= 2
+        path, at = replicas[unit % 2]
         with path.open("r+b") as file:
             file.seek(at + 10)
             file.write(bytes([data[unit * UNIT + 10] ^ 1]))
