@@ -35,6 +35,11 @@ class BufferPool:
         budget.set_trimmer(self._trim)
 
     @property
+    def limit_bytes(self) -> int:
+        """How much may be in use."""
+        return self._budget.limit_bytes
+
+    @property
     def spare_bytes(self) -> int:
         """Kept for the next to come."""
         return self._spare_bytes

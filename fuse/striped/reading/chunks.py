@@ -5,6 +5,7 @@ file's `view` and `pinned` are replaced as a whole by whoever changes its name.
 """
 
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 from bootseer.fuse.striped.reading.pool import Urgency
@@ -42,7 +43,7 @@ class Chunk:
 class OpenFile:
     """One generation of a file that somebody has open (or warms), and who reads where in it."""
 
-    __slots__ = ("open_count", "pinned", "sources", "streams", "view")
+    __slots__ = ("open_count", "passed", "pinned", "sources", "streams", "view")
 
     def __init__(self, view: FileView) -> None:
         self.view = view
@@ -50,5 +51,7 @@ class OpenFile:
         self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
         self.sources = Sources()
         self.open_count = 0
+        self.passed: deque[Chunk] = deque()
+        """What its only reader left behind last."""
         self.pinned: bytes | None = None
         """The whole content, once the stored file is about to go away under its readers."""

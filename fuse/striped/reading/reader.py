@@ -211,7 +211,7 @@ class StripedReader:
         position = offset
         try:
             for chunk in chunks:
-                if sequential and self._window.is_overtaken(chunk):
+                if sequential and self._window.starves_others(file, chunk):
                     with self._lock:
                         file.streams.held_up(end)
                 self._window.wait(file, chunk, cancelled)
@@ -224,6 +224,8 @@ class StripedReader:
             self._window.let_go(chunks)
         # Who follows on another descriptor (ranks of a node) needs what this one leaves behind.
         if sequential and file.open_count < 2:
-            self._window.passed(chunks, end)
+            with self._lock:
+                is_only = file.streams.active_count(time.monotonic() - _ACTIVE_S) == 1
+            self._window.passed(file, chunks, end, is_only=is_only)
         self._counters.add(served_bytes=end - offset)
         return result

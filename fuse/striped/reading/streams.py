@@ -28,6 +28,8 @@ class _Stream:
     used_s: float
     is_sequential: bool
     window_bytes: int
+    widened_until: int = 0
+    """How far the stream must come before its latest window has been of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,9 @@ class StreamTracker:
         """The stream that has come to `end` waits for bytes while later ones are here already: one
         source is behind the others, and only a wider window keeps those busy."""
         for stream in self._streams:
-            if stream.next == end:
+            if stream.next == end >= stream.widened_until:
                 stream.window_bytes += stream.window_bytes // 2
+                stream.widened_until = end + stream.window_bytes // 2
 
     def active_count(self, since_s: float) -> int:
         """How many sequential streams have read something since then."""

@@ -20,6 +20,10 @@ from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.view import Span
 
 _POLL_S = 0.25
+# A large file is read through few buffers, used again and again: to touch new memory costs more
+# than any other step of a read (0.6 to 0.9 CPU s/GiB). The last few units stay for requests that
+# were overtaken by later ones.
+_PASSED_MAX = 4
 
 
 class Window:
@@ -147,16 +151,18 @@ class Window:
                 self._forget(chunk)
         chunk.ready.set()
 
-    def is_overtaken(self, chunk: Chunk) -> bool:
-        """Whether `chunk` is not here yet while a later one of its file is."""
+    def starves_others(self, file: OpenFile, chunk: Chunk) -> bool:
+        """Whether `chunk` is not here yet while a source has brought all that it was asked for
+        behind it, and so has nothing to do."""
         if chunk.data is not None:
             return False
         identity, start, _ = chunk.key
         with self._lock:
-            return any(
-                other.data is not None and other.key[0] == identity and other.key[1] > start
-                for other in self._chunks.values()
-            )
+            later = [c for c in self._chunks.values() if c.key[0] == identity and c.key[1] > start]
+        busy = {self._fetcher.source_of(file, c.span) for c in [chunk, *later] if c.data is None}
+        return any(
+            c.data is not None and self._fetcher.source_of(file, c.span) not in busy for c in later
+        )
 
     # ---- waiting --------------------------------------------------------------------------
 
@@ -202,13 +208,20 @@ class Window:
             for chunk in chunks:
                 chunk.waiters -= 1
 
-    def passed(self, chunks: list[Chunk], end: int) -> None:
+    def passed(self, file: OpenFile, chunks: list[Chunk], end: int, *, is_only: bool) -> None:
         """A sequential reader has come to `end`: what it leaves behind goes first when memory is
-        needed."""
+        needed; at once where it `is_only` reader of a file that is too large to stay anyway."""
+        is_large = file.view.size_bytes > self._buffers.limit_bytes
         with self._lock:
             for chunk in chunks:
                 if chunk.span.end <= end and chunk.key in self._chunks:
                     self._chunks.move_to_end(chunk.key, last=False)
+                    if is_only and is_large:
+                        file.passed.append(chunk)
+            while len(file.passed) > _PASSED_MAX:
+                oldest = file.passed.popleft()
+                if not oldest.waiters:
+                    self._forget(oldest)
 
     def reclaim(self, count: int) -> None:
         """Give up about `count` bytes that nobody waits for."""

@@ -79,6 +79,19 @@ def test_interleaved_streams_on_one_descriptor_stay_within_the_budget(stored: Pa
     driver.storage.close()
 
 
+def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as sparse:
+        sparse.truncate(192 * MIB)
+    driver = Driver(storage_on(tmp_path, unit=MIB, memory_bytes=160 * MIB))
+    file = driver.open("large", os.O_RDONLY)
+    for offset in range(0, 192 * MIB, MIB):
+        assert len(driver.pread(file, offset, MIB)) == MIB
+    # What is read ahead, and a few units behind it: new memory costs more than the read.
+    assert driver.storage.budget.peak_bytes <= 96 * MIB
+    driver.close(file)
+    driver.storage.close()
+
+
 def test_readers_and_writers_share_one_budget(tmp_path: Path, stored: Path) -> None:
     limit = 16 * MIB
     storage = storage_on(tmp_path, unit=MIB, memory_bytes=limit)
