@@ -34,7 +34,11 @@ class PermissionDeniedError(BootseerError, PermissionError):
 
 
 class NoSpaceError(BootseerError, OSError):
-    """A disk, quota or memory budget is full."""
+    """A disk, all disks of a storage or a memory budget are full."""
+
+
+class QuotaExceededError(NoSpaceError):
+    """A quota of the storage is used up; the storage itself may have room."""
 
 
 class DeadlineError(BootseerError, TimeoutError):
@@ -84,6 +88,7 @@ _CODES: dict[type[BaseException], tuple[int, int]] = {
     UnavailableError: (errno.EIO, 17),
     UnsupportedError: (errno.EOPNOTSUPP, 18),
     BusyError: (errno.EBUSY, 19),
+    QuotaExceededError: (errno.EDQUOT, 20),
 }
 
 
@@ -100,7 +105,7 @@ _BY_ERRNO: dict[int, type[BootseerError]] = {
     errno.EPERM: PermissionDeniedError,
     errno.EROFS: PermissionDeniedError,
     errno.ENOSPC: NoSpaceError,
-    errno.EDQUOT: NoSpaceError,
+    errno.EDQUOT: QuotaExceededError,
     errno.ETIMEDOUT: DeadlineError,
     errno.EBUSY: BusyError,
     errno.EOPNOTSUPP: UnsupportedError,

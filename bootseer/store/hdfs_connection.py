@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from bootseer.errors import DeadlineError, InvalidInputError
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoSpaceError
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
-from bootseer.store.hdfs_errors import translate
+from bootseer.store.hdfs_errors import refused_datanode_count, translate
 from bootseer.store.hdfs_joining import HdfsJoiner
 from bootseer.store.paths import split_path
 
@@ -77,13 +77,20 @@ class HdfsConnection:
             try:
                 return work(call)
             except BaseException as error:  # PanicException is no Exception
-                raise translate(error, what) from error
+                raise self._told_apart(translate(error, what)) from error
 
         # Only what the work raised is its failure: a signal that ends the waiting passes.
         try:
             return self._caller.run(translated, self.deadline_s)
         except DeadlineError as error:
             raise translate(error, what) from error
+
+    def _told_apart(self, error: BootseerError) -> BootseerError:
+        """`error`, or that all DataNodes are full, where it may mean that, and they are."""
+        count = refused_datanode_count(error)
+        if count and self._joiner.is_full(count, self._options.block_size_bytes):
+            return NoSpaceError(f"{error} No DataNode has room: remove files, or add DataNodes")
+        return error
 
     def client(self) -> "Client":
         """The connection, made by the first call (so that opening a store costs nothing)."""

@@ -14,6 +14,7 @@ from bootseer.errors import (
     NoSpaceError,
     NotFoundError,
     PermissionDeniedError,
+    QuotaExceededError,
     UnavailableError,
     from_oserror,
 )
@@ -25,8 +26,11 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
     ("(is not a directory)", NotFoundError),
     ("PathIsNotEmptyDirectoryException", AlreadyExistsError),
     ("AccessControlException", PermissionDeniedError),
-    ("QuotaExceededException", NoSpaceError),
-    ("DiskOutOfSpaceException", NoSpaceError),
+    # Of space, of names, and by type of storage.
+    ("QuotaExceededException", QuotaExceededError),
+    ("QuotaByStorageTypeExceededException", QuotaExceededError),
+    # The NameNode has put itself into safe mode.
+    ("Resources are low on NN", NoSpaceError),
     ("InvalidPathException", InvalidInputError),
     ("FSLimitException", InvalidInputError),
     ("must both be directories", InvalidInputError),
@@ -38,6 +42,8 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
 _TRACE = re.compile(r"(\\n|\n)\s*(\\t|\t)?\s*at [\w$.]+\(.*", re.DOTALL)
 _RPC = re.compile(r'RPCError\("[\w.$]*?([\w$]+)", "(.*)', re.DOTALL)
 _REASON_MAX_CHARACTERS = 300
+# No DataNode was found for a block: all are full, or dead, or too busy. The NameNode does not say.
+_NO_DATANODE = re.compile(r"could only be written to 0 of .*?There are (\d+) datanode")
 
 
 def translate(error: BaseException, what: str) -> BootseerError:
@@ -65,6 +71,12 @@ def translate(error: BaseException, what: str) -> BootseerError:
         if part in text:
             return kind(message)
     return UnavailableError(message)
+
+
+def refused_datanode_count(error: BaseException) -> int:
+    """Of how many DataNodes none was good enough for a block, where `error` says that; else 0."""
+    match = _NO_DATANODE.search(str(error))
+    return int(match[1]) if match else 0
 
 
 def _reason(text: str) -> str:

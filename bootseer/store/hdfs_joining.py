@@ -23,11 +23,14 @@ _SPACE_S = 10.0
 _SPACE_DEADLINE_S = 5.0
 # To say that a directory has no quota, the NameNode walks through it.
 _NO_QUOTA_S = 3600.0
+# The NameNode offers a DataNode only if it has room for a block besides those that are being
+# written to it, which it counts as if they were full, and those that failed minutes ago: so many.
+_ROOM_BLOCKS = 16
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
 
 class HdfsJoiner:
-    """Joins files of one cluster."""
+    """Joins files of one cluster, and knows where it writes and what room it has."""
 
     def __init__(self, cluster: str, deadline_s: float) -> None:
         """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
@@ -81,7 +84,7 @@ class HdfsJoiner:
             return space
         if not self.can_join() or self._name_node is None:
             return None
-        name_node = replace(self._name_node, deadline_s=min(self._deadline_s, _SPACE_DEADLINE_S))
+        name_node = self._hurried(self._name_node)
         try:
             space = Space(*name_node.capacity())
             if time.monotonic() >= self._no_quota_until_s:
@@ -98,6 +101,26 @@ class HdfsJoiner:
         with self._lock:
             self._space = space, time.monotonic() + _SPACE_S
         return space
+
+    def is_full(self, datanode_count: int, block_bytes: int | None) -> bool:
+        """Whether some DataNode lives and the `datanode_count` that there are, or were a moment
+        ago, have hardly any room; False where the NameNode does not say.
+
+        `block_bytes`: of the file that cannot be written; None: as the cluster likes.
+        """
+        if not self.can_join() or self._name_node is None:
+            return False
+        name_node = self._hurried(self._name_node)
+        try:
+            total_bytes, free_bytes = name_node.capacity()
+            block_bytes = block_bytes or name_node.default_block_bytes()
+        except (RpcError, OSError, ValueError, IndexError):
+            return False
+        return total_bytes > 0 and free_bytes < datanode_count * _ROOM_BLOCKS * block_bytes
+
+    def _hurried(self, name_node: NameNode) -> NameNode:
+        """For questions whose answers are worth no long wait."""
+        return replace(name_node, deadline_s=min(self._deadline_s, _SPACE_DEADLINE_S))
 
 
 def _find(cluster: str, deadline_s: float) -> NameNode | None:

@@ -63,6 +63,12 @@ class NameNode:
         # GetFsStatsResponseProto: capacity, used, remaining
         return _positive(numbers.get(1)), _positive(numbers.get(3))
 
+    def default_block_bytes(self) -> int:
+        """Of files whose writer does not say. Raises: as `concat`."""
+        # GetServerDefaultsResponseProto > FsServerDefaultsProto: blockSize
+        (defaults,) = _all(self._call("getServerDefaults", b""), 1)
+        return _positive(dict(_fields(defaults)).get(1))
+
     def quota(self, path: str) -> tuple[int, int] | None:
         """The space quota of a directory and what it has used, both with replication; None where
         it has none, which costs the NameNode a walk through it. Raises: as `concat`."""

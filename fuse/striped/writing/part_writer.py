@@ -21,6 +21,7 @@ from bootseer.errors import (
     BootseerError,
     DeadlineError,
     InvalidInputError,
+    NoSpaceError,
     PermissionDeniedError,
     UnsupportedError,
 )
@@ -45,6 +46,7 @@ _FINAL = (
     AlreadyExistsError,
     DeadlineError,
     InvalidInputError,
+    NoSpaceError,
     PermissionDeniedError,
     UnsupportedError,
 )

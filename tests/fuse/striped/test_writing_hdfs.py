@@ -2,11 +2,10 @@
 
 import random
 import threading
-from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BootseerError, NotFoundError, UnavailableError
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.striped.layout import decode_layout
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
@@ -126,17 +125,3 @@ def test_eight_saves_at_once_stay_within_the_budget(hdfs_url: str) -> None:
             thread.join(60)
         assert errors == []
         assert storage.budget.peak_bytes <= storage.budget.limit_bytes
-
-
-def test_full_datanodes_are_told_to_the_writer(tmp_path: Path) -> None:
-    """A cluster of its own whose DataNodes keep nearly the whole disk for others."""
-    reserved = {"dfs.datanode.du.reserved": str(2**60)}
-    with MiniHdfs(tmp_path / "full", datanode_count=1, conf=reserved) as cluster:
-        with open_storage(cluster.url + "/x", count=1) as storage:
-            writer = storage.writer("f")
-            save(writer, 0, 4 * MIB)
-            with pytest.raises(UnavailableError, match="could only be written to 0"):
-                writer.publish()
-            writer.close(5.0)
-        with pytest.raises(NotFoundError):
-            load(cluster.url + "/x", "f")
