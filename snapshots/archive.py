@@ -33,10 +33,10 @@ from bootseer.errors import (
 from bootseer.private import private_opener
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.capture import make_manifest, make_target
-from bootseer.snapshots.fingerprint import Part
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name, target_path, text_of
 from bootseer.snapshots.scan import WORK_PREFIX
+from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.store import Store
 
 # What an archive may expand to: deflate cannot exceed 1032, and below this nobody cares.

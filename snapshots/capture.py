@@ -22,10 +22,10 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.progress import Progress
 from bootseer.snapshots.catalogue import publish, publish_target
 from bootseer.snapshots.diff import diff
-from bootseer.snapshots.fingerprint import Part, fingerprint
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
 from bootseer.snapshots.scan import Scan
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)

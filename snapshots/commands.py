@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue, mounted, work
+from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
-from bootseer.snapshots.restore import check_base, place, restore_to
-from bootseer.snapshots.restore_modes import Wish, restore_by_choice
+from bootseer.snapshots.restoring import mounted, work
+from bootseer.snapshots.restoring.restore import check_base, place, restore_to
+from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.snapshots.state import remember
 from bootseer.store import Store, open_store
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.request import Report
+    from bootseer.snapshots.setup.request import Report
 
 _ROOT = Path("/")
 
@@ -34,7 +35,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
         )
     # Here: a restore, which jobs wait for, needs none of it.
     from bootseer.snapshots import capture
-    from bootseer.snapshots.targets import declared_targets
+    from bootseer.snapshots.setup.targets import declared_targets
 
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
@@ -103,7 +104,7 @@ def restore_snapshot(
 def _restore_relocated(
     settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
 ) -> None:
-    from bootseer.snapshots.relocated import restore_relocated
+    from bootseer.snapshots.relocation.apply import restore_relocated
 
     # Its links are followed on the way there; what files are told is the path that was asked for.
     path = Path(os.path.abspath(directory))

@@ -12,11 +12,11 @@ from bootseer.config import Settings
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import is_too_old, show_age
-from bootseer.snapshots.fingerprint import Part
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.request import Report, Request, resolve
 from bootseer.snapshots.scan import base_digest, scan
+from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.request import Report, Request, resolve
 from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bootseer.errors import CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.fingerprint import Part, fingerprint
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
 FORMAT = "bootseer-snapshot"
 VERSION = 1

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bootseer.config import Settings
-from bootseer.snapshots.mounted import Found, find_mounted
-from bootseer.snapshots.request import Resolved
+from bootseer.snapshots.restoring.mounted import Found, find_mounted
 from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.setup.request import Resolved
 from bootseer.snapshots.state import load_state
 
 

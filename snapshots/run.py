@@ -24,22 +24,23 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue, mounted, outside
-from bootseer.snapshots import work as working
+from bootseer.snapshots import catalogue, outside
 from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.mounted import keep_mounted
 from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.request import Report, Request, Resolved, resolve, working_directory
-from bootseer.snapshots.restore import place
-from bootseer.snapshots.restore_modes import Wish, restore_by_choice
+from bootseer.snapshots.restoring import mounted
+from bootseer.snapshots.restoring import work as working
+from bootseer.snapshots.restoring.mounted import keep_mounted
+from bootseer.snapshots.restoring.restore import place
+from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan
-from bootseer.snapshots.set_up_command import run_command
-from bootseer.snapshots.setup_result import SetupResult
+from bootseer.snapshots.setup.execute import run_command
+from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve, working_directory
+from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.setup.targets import show
 from bootseer.snapshots.state import remember
-from bootseer.snapshots.targets import show
 from bootseer.store import Store, open_store
 
 __all__ = ["SetupResult", "run_setup"]

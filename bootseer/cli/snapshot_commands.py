@@ -103,7 +103,7 @@ def restore(
 @click.option("--lazy", is_flag=True, help="Also while files in it are open.")
 def unmount(directory: Path, lazy: bool) -> None:
     """Take off a snapshot that is mounted on DIRECTORY; what was written there is gone."""
-    from bootseer.snapshots.mounted import unmount_snapshot
+    from bootseer.snapshots.restoring.mounted import unmount_snapshot
 
     unmount_snapshot(current_settings(), directory, lazy=lazy)
 

@@ -25,7 +25,7 @@ from bootseer.config import Settings
 
 if TYPE_CHECKING:
     from bootseer.snapshots.explain import Explanation
-    from bootseer.snapshots.request import Request
+    from bootseer.snapshots.setup.request import Request
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # Behind its first word everything belongs to the command, "--" or not.
@@ -80,7 +80,7 @@ def _set_up_options(command: _F) -> _F:
 
 def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
     """From the parameters that `_set_up_options` gives, which are taken out of `options`."""
-    from bootseer.snapshots.request import Request
+    from bootseer.snapshots.setup.request import Request
 
     settings = current_settings()
     max_age_s = options.pop("max_age_s")

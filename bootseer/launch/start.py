@@ -27,7 +27,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Time
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container
-    from bootseer.snapshots.request import Request
+    from bootseer.snapshots.setup.request import Request
 
 # What makes a set-up line a script for the shell rather than a plain command.
 _SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
@@ -136,8 +136,8 @@ class _Start:
             self._container.enter()
 
     def _set_up(self, command: list[str], span: Span) -> None:
-        from bootseer.snapshots.request import Request, run_plainly
         from bootseer.snapshots.run import run_setup
+        from bootseer.snapshots.setup.request import Request, run_plainly
 
         request = Request(
             command=command,

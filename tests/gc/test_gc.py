@@ -31,10 +31,10 @@ from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.trace import Access, Trace, TracedFile
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.fingerprint import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Stored, Target
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.verify import Verifier
 from bootseer.store import FileInfo, Store, open_store
 from bootseer.store.uses import Use, note_use, use_key

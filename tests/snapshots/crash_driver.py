@@ -18,9 +18,9 @@ from bootseer.prefetch.cover_users import has_users
 from bootseer.prefetch.covers import cover_at
 from bootseer.prefetch.mount_state import mounts_dir
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.mounted import unmount_snapshot
-from bootseer.snapshots.request import Request
+from bootseer.snapshots.restoring.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.support.snapshot_mounts import end_everything, wait_gone
 from tests.support.trees import describe, differences, make_zoo

@@ -24,8 +24,8 @@ from bootseer.snapshots import archive, catalogue
 from bootseer.snapshots.archive import export_snapshot, import_archive
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.images import Member, tar_of

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.snapshots.command import Hints, hints_of, simple_commands
+from bootseer.snapshots.setup.command import Hints, hints_of, simple_commands
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.compare import Comparison, compare, disk_view, snapshot_view
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.packages import Package, package_of
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.verify import Verifier
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
 from tests.support.trees import describe, differences
 from tests.support.wheels import make_wheel

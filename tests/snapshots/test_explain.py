@@ -21,10 +21,10 @@ from bootseer.snapshots.explain import (
     explain_setup,
     nearest,
 )
-from bootseer.snapshots.fingerprint import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

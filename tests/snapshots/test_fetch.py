@@ -12,7 +12,7 @@ from bootseer.config import Settings
 from bootseer.errors import CorruptError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.fetch import FrameSource
+from bootseer.snapshots.restoring.fetch import FrameSource
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
 

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.snapshots.command import Hints
-from bootseer.snapshots.fingerprint import (
+from bootseer.snapshots.setup.command import Hints
+from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
     fingerprint,
     variable_parts,
     without_credentials,
 )
-from bootseer.snapshots.inputs import Place, collect_inputs
+from bootseer.snapshots.setup.inputs import Place, collect_inputs
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)
 

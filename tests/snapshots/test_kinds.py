@@ -16,8 +16,8 @@ import pytest
 from bootseer.config import Settings
 from bootseer.errors import AlreadyExistsError, InvalidInputError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
 from tests.support.conda_channel import BUILT_AT, make_environment, make_package
 from tests.support.trees import describe, differences

@@ -13,9 +13,9 @@ import pytest
 from bootseer.config import Settings, load_settings
 from bootseer.errors import BusyError
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.node_trees import NodeTrees, is_whole
-from bootseer.snapshots.request import Request
+from bootseer.snapshots.restoring.node_trees import NodeTrees, is_whole
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.crash_driver import DELTA, make_base

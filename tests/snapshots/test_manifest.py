@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.fingerprint import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Stored, Target, decode, encode, target_path
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))
 _MANIFEST = Manifest(

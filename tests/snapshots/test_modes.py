@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bootseer.config import RESTORE_MODES
-from bootseer.snapshots.modes import (
+from bootseer.snapshots.restoring.modes import (
     EXTRACT,
     HARDLINK,
     LINK,

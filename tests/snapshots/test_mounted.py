@@ -22,10 +22,10 @@ from bootseer.prefetch.cover_users import start_time
 from bootseer.prefetch.covers import cover_at
 from bootseer.prefetch.mount_state import live_mounts, mounts_dir
 from bootseer.prefetch.settings_json import settings_to_json
-from bootseer.snapshots.mounted import unmount_snapshot
-from bootseer.snapshots.reflink import can_reflink
-from bootseer.snapshots.request import Request
+from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.restoring.reflink import can_reflink
 from bootseer.snapshots.run import SetupResult, run_setup
+from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.crash_driver import DELTA, make_base
 from tests.support.image_mounts import outside, skip_unless_fuse, skip_unless_root
@@ -66,8 +66,8 @@ _JOB = """
 import json, sys
 from bootseer.config import Settings
 from bootseer.prefetch.settings_json import settings_from_json
-from bootseer.snapshots.reflink import can_reflink
-from bootseer.snapshots.request import Request
+from bootseer.snapshots.restoring.reflink import can_reflink
+from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.run import run_setup
 settings, command, targets = json.loads(sys.argv[1])
 request = Request(command=command, targets=targets)

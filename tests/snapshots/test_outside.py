@@ -8,8 +8,8 @@ import pytest
 
 from bootseer.snapshots import outside
 from bootseer.snapshots.outside import Outside, changed_since, now_ns, usual_places
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.relocate import Brought, relocate_file, stale_bytecode
-from bootseer.snapshots.relocate_bytes import Prefix, prefix_of
-from bootseer.snapshots.relocate_records import (
+from bootseer.snapshots.relocation.contents import Prefix, prefix_of
+from bootseer.snapshots.relocation.plan import Brought, relocate_file, stale_bytecode
+from bootseer.snapshots.relocation.records import (
     Placeholder,
     placeholders_of,
     relocated_conda_record,

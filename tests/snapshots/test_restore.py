@@ -20,8 +20,8 @@ from bootseer.errors import (
 )
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.trees import describe, differences, make_zoo
@@ -249,7 +249,7 @@ def test_somebody_elses_working_directory_is_not_trusted(
     make_zoo(target)
     key = create_snapshot(make_node("a"), [str(target)]).fingerprint
     shutil.rmtree(target)
-    from bootseer.snapshots.work import make_work
+    from bootseer.snapshots.restoring.work import make_work
 
     trap = make_work(target).directory
     os.chown(trap, 4711, 4711)

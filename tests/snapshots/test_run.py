@@ -14,8 +14,8 @@ import pytest
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.request import Request
 from bootseer.snapshots.run import SetupResult, run_setup
+from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.trees import describe, differences

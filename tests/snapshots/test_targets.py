@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.command import hints_of
-from bootseer.snapshots.inputs import Place
-from bootseer.snapshots.interpreter import Interpreter, find_python, parse, probe
-from bootseer.snapshots.request import run_plainly
-from bootseer.snapshots.targets import declared_targets, infer_targets
+from bootseer.snapshots.setup.command import hints_of
+from bootseer.snapshots.setup.inputs import Place
+from bootseer.snapshots.setup.interpreter import Interpreter, find_python, parse, probe
+from bootseer.snapshots.setup.request import run_plainly
+from bootseer.snapshots.setup.targets import declared_targets, infer_targets
 
 
 def _interpreter(prefix: str, base: str) -> Interpreter:

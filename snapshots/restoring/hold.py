@@ -1,4 +1,4 @@
-"""The process behind a linked snapshot: `python -m bootseer.snapshots.hold`, started by `held`.
+"""The process behind a linked snapshot: started as a module of its own by `held`.
 
 It keeps the node's extracted tree for as long as an overlay shows it, takes the overlay off after
 its last user, and removes what was written. What a server of `prefetch` is to a mounted tree.
@@ -19,7 +19,7 @@ from bootseer.prefetch.cover_users import has_users, is_kept, leave, next_user
 from bootseer.prefetch.covers import covers, uncover_all
 from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
 from bootseer.prefetch.settings_json import settings_from_json
-from bootseer.snapshots.node_trees import NodeTrees
+from bootseer.snapshots.restoring.node_trees import NodeTrees
 
 _log = logging.getLogger(__name__)
 

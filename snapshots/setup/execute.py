@@ -8,7 +8,7 @@ import subprocess
 import time
 
 from bootseer.errors import BootseerError, SetupFailedError, exit_code_of
-from bootseer.snapshots.request import Request, working_directory
+from bootseer.snapshots.setup.request import Request, working_directory
 
 # The set-up's output is not ours to put on stdout, which carries data.
 _STDERR = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.snapshots.reflink import clone
+from bootseer.snapshots.restoring.reflink import clone
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _THREADS_MAX = 8

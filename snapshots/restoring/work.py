@@ -28,7 +28,7 @@ from bootseer.blob import index
 from bootseer.blob.tree import Tree
 from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, from_oserror
 from bootseer.snapshots.manifest import is_plain, text_of
-from bootseer.snapshots.merge import delete, move_into, set_directories
+from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
 from bootseer.snapshots.scan import WORK_PREFIX
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
-from bootseer.snapshots import modes
-from bootseer.snapshots.facts import find_facts
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.modes import Choice
-from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.restore import Placed, fetch_tree, restore
-from bootseer.snapshots.served import mount_snapshot
-from bootseer.snapshots.work import OnFinished
+from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.facts import find_facts
+from bootseer.snapshots.restoring.modes import Choice
+from bootseer.snapshots.restoring.node_trees import NodeTrees
+from bootseer.snapshots.restoring.restore import Placed, fetch_tree, restore
+from bootseer.snapshots.restoring.served import mount_snapshot
+from bootseer.snapshots.restoring.work import OnFinished
 from bootseer.store import Store
 
 
@@ -103,9 +103,9 @@ def _link(
     on_finished: OnFinished,
 ) -> Restored:
     """From the node's extracted trees, made where they are missing."""
-    from bootseer.snapshots.held import hold_snapshot
-    from bootseer.snapshots.linked import copy_tree
-    from bootseer.snapshots.overlaid import overlay_snapshot
+    from bootseer.snapshots.restoring.held import hold_snapshot
+    from bootseer.snapshots.restoring.linked import copy_tree
+    from bootseer.snapshots.restoring.overlaid import overlay_snapshot
 
     trees = NodeTrees(settings)
     moved_bytes = sum(item.target.index.size_bytes for item in placed)

@@ -28,9 +28,9 @@ from bootseer.prefetch.cover_users import add_user, join, sweep_covers
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
 from bootseer.prefetch.mount_state import mounts_dir, wait_released
 from bootseer.private import make_private_directory, private_opener
-from bootseer.snapshots.layers import cover_target
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.restore import Placed
+from bootseer.snapshots.restoring.layers import cover_target
+from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.scan import scan
 
 logger = logging.getLogger(__name__)

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError
-from bootseer.snapshots.command import hints_of
-from bootseer.snapshots.fingerprint import (
+from bootseer.snapshots.manifest import text_of
+from bootseer.snapshots.restoring.restore import base_part_name
+from bootseer.snapshots.setup.command import hints_of
+from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
     fingerprint,
     variable_parts,
     without_credentials,
 )
-from bootseer.snapshots.inputs import Place, check_declared, collect_inputs
-from bootseer.snapshots.interpreter import Runner, find_python, probe
-from bootseer.snapshots.manifest import text_of
-from bootseer.snapshots.restore import base_part_name
-from bootseer.snapshots.targets import declared_targets, infer_targets, show
+from bootseer.snapshots.setup.inputs import Place, check_declared, collect_inputs
+from bootseer.snapshots.setup.interpreter import Runner, find_python, probe
+from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 
 Report = Callable[[str], None]
 """Gets one sentence for people at a time."""

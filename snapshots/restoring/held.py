@@ -24,12 +24,12 @@ from bootseer.prefetch.mount_state import (
 )
 from bootseer.prefetch.server_process import begin_server
 from bootseer.prefetch.settings_json import settings_to_json
-from bootseer.snapshots import modes
 from bootseer.snapshots.catalogue import load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
-from bootseer.snapshots.mounted import Served, cover_all, scratch_of
-from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restoring.node_trees import NodeTrees
+from bootseer.snapshots.restoring.restore import Placed, check_tree
 from bootseer.store import Store
 
 PURPOSE = "link"
@@ -94,7 +94,7 @@ def _hold(settings: Settings, item: Placed) -> Path:
     process = begin_server(
         settings,
         identity=state_dir.name,
-        module="bootseer.snapshots.hold",
+        module="bootseer.snapshots.restoring.hold",
         what=f"the holder of {item.path}",
     )
     process.serve(json.dumps(document))

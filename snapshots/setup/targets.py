@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.command import Hints
-from bootseer.snapshots.interpreter import Interpreter
 from bootseer.snapshots.manifest import target_path, text_of
+from bootseer.snapshots.setup.command import Hints
+from bootseer.snapshots.setup.interpreter import Interpreter
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.modes import Facts
-from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.restore import Placed
+from bootseer.snapshots.restoring.modes import Facts
+from bootseer.snapshots.restoring.node_trees import NodeTrees
+from bootseer.snapshots.restoring.restore import Placed
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 

@@ -15,10 +15,10 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.prefetch import namespaces
 from bootseer.private import make_private_directory
 from bootseer.snapshots.catalogue import load_tree
-from bootseer.snapshots.layers import cover_target
 from bootseer.snapshots.manifest import Target
-from bootseer.snapshots.node_trees import NodeTrees
-from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.snapshots.restoring.layers import cover_target
+from bootseer.snapshots.restoring.node_trees import NodeTrees
+from bootseer.snapshots.restoring.restore import Placed, check_tree
 from bootseer.store import Store
 
 Build = Callable[[Target, Tree, Path], None]

@@ -20,7 +20,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 from bootseer.private import make_private_directory
-from bootseer.snapshots.reflink import can_reflink
+from bootseer.snapshots.restoring.reflink import can_reflink
 from bootseer.snapshots.scan import scan
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots.command import Hints
-from bootseer.snapshots.fingerprint import Part, without_credentials
+from bootseer.snapshots.setup.command import Hints
+from bootseer.snapshots.setup.fingerprint import Part, without_credentials
 
 # Of files that nobody declared: a word of the command may happen to name a data set.
 _GUESSED_BYTES_MAX = 256 * 1024 * 1024

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from bootseer.rooted import find_program
-from bootseer.snapshots.fingerprint import Part
-from bootseer.snapshots.inputs import Place
+from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.inputs import Place
 
 logger = logging.getLogger(__name__)
 

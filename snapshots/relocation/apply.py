@@ -15,9 +15,9 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.errors import AlreadyExistsError, from_oserror
 from bootseer.snapshots.manifest import Manifest, Target, text_of
-from bootseer.snapshots.relocate import Brought, is_bytecode, relocate_file, stale_bytecode
-from bootseer.snapshots.relocate_bytes import Prefix, prefix_of
-from bootseer.snapshots.relocate_records import (
+from bootseer.snapshots.relocation.contents import Prefix, prefix_of
+from bootseer.snapshots.relocation.plan import Brought, is_bytecode, relocate_file, stale_bytecode
+from bootseer.snapshots.relocation.records import (
     Written,
     files_of_record,
     is_conda_record,
@@ -27,7 +27,7 @@ from bootseer.snapshots.relocate_records import (
     relocated_record,
     written,
 )
-from bootseer.snapshots.restore import Placed, fetch_tree, one_directory, restore
+from bootseer.snapshots.restoring.restore import Placed, fetch_tree, one_directory, restore
 from bootseer.snapshots.scan import base_digest, scan
 from bootseer.store import Store
 

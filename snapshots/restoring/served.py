@@ -25,11 +25,11 @@ from bootseer.prefetch.publish import index_path
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.start_server import serve_tree
 from bootseer.private import make_private_directory
-from bootseer.snapshots import modes
 from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
 from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.mounted import Served, cover_all, scratch_of
-from bootseer.snapshots.restore import Placed, check_tree
+from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restoring.restore import Placed, check_tree
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)

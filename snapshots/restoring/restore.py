@@ -18,9 +18,9 @@ from bootseer.errors import (
     InvalidInputError,
 )
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import work as working
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
+from bootseer.snapshots.restoring import work as working
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
 from bootseer.store import Store
 
@@ -128,7 +128,7 @@ def fetch_tree(
     # Here: a mount, which should be there at once, needs none of it.
     from bootseer.blob.extract import extract
     from bootseer.progress import Progress
-    from bootseer.snapshots.fetch import FrameSource
+    from bootseer.snapshots.restoring.fetch import FrameSource
 
     with ExitStack() as stack:
         label = f"restoring {text_of(target.path)}"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.manifest import text_of
-from bootseer.snapshots.relocate_bytes import Prefix
-from bootseer.snapshots.relocate_records import Placeholder
+from bootseer.snapshots.relocation.contents import Prefix
+from bootseer.snapshots.relocation.records import Placeholder
 
 _SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
 # Written by pip, uv, venv, virtualenv, conda and the builders of editable installs; relative to
