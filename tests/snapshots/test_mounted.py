@@ -272,7 +272,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     code = (
         "import os, signal\n"
         "from bootseer.cli import main\n"
-        "from bootseer.snapshots import mounted\n"
+        "from bootseer.snapshots.restoring import mounted\n"
         f"mounted.{before} = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"
     )
