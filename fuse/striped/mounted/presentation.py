@@ -23,9 +23,14 @@ class Ownership:
     umask: int = 0o022
 
 
-def attributes_ttl_s(node: Node) -> float:
-    """How long the kernel may keep the attributes."""
-    return 0.0 if node.writer() is not None else CACHE_S
+def attributes_ttl_s(node: Node, *, is_quiet: bool) -> float:
+    """How long the kernel may keep the attributes; `is_quiet`: whether no file is written.
+
+    A file that is published changes the time of its directory behind the kernel's back, and `tar`
+    takes what it then sees late for a change while it reads.
+    """
+    may_change = node.writer() is not None or (node.status.is_dir and not is_quiet)
+    return 0.0 if may_change else CACHE_S
 
 
 def attributes_of(node: Node, owner: Ownership) -> Attributes:
@@ -51,11 +56,11 @@ def attributes_of(node: Node, owner: Ownership) -> Attributes:
     )
 
 
-def entry_of(node: Node, owner: Ownership) -> Entry:
+def entry_of(node: Node, owner: Ownership, *, is_quiet: bool) -> Entry:
     """The answer to a lookup."""
     # A file that only this mount knows may vanish without the kernel hearing of it.
     ttl_s = 0.0 if node.is_local else CACHE_S
-    return Entry(attributes_of(node, owner), ttl_s, attributes_ttl_s(node))
+    return Entry(attributes_of(node, owner), ttl_s, attributes_ttl_s(node, is_quiet=is_quiet))
 
 
 def opened_of(handle: Handle) -> Opened:

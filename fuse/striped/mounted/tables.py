@@ -6,6 +6,7 @@ never I/O.
 """
 
 import errno
+import math
 import os
 import threading
 import time
@@ -61,6 +62,8 @@ class MountTables(Operations):
         self._settings = settings
         self._owner = owner or Ownership(os.geteuid(), os.getegid())
         self._request_count = 0
+        self._published_s = -math.inf
+        """When a file was published last."""
         self._inherited: set[int] = set()
         """Nodes that a predecessor of this process named, and nobody has forgotten since."""
         self._clock = clock
@@ -141,14 +144,22 @@ class MountTables(Operations):
         return known
 
     def _entry(self, node: Node) -> Entry:
-        return entry_of(node, self._owner)
+        return entry_of(node, self._owner, is_quiet=self._is_quiet())
 
     def _shown(self, node: Node) -> tuple[Attributes, float]:
-        return attributes_of(node, self._owner), attributes_ttl_s(node)
+        ttl_s = attributes_ttl_s(node, is_quiet=self._is_quiet())
+        return attributes_of(node, self._owner), ttl_s
+
+    def _is_quiet(self) -> bool:
+        """Whether no file is being written, or was until a moment ago."""
+        if self._clock() - self._published_s < CACHE_S:
+            return False
+        return next(self._nodes.writers(), None) is None
 
     def _published(self, node: Node, view: FileView) -> None:
         status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
         with self._lock:
+            self._published_s = self._clock()
             self._listings.drop(view.path)
             old_identity = node.status.identity
             node.status, node.seen_s, node.is_local = status, self._clock(), False
