@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
-from tests.fuse.striped.mounting import BIG, MIB, settings_in, shell
+from tests.fuse.striped.mounting import BIG, MIB, checkpoints, settings_in, shell
 from tests.support.fuse_mount import check_python
 
 pytestmark = pytest.mark.fuse
@@ -43,6 +43,31 @@ def test_trees_of_small_files(here: Path, tmp_path: Path) -> None:
     # Files of more than a unit cannot move to another folder in one step: mv copies.
     shell("mv {d}/tar/deep/er/Uml* {d}/up; cmp {d}/up {s}/deep/er/Uml*", s=source, d=here)
     shell('rm -r {d}/moved {d}/tar {d}/up; test -z "$(ls -A {d})"', d=here)
+
+
+TIMES = """
+import os, sys
+mounted, stored = sys.argv[1:]
+def same():
+    assert os.stat(mounted + "/d").st_mtime_ns == os.stat(stored + "/d").st_mtime_ns
+os.mkdir(mounted + "/d")
+for name in "abab":
+    files = [open(f"{mounted}/d/{name}{number}", "w") for number in range(3)]
+    same()
+    for file in files:
+        print("x", file=file)
+        same()
+        file.close()
+        same()
+"""
+
+
+def test_a_directory_shows_its_time_at_once(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    """Found by tar, which said that a directory just written changed while it read it."""
+    with checkpoints(tmp_path, mountpoint, local_url):
+        check_python(TIMES, mountpoint, tmp_path / "stored")
 
 
 SAVE = """
