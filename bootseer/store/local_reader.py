@@ -27,6 +27,10 @@ class LocalReader:
         self._path = path
         self._translated = translated
 
+    def fileno(self) -> int:
+        """As `HasDescriptor`."""
+        return self._fd
+
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """As the protocol says; a call of the kernel that is under way is not given up."""
         done = 0

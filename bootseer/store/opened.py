@@ -66,6 +66,15 @@ class Reader(Protocol):
 
 
 @runtime_checkable
+class HasDescriptor(Reader, Protocol):
+    """A reader of a file that the kernel of this node can read by itself."""
+
+    def fileno(self) -> int:
+        """A descriptor of the file; the reader's own, good as long as it is."""
+        ...
+
+
+@runtime_checkable
 class OpensReaders(Protocol):
     """A backend that can keep files open."""
 

@@ -6,6 +6,7 @@ in memory that a supervisor can share with the server's successor, so that the r
 crash. A crash can only leak a reference, never drop one that is in use.
 """
 
+import base64
 import errno
 import fcntl
 import logging
@@ -28,6 +29,19 @@ ORDINARY = 0
 def new_table() -> mmap.mmap:
     """An empty table, shared with processes forked from this one. Pages are made when touched."""
     return mmap.mmap(-1, TABLE_BYTES)
+
+
+def table_to_text(table: mmap.mmap) -> str:
+    """The table for a process that is no fork of this one. Nobody may be at work on it."""
+    return base64.b64encode(table[:].rstrip(b"\0")).decode("ascii")
+
+
+def table_from_text(text: str) -> mmap.mmap:
+    """What `table_to_text` was given."""
+    data = base64.b64decode(text)
+    table = new_table()
+    table[: len(data)] = data
+    return table
 
 
 class BackingFiles:
@@ -127,7 +141,7 @@ class BackingFiles:
             self._permitted = error.errno != errno.EPERM
             if not self._warned:
                 self._warned = True
-                log.warning("files are read through the server, not passed through: %s", error)
+                log.info("files are read through the server, not passed through: %s", error)
             return ORDINARY
 
     def _unregister(self, backing_id: int) -> None:

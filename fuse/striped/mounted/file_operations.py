@@ -75,6 +75,9 @@ class FileOperations(MountTables):
                 return opened_of(again)
             path = self._attached_path(known)
             writes = flags & os.O_ACCMODE != os.O_RDONLY
+            if self._passes_files and known.was_passed and (writes or flags & os.O_DIRECT):
+                self._renew(known)
+                raise refuse(errno.ESTALE, path)
             if writes and flags & os.O_TRUNC:
                 if known.had_readers and known.handles:
                     # The kernel would cut the pages of those who read the old generation: let it
@@ -104,8 +107,36 @@ class FileOperations(MountTables):
             if flags & os.O_ACCMODE != os.O_WRONLY:
                 handle.file = self._reader.open(view)
                 known.had_readers = True
+            if writes or not self._may_pass(known, flags):
+                self._nodes.note(handle)
+                return opened_of(handle)
+            file = handle.file
+        # Outside of the lock: it opens the stored file.
+        descriptor = self._reader.descriptor(file) if file is not None else None
+        with self._lock:
+            # Somebody may have begun to write meanwhile.
+            if descriptor is not None and self._may_pass(known, flags):
+                handle.descriptor = descriptor
+                known.was_passed = True
             self._nodes.note(handle)
             return opened_of(handle)
+
+    def _may_pass(self, node: Node, flags: int) -> bool:
+        """Whether the kernel may read the node's file past us; the lock is held. What is written
+        through it must come to us, and O_DIRECT of any alignment works only here."""
+        return (
+            self._passes_files
+            and node.may_be_passed
+            and not flags & os.O_DIRECT
+            and not any(handle.is_writable for handle in node.handles)
+        )
+
+    def _renew(self, node: Node) -> None:
+        """Make another node for the name, which the kernel never reads past us: it opens a node in
+        one way only, and finds the new one when it looks the name up again. The lock is held."""
+        assert node.parent is not None
+        renewed = self._nodes.add(node.parent, node.name, node.status, self._clock())
+        renewed.may_be_passed = False
 
     def _settle_emptied(self, node: int, flags: int) -> None:
         """What was emptied, and closed, before this open is empty for it.

@@ -19,6 +19,7 @@ from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.store.opened import HasDescriptor
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,11 @@ class Node:
     """A file that was created here and never published: no other node sees it."""
     had_readers: bool = False
     """Whether the kernel may hold pages of it."""
+    may_be_passed: bool = True
+    """Whether the kernel may be given the stored file itself to read from."""
+    was_passed: bool = False
+    """Whether it may have been: then all opens are, and none may be for writing, which the kernel
+    would do in the stored file."""
     handles: "list[Handle]" = field(default_factory=list)
     child_count: int = 0
     """How many nodes have this one as their parent: their paths lead through it."""
@@ -77,6 +83,8 @@ class Handle:
     flags: int
     file: OpenFile | None = None
     """What it reads."""
+    descriptor: HasDescriptor | None = None
+    """What the kernel may read it from."""
     base: FileView | None = None
     """What it appends to, before the first write."""
     writer: FileWriter | None = None

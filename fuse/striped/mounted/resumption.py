@@ -92,8 +92,9 @@ def _node(node_id: int, record: Record) -> Node:
         status,
         seen_s=0.0,
         is_local=bool(record["local"]),
-        # Whether the kernel has pages of it is not known.
+        # Whether the kernel has pages of it, or reads it past us, is not known.
         had_readers=not is_dir,
+        was_passed=not is_dir,
         is_forgotten=bool(record["forgotten"]),
     )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from bootseer.background import Report, python_environment
 from bootseer.errors import BootseerError, UnavailableError, exit_code_of, from_oserror
 from bootseer.fuse.kernel import MountOptions
+from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Attached
@@ -75,8 +76,12 @@ def serve_checkpoints(
             from bootseer.fuse.striped.mounted.worker import MountedFileSystem
 
             try:
+                connection = live[0].connection
                 return MountedFileSystem(
-                    spec, owner_fd=owner_fd, can_restart=live[0].connection.resend
+                    spec,
+                    owner_fd=owner_fd,
+                    can_restart=connection.resend,
+                    passes_files=connection.passthrough,
                 )
             except (BootseerError, OSError) as error:
                 if report is not None:
@@ -129,7 +134,13 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         read_directory_plus=False,
         atomic_truncate=True,
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
+        # Only files of this node can be read past us, and only root may ask for that.
+        passthrough=_is_local(spec.url) and os.geteuid() == 0,
     )
+
+
+def _is_local(url: str) -> bool:
+    return url.startswith("file://") or "://" not in url
 
 
 @contextlib.contextmanager
@@ -173,6 +184,7 @@ def _hand_over(spec: MountSpec, attached: Attached, owner_fd: int | None) -> Non
         "device_minor": attached.device_minor,
         "path": os.fspath(attached.path),
         "connection": dataclasses.asdict(attached.connection),
+        "backing_table": attached.backing_table and table_to_text(attached.backing_table),
     }
     kept = os.memfd_create("bootseer-resume")
     with open(kept, "w", encoding="utf-8", closefd=False) as file:
@@ -197,7 +209,8 @@ def _taken_over(kept: int) -> tuple[MountSpec, _Handed]:
         document["device_minor"],
         Path(document["path"]),
         Connection(**document["connection"]),
-        None,
+        # A server of an earlier release passed no files.
+        table_from_text(table) if (table := document.get("backing_table")) else None,
     )
     return MountSpec.from_json(document["spec"]), _Handed(attached, owner_fd)
 

@@ -77,9 +77,12 @@ def _keep_freed_memory() -> None:
 class MountedFileSystem(StripedFileSystem):
     """The file system of one worker process, with all that belongs to the process."""
 
-    def __init__(self, spec: MountSpec, *, owner_fd: int | None, can_restart: bool) -> None:
+    def __init__(
+        self, spec: MountSpec, *, owner_fd: int | None, can_restart: bool, passes_files: bool
+    ) -> None:
         """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
-        kernel would repeat to a successor what is under way.
+        kernel would repeat to a successor what is under way. `passes_files`: whether it may read
+        files of this node past us.
 
         Raises: BootseerError.
         """
@@ -110,6 +113,7 @@ class MountedFileSystem(StripedFileSystem):
                 spec.stripe_settings,
                 owner=Ownership(uid, gid, spec.umask),
                 journal=Journal(path),
+                passes_files=passes_files,
             )
             self.begin(records)
         except BaseException:

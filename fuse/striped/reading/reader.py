@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from bootseer.errors import BootseerError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.chunks import Chunk, OpenFile
@@ -19,6 +20,7 @@ from bootseer.fuse.striped.reading.window import Window
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import Backend
+from bootseer.store.opened import HasDescriptor
 
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
@@ -39,6 +41,7 @@ class StripedReader:
         deadline_s: float,
         counters: Counters | None = None,
     ) -> None:
+        self._backend = backend
         self._budget = budget
         self._counters = counters or Counters()
         buffers = BufferPool(budget)
@@ -76,6 +79,18 @@ class StripedReader:
         """A snapshot of what is open."""
         with self._lock:
             return list(self._files.values())
+
+    def descriptor(self, file: OpenFile) -> HasDescriptor | None:
+        """What the kernel can read `file` from without us: an ordinary file of this node that is
+        still the one that was opened. None for all others."""
+        view = file.view
+        if view.layout is not None or file.pinned is not None or not view.size_bytes:
+            return None
+        try:
+            reader = file.sources.source(self._backend, view.path).descriptor()
+            return reader if reader is not None and view.is_in(reader.current()) else None
+        except (BootseerError, OSError):
+            return None  # the reads will tell
 
     # ---- reading --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 
 from bootseer.store.backend import Backend
-from bootseer.store.opened import Reader, open_reader
+from bootseer.store.opened import HasDescriptor, Reader, open_reader
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5
@@ -50,6 +50,11 @@ class Source:
                 number = (others or list(self._readers))[-1]
                 return number, self._readers[number]
         return self._open()
+
+    def descriptor(self) -> HasDescriptor | None:
+        """The file as one that the kernel can read, where it is one. Raises as opening does."""
+        reader = self.pick(0, set())[1]
+        return reader if isinstance(reader, HasDescriptor) else None
 
     def was_late(self, number: int, offset: int) -> None:
         """That reader did not keep pace at `offset`."""

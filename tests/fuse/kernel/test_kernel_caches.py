@@ -224,13 +224,14 @@ class Refused(CountingMirror):
         return Opened(handle=opened.handle, passthrough_fd=self._fds[ROOT_NODE])
 
 
-def test_refused_passthrough_falls_back_with_one_warning(
+def test_refused_passthrough_falls_back_and_says_so_once(
     backing: Path, mountpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fuse_mount.require_root()
     for name in ("one", "two"):
         (backing / name).write_text(name)
     options = fuse_mount.short_options(passthrough=True)
+    caplog.set_level("INFO")
     with fuse_mount.mounted(Refused(backing), mountpoint, options) as server:
         _passthrough(server)
         assert [_read(mountpoint / name) for name in ("one", "two")] == ["one", "two"]
