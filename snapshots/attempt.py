@@ -1,0 +1,66 @@
+"""What the steps of one set-up on one node share: who asks for what, where, and what is known.
+
+One thread uses an attempt. It decides nothing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootseer.config import Settings
+from bootseer.snapshots.manifest import text_of
+from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.setup.request import Report, Request
+from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.state import remember
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One call of `run_setup`."""
+
+    settings: Settings
+    request: Request
+    report: Report
+    started: float
+    """By the monotonic clock."""
+    until_exit: bool
+    """What is mounted goes when this process ends."""
+    note: Callable[[Path, str, str], None] = field(init=False)
+    """Saves that a target holds a fingerprint, made on a base."""
+    targets: tuple[bytes, ...] = ()
+    paths: dict[bytes, Path] = field(default_factory=dict)
+    """Where each target lies on this host."""
+    key: str = ""
+    """The fingerprint; empty until it is known."""
+
+    def __post_init__(self) -> None:
+        self.note = remember(self.settings, self.request.root)
+
+    def scan(self) -> dict[bytes, Scan]:
+        """What the targets hold now."""
+        return {target: scan(path) for target, path in self.paths.items()}
+
+    def result(
+        self,
+        how: str,
+        *,
+        file_count: int = 0,
+        content_bytes: int = 0,
+        moved_bytes: int = 0,
+        setup_s: float = 0.0,
+        changed_outside: tuple[str, ...] = (),
+    ) -> SetupResult:
+        """What came of it by now."""
+        return SetupResult(
+            how=how,
+            fingerprint=self.key,
+            targets=tuple(text_of(target) for target in self.targets),
+            file_count=file_count,
+            content_bytes=content_bytes,
+            moved_bytes=moved_bytes,
+            seconds=time.monotonic() - self.started,
+            setup_seconds=setup_s,
+            changed_outside=changed_outside,
+        )

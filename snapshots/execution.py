@@ -1,0 +1,119 @@
+"""Runs a set-up's command, and captures and publishes what it did.
+
+Alone owns the promise that a command which has run is not run again because it could not be
+stored. The caller holds the locks of the targets and the lease of the snapshot.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.rooted import resolve_in_root
+from bootseer.snapshots import catalogue, outside
+from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.setup.execute import run_command
+from bootseer.snapshots.setup.request import Resolved, working_directory
+from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.setup.targets import show
+from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class NotStoredError(Exception):
+    """The command has run; its snapshot could not be stored. It must not run again."""
+
+    def __init__(self, setup_s: float) -> None:
+        super().__init__()
+        self.setup_s = setup_s
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Under which a command is run."""
+
+    resolved: Resolved
+    before: Mapping[bytes, Scan]
+    """What the targets held."""
+    bases: Mapping[bytes, str]
+    """That, as parts of the fingerprint."""
+    replace: bool = False
+    """What is stored is damaged."""
+    renew: bool = False
+    """What is stored is whole, but too old."""
+
+
+def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> SetupResult:
+    """Run the command and make its snapshot. Raises: SetupFailedError; NotStoredError."""
+    if not under.renew:
+        attempt.report(f"no snapshot {attempt.key[:12]} yet; running the set-up")
+    began_ns = outside.now_ns()
+    setup_s = run_command(attempt.request)
+    try:
+        manifest = _publish(attempt, store, under, setup_s)
+    except Exception as error:
+        if not isinstance(error, BootseerError | OSError):
+            logger.exception("unexpected error in a capture")
+        # Whatever it is: the command has run, and must not run again.
+        raise NotStoredError(setup_s) from error
+    for target, path in attempt.paths.items():
+        attempt.note(path, attempt.key, under.bases[target])
+    result = attempt.result(
+        "captured",
+        file_count=manifest.file_count,
+        content_bytes=manifest.content_bytes,
+        moved_bytes=manifest.stored_bytes,
+        setup_s=setup_s,
+        changed_outside=_changed_outside(attempt, began_ns, setup_s),
+    )
+    attempt.report(
+        f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
+        f"{setup_s:.1f} s, capturing {result.seconds - setup_s:.1f} s"
+    )
+    return result
+
+
+def _changed_outside(attempt: Attempt, began_ns: int, setup_s: float) -> tuple[str, ...]:
+    """Say what else the set-up has changed. Of another root nothing is known."""
+    request = attempt.request
+    if request.root != Path("/"):
+        return ()
+    environ = os.environ if request.environ is None else request.environ
+    directory = working_directory(request)
+    targets = list(attempt.paths.values())
+    found = outside.look(attempt.settings, began_ns, setup_s, environ, directory, targets)
+    if sentence := found.sentence():
+        attempt.report(f"warning: {sentence}")
+    return found.paths
+
+
+def _publish(attempt: Attempt, store: Store, under: Circumstances, setup_s: float) -> Manifest:
+    # Here: a restore needs none of it.
+    from bootseer.snapshots.capture import Change, capture, make_manifest
+
+    targets = []
+    for target in attempt.targets:
+        # Once more: the command may have made it a symbolic link.
+        host = resolve_in_root(attempt.request.root, target)
+        before, after = under.before[target], scan(host)
+        if not after and not before:
+            continue
+        if not after:
+            raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
+        change = Change(target, host, before, after)
+        targets.append(capture(store, attempt.settings.cache_dir, change, replace=under.replace))
+    if not targets:
+        raise NotFoundError(f"the set-up made none of {show(attempt.targets)}")
+    manifest = make_manifest(
+        under.resolved.all_parts(under.bases),
+        targets,
+        setup_ns=int(setup_s * 1e9),
+        node=attempt.settings.node,
+    )
+    catalogue.publish(store, manifest, replace=under.replace or under.renew)
+    return manifest

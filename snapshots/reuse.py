@@ -1,0 +1,117 @@
+"""The ways in which a set-up need not run: its snapshot is mounted, in place, or in the store.
+
+Alone decides what of that is used. The caller holds the locks of the targets.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.age import is_too_old
+from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.present import key_in_place, mounts_in_place
+from bootseer.snapshots.restoring.mounted import keep_mounted
+from bootseer.snapshots.restoring.restore import place
+from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
+from bootseer.snapshots.scan import Scan
+from bootseer.snapshots.setup.request import Resolved
+from bootseer.snapshots.setup.result import SetupResult
+from bootseer.store import Store
+
+
+def keep_mount(attempt: Attempt, store: Store, resolved: Resolved) -> SetupResult | None:
+    """What is mounted on the targets, if it is what was asked for: nothing is scanned then."""
+    found = mounts_in_place(attempt.settings, resolved, attempt.paths)
+    if found is None:
+        return None
+    attempt.key, mounts = found
+    if _is_outdated(attempt, store) or not keep_mounted(
+        attempt.settings, mounts, until_exit=attempt.until_exit
+    ):
+        return None
+    attempt.report(f"snapshot {attempt.key[:12]} is mounted already")
+    result = attempt.result("in place", file_count=sum(one.record.file_count for one in mounts))
+    return replace(
+        result,
+        mode=mounts[0].record.mode,
+        mode_reason="it was mounted",
+        ready_names=tuple(filter(None, (one.record.ready_name for one in mounts))),
+    )
+
+
+def keep_in_place(
+    attempt: Attempt, store: Store, resolved: Resolved, before: Mapping[bytes, Scan]
+) -> SetupResult | None:
+    """What the targets hold, untouched, if it is what was asked for."""
+    found = key_in_place(attempt.settings.cache_dir, resolved, attempt.paths, before)
+    if found is None:
+        return None
+    attempt.key = found[0]
+    if _is_outdated(attempt, store):
+        return None
+    attempt.report(f"snapshot {attempt.key[:12]} is in place already")
+    return attempt.result("in place", file_count=sum(map(len, before.values())))
+
+
+def _is_outdated(attempt: Attempt, store: Store) -> bool:
+    """Whether the snapshot in place is too old by now."""
+    max_age_s = attempt.settings.snapshot_max_age_s
+    if not max_age_s:
+        return False
+    try:
+        manifest = catalogue.load(store, attempt.key)
+    except BootseerError as error:
+        # What is here is what was asked for; that it may be too old is no reason to fail.
+        attempt.report(f"warning: cannot tell how old the snapshot in place is: {error}")
+        return False
+    return manifest is not None and is_too_old(manifest, max_age_s)
+
+
+def restore_stored(
+    attempt: Attempt, store: Store, manifest: Manifest, bases: Mapping[bytes, str]
+) -> SetupResult:
+    """Put the stored snapshot on the targets. Raises: as `restore_by_choice`."""
+    placed = place(manifest, attempt.request.root)
+    if any(item.target.path not in attempt.paths for item in placed):
+        raise CorruptError(f"snapshot {attempt.key[:12]} holds targets that were not asked for")
+    catalogue.note_used(store, manifest)
+    wish = Wish(
+        attempt.settings.restore_mode,
+        until_exit=attempt.until_exit,
+        is_container=attempt.request.root != Path("/"),
+        scratch=attempt.request.scratch,
+    )
+    done = restore_by_choice(
+        attempt.settings,
+        store,
+        manifest,
+        placed,
+        bases,
+        wish,
+        on_finished=attempt.note,
+        report=attempt.report,
+    )
+    # Targets that the set-up did not make: known to be missing.
+    for target in bases.keys() - {item.target.path for item in placed}:
+        attempt.note(attempt.paths[target], attempt.key, bases[target])
+    result = attempt.result(
+        "restored",
+        file_count=manifest.file_count,
+        content_bytes=manifest.content_bytes,
+        moved_bytes=done.moved_bytes,
+        setup_s=manifest.setup_ns / 1e9,
+    )
+    attempt.report(
+        f"restored snapshot {attempt.key[:12]}: {result.file_count} files in "
+        f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s, "
+        f"{done.choice.sentence()}"
+    )
+    return replace(
+        result,
+        mode=done.choice.mode,
+        mode_reason=done.choice.reason,
+        ready_names=done.ready_names,
+    )
