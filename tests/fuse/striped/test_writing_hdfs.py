@@ -90,7 +90,7 @@ def test_a_namenode_that_restarts_under_a_save(hdfs: MiniHdfs, hdfs_url: str) ->
 def test_a_part_is_one_block(hdfs_url: str) -> None:
     """A client that writes over the end of a block has to wait for the NameNode, or fails."""
     url = hdfs_url + "?block_size_bytes=2097152"
-    with open_storage(url) as storage:
+    with open_storage(url, memory_bytes=256 * MIB) as storage:
         # The first file of a mount may be written before the storage has said how it cuts.
         for _ in range(2):
             writer = storage.writer("f")
@@ -125,3 +125,35 @@ def test_eight_saves_at_once_stay_within_the_budget(hdfs_url: str) -> None:
             thread.join(60)
         assert errors == []
         assert storage.budget.peak_bytes <= storage.budget.limit_bytes
+
+
+@pytest.mark.parametrize("layout", ["striped", "plain"])
+def test_two_writers_of_one_name_on_two_nodes(hdfs_url: str, layout: LayoutKind) -> None:
+    """Each has parts, and a lease, of its own; one of them wins, whole."""
+    contents = [DATA[: 9 * MIB], DATA[-7 * MIB :]]
+    with open_storage(hdfs_url, layout) as one, open_storage(hdfs_url, layout) as other:
+        writers = [one.writer("f"), other.writer("f")]
+        for at in range(0, 9 * MIB, MIB):
+            for writer, content in zip(writers, contents, strict=True):
+                writer.append(content[at : at + MIB])
+        writers[1].publish()
+        assert load(hdfs_url, "f") == contents[1]
+        writers[0].publish()
+        assert load(hdfs_url, "f") == contents[0]
+        for writer in writers:
+            writer.close()
+        for storage in (one, other):
+            storage.tree.close()  # deletes what was replaced
+        assert list(find_garbage(other.backend, "")) == []
+        # And at the same moment: what loses may have to be found by fsck.
+        writers = [one.writer("f"), other.writer("f")]
+        for writer, content in zip(writers, contents, strict=True):
+            writer.append(content)
+        threads = [threading.Thread(target=writer.publish) for writer in writers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for writer in writers:
+            writer.close()
+    assert load(hdfs_url, "f") in contents
