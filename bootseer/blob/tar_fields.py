@@ -1,0 +1,121 @@
+"""The fields of a tar header and the records of an extended one: from bytes to values.
+
+Pure (no I/O). They mean what Go's archive/tar, and so container engines, take them for.
+"""
+
+import os
+from collections.abc import Mapping
+
+from bootseer.errors import CorruptError
+
+_TIME_NS_MAX = 2**63 - 1
+_XATTR = b"SCHILY.xattr."
+
+
+def verify_checksum(block: bytes, position: int) -> None:
+    """Unsigned as POSIX says, or signed as some old tars did."""
+    digits = block[148:156].strip(b" \0")
+    expected = int(digits, 8) if digits and not digits.strip(b"01234567") else -1
+    total = sum(block) - sum(block[148:156]) + 256
+    if expected != total and expected != total - 256 * sum(byte > 127 for byte in block):
+        raise CorruptError(f"not a tar header at byte {position}: its checksum is wrong")
+
+
+def text(block: bytes, start: int, length: int) -> bytes:
+    """A name: it ends at its first NUL."""
+    return block[start : start + length].split(b"\0", 1)[0]
+
+
+def number(field: bytes) -> int:
+    """Octal, or base 256 where the first bit is set (GNU)."""
+    if field[0] & 0x80:
+        value = int.from_bytes(field, "big")
+        bits = 8 * len(field)
+        return value - (1 << bits) if field[0] & 0x40 else value - (1 << (bits - 1))
+    digits = field.split(b"\0", 1)[0].strip()
+    if not digits:
+        return 0
+    try:
+        if digits.isdigit():
+            return int(digits, 8)
+    except ValueError:
+        pass
+    raise CorruptError(f"{field!r} is not a number of a tar header")
+
+
+def integer(digits: bytes) -> int:
+    """Decimal, of at most 20 digits."""
+    if not digits.isdigit() or len(digits) > 20:
+        raise CorruptError(f"{digits[:40]!r} is not a number of a tar header")
+    return int(digits)
+
+
+def decimal(found: Mapping[bytes, bytes], keyword: bytes, otherwise: int) -> int:
+    """A number among an extended header's records."""
+    digits = found.get(keyword)
+    return otherwise if digits is None else integer(digits)
+
+
+def decimal_seconds_ns(digits: bytes) -> int:
+    """Decimal seconds as nanoseconds, exactly; further digits are dropped."""
+    negative = digits.startswith(b"-")
+    seconds, _, fraction = digits.removeprefix(b"-").partition(b".")
+    if len(fraction) > 40 or (fraction and not fraction.isdigit()):
+        raise CorruptError(f"{digits[:40]!r} is not a time of a tar header")
+    value = integer(seconds) * 10**9 + int(fraction[:9].ljust(9, b"0"))
+    return -value if negative else value
+
+
+def bounded_ns(time_ns: int) -> int:
+    """What 64 bits cannot hold (Go's zero time, year 1) becomes the epoch, as with containerd."""
+    return time_ns if -_TIME_NS_MAX <= time_ns <= _TIME_NS_MAX else 0
+
+
+def device(block: bytes) -> int:
+    """As in `st_rdev`."""
+    major, minor = number(block[329:337]), number(block[337:345])
+    if not 0 <= major < 2**12 or not 0 <= minor < 2**20:
+        raise CorruptError(f"the tar archive holds an impossible device {major}:{minor}")
+    return os.makedev(major, minor)
+
+
+def records(body: bytes, sparse: list[tuple[int, int]]) -> dict[bytes, bytes]:
+    """The records of an extended header; the repeated ones of PAX sparse 0.0 go to `sparse`."""
+    found: dict[bytes, bytes] = {}
+    position = 0
+    offset = 0
+    while position < len(body):
+        space = body.find(b" ", position, position + 20)
+        digits = body[position : max(space, position)]
+        if not digits.isdigit():
+            # Some writers pad with NULs instead of giving the exact size.
+            if not body[position:].strip(b"\0"):
+                break
+            raise CorruptError("an extended tar header is malformed")
+        end = position + int(digits)
+        equals = body.find(b"=", space, end)
+        if end > len(body) or end <= space + 1 or equals < 0 or body[end - 1] != 0x0A:
+            raise CorruptError("an extended tar header is malformed")
+        keyword, value = body[space + 1 : equals], body[equals + 1 : end - 1]
+        if keyword == b"GNU.sparse.offset":
+            offset = integer(value)
+        elif keyword == b"GNU.sparse.numbytes":
+            sparse.append((offset, integer(value)))
+        if value or keyword.startswith(_XATTR):
+            found[keyword] = value
+        else:
+            # As if the header's own field had never been replaced.
+            found.pop(keyword, None)
+        position = end
+    return found
+
+
+def xattrs(found: Mapping[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
+    """The extended attributes among an extended header's records, sorted by name."""
+    return tuple(
+        sorted(
+            (key[len(_XATTR) :].replace(b"%3D", b"=").replace(b"%25", b"%"), value)
+            for key, value in found.items()
+            if key.startswith(_XATTR)
+        )
+    )
