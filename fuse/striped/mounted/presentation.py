@@ -69,4 +69,10 @@ def opened_of(handle: Handle) -> Opened:
     Read-ahead is ours, so pages would only be copied once more. A node is one generation for its
     readers: what the kernel keeps of an mmap stays right.
     """
-    return Opened(handle=handle.id, direct_io=True, keep_cache=handle.file is not None)
+    descriptor = handle.descriptor
+    return Opened(
+        handle=handle.id,
+        direct_io=True,
+        keep_cache=handle.file is not None,
+        passthrough_fd=descriptor.fileno() if descriptor is not None else None,
+    )

@@ -53,7 +53,9 @@ class MountTables(Operations):
         owner: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
+        passes_files: bool = False,
     ) -> None:
+        """`passes_files`: whether the kernel may read ordinary files of this node past us."""
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
         self._tree = tree
@@ -61,6 +63,7 @@ class MountTables(Operations):
         self._budget = budget
         self._settings = settings
         self._owner = owner or Ownership(os.geteuid(), os.getegid())
+        self._passes_files = passes_files
         self._request_count = 0
         self._published_s = -math.inf
         """When a file was published last."""
