@@ -29,6 +29,9 @@ class HdfsBackend(HdfsConnection):
 
     has_atomic_rename = True
     has_atomic_put = False
+    # A pipeline of hdfs-native: 100 packets of 64 KiB to be sent and 100 to be confirmed; measured
+    # 12.4 to 13.4 MiB.
+    writer_bytes = 13 << 20
 
     def stat(self, path: str) -> FileInfo:
         full = self.full(path)

@@ -26,6 +26,7 @@ from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
+from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.fuse.striped.writing.segment_writer import new_generation
 from bootseer.store.backend import Backend, FileInfo
@@ -54,7 +55,8 @@ class Publishing:
         self.reader = reader
         self.budget = budget
         self.kept = KeptUnits(budget)
-        self.placement = Placement(budget.limit_bytes)
+        self.open_parts = OpenParts(backend, budget, self.kept)
+        self.placement = Placement()
         self.counters = counters
         self._deadline_s = deadline_s
         self.stored = StoredFiles(backend)

@@ -39,16 +39,22 @@ class Body(Protocol):
 
 
 def begin_segment(
-    tree: StripedTree, path: str, settings: StripeSettings, dealing: Dealing
+    tree: StripedTree,
+    path: str,
+    settings: StripeSettings,
+    dealing: Dealing,
+    follows: SegmentWriter | None = None,
 ) -> SegmentWriter:
-    """A new segment of the file at `path`."""
+    """A new segment of the file at `path`; it `follows` one that is sealed."""
     return SegmentWriter(
         tree.backend,
         path.rpartition("/")[0],
         tree.kept,
+        tree.open_parts,
         tree.placement,
         tree.budget,
         tree.counters,
         dealing,
         settings.deadline_s,
+        follows,
     )

@@ -32,6 +32,7 @@ class KeptUnits:
         self._units: OrderedDict[Unit, None] = OrderedDict()
         self._bytes = 0
         self._held_bytes = 0
+        self._set_aside_bytes = 0
         self._lock = threading.Lock()
         budget.add_reclaimer(self.reclaim)
 
@@ -39,10 +40,16 @@ class KeptUnits:
         """Whether `count` bytes may be held that nobody can make us give up; else all of the
         budget could be held by parts that wait for more. `let_go` must follow."""
         with self._lock:
-            if self._held_bytes + count > self._limit_bytes:
+            rest_bytes = self._limit_bytes * 3 // 2 - self._set_aside_bytes
+            if self._held_bytes + count > min(self._limit_bytes, rest_bytes):
                 return False
             self._held_bytes += count
             return True
+
+    def set_aside(self, count: int) -> None:
+        """So many bytes more are held by others, whom nobody can make give them up either."""
+        with self._lock:
+            self._set_aside_bytes += count
 
     def let_go(self, count: int) -> None:
         """`count` bytes are not held any more."""

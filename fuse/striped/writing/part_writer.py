@@ -78,8 +78,10 @@ class PartGroup(Protocol):
 class PartWriter:
     """One part: a queue of units, a thread, and a stored file."""
 
-    def __init__(self, group: PartGroup, label: str, source: str) -> None:
+    def __init__(self, group: PartGroup, label: str, source: str, charge_bytes: int = 0) -> None:
         """`source` is what the part's bytes are counted under."""
+        self.charge_bytes = charge_bytes
+        """What the group has charged for it."""
         self.name = label
         """Of the stored file; another one after a failure."""
         self.size_bytes = 0

@@ -50,14 +50,12 @@ class PlainBody(Body):
         self._sent_bytes += length
 
     def _dealing(self) -> Dealing:
-        settings, placement = self._settings, self._tree.placement
-        placement.begin_file()
+        settings = self._settings
+        self._tree.open_parts.begin_file()
         return Dealing(
             settings.stripe_unit_bytes,
             settings.block_bytes,
-            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes)
-            if self._joiner
-            else 1,
+            settings.stripe_count if self._joiner else 1,
             run_units=RUN_UNITS if self._joiner else None,
         )
 
@@ -69,7 +67,7 @@ class PlainBody(Body):
         runs = self._segment.finish_parts()
         generation = self._unpublished = self._segment.generation
         self._segment = None
-        self._tree.placement.end_file()
+        self._tree.open_parts.end_file()
         if len(runs) > 1:
             assert self._joiner is not None, "else there is one run"
             self._joiner.join(runs[0], runs[1:])
@@ -93,7 +91,7 @@ class PlainBody(Body):
         if self._segment is not None:
             self._segment.abort(wait_s)
             self._segment = None
-            self._tree.placement.end_file()
+            self._tree.open_parts.end_file()
         if self._unpublished:
             self._tree.discard(self.path, {self._unpublished})
             self._forget()

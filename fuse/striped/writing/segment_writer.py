@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Part, Segment, pack_checksums
@@ -19,11 +20,14 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.part_writer import PartWriter
 from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.store.backend import Backend
 
 _POLL_S = 0.2
+
+Result = TypeVar("Result")
 
 
 def new_generation() -> str:
@@ -38,10 +42,10 @@ class Dealing:
     unit_bytes: int
     block_bytes: int
     writers_max: int
-    """How many parts are written at once."""
+    """How many parts are written at once, where there is memory for so many."""
     run_units: int | None = None
-    """None: units are dealt in turn to `writers_max` parts. Else each part is a run of so many
-    units, and is finished as soon as it has them."""
+    """None: units are dealt in turn to all parts. Else each part is a run of so many units, and is
+    finished as soon as it has them."""
     parts_max: int | None = None
     """A segment of runs is full when it has so many parts."""
 
@@ -54,12 +58,15 @@ class SegmentWriter:
         backend: Backend,
         directory: str,
         kept: KeptUnits,
+        open_parts: OpenParts,
         placement: Placement,
         budget: MemoryBudget,
         counters: Counters,
         dealing: Dealing,
         deadline_s: float,
+        follows: "SegmentWriter | None" = None,
     ) -> None:
+        """`follows`: a sealed segment of the same file."""
         self.generation = new_generation()
         self.size_bytes = 0
         self.unit_bytes = dealing.unit_bytes
@@ -72,6 +79,9 @@ class SegmentWriter:
         self.counters = counters
         self.failed = False
         self._dealing = dealing
+        self._writers_max = dealing.writers_max
+        self._open_parts = open_parts
+        self._follows = follows
         self._deadline_s = deadline_s
         self._parts: list[PartWriter] = []
         self._error: BaseException | None = None
@@ -89,7 +99,7 @@ class SegmentWriter:
             # A part of one block stays on the server that it was drawn to, and an HDFS client has
             # the fewest ways to fail.
             units = max(1, self.placement.block_bytes // self.unit_bytes)
-            limit_bytes = min(limit_bytes, units * self.unit_bytes * dealing.writers_max)
+            limit_bytes = min(limit_bytes, units * self.unit_bytes * self._writers_max)
         if dealing.run_units is not None and dealing.parts_max is not None:
             limit_bytes = dealing.parts_max * dealing.run_units * dealing.unit_bytes
         return self.size_bytes >= limit_bytes
@@ -101,14 +111,9 @@ class SegmentWriter:
         InterruptedError.
         """
         self.check()
-        try:
-            self.budget.take(length, self._deadline_s, lambda: cancelled() or self.failed)
-        except InterruptedError:
-            self.check()
-            raise
-        except DeadlineError as error:
-            self.fail(error)
-            raise
+        self._with_memory(
+            lambda: self.budget.take(length, self._deadline_s, lambda: cancelled() or self.failed)
+        )
         unit = Unit(pieces, length, self.size_bytes // self.block_bytes)
         try:
             part = self._part_of_next(cancelled)
@@ -205,6 +210,7 @@ class SegmentWriter:
             self._changed.notify_all()
 
     def part_ended(self, part: PartWriter) -> None:
+        self._open_parts.end(part.charge_bytes)
         with self._changed:
             self._ended_count += 1
             self._changed.notify_all()
@@ -216,28 +222,89 @@ class SegmentWriter:
     def _part_of_next(self, cancelled: Callable[[], bool]) -> PartWriter:
         """The part that the next unit belongs to; begins it where the unit is its first."""
         number = self.size_bytes // self.unit_bytes
-        writers_max, run = self._dealing.writers_max, self._dealing.run_units
-        index = number % writers_max if run is None else number // run
+        run = self._dealing.run_units
+        if run is None and len(self._parts) == number < self._writers_max:
+            charge_bytes = self._charge(number, cancelled)
+            if charge_bytes is not None:
+                return self._begin_part(charge_bytes)
+            # No memory for another one: units are dealt to those that there are.
+            self._writers_max = number
+        index = number % self._writers_max if run is None else number // run
         if index == len(self._parts):
-            if run is not None:
-                self._wait_for_a_place(cancelled)
-            label = f"{index:02x}"
-            self._parts.append(PartWriter(self, label, f"part {index % writers_max:02x}"))
+            return self._begin_part(self._wait_for_a_place(cancelled))
         return self._parts[index]
 
-    def _wait_for_a_place(self, cancelled: Callable[[], bool]) -> None:
-        """Wait until one of the parts that are written at once has ended."""
+    def _begin_part(self, charge_bytes: int) -> PartWriter:
+        index = len(self._parts)
+        source = f"part {index % self._dealing.writers_max:02x}"
+        try:
+            part = PartWriter(self, f"{index:02x}", source, charge_bytes)
+        except BaseException:
+            self._open_parts.end(charge_bytes)
+            raise
+        self._parts.append(part)
+        return part
+
+    def _with_memory(self, take: Callable[[], Result]) -> Result:
+        """What `take` returns, which waits for memory; where that ends, so does the segment."""
+        try:
+            return take()
+        except InterruptedError:
+            self.check()
+            raise
+        except DeadlineError as error:
+            self.fail(error)
+            raise
+
+    def _charge(self, own_count: int, cancelled: Callable[[], bool]) -> int | None:
+        """As `OpenParts.begin`; the parts of the segment before are waited for where they take the
+        memory that this one needs."""
+        while True:
+            charge_bytes = self._with_memory(
+                lambda: self._open_parts.begin(
+                    own_count, self.unit_bytes, self._deadline_s, lambda: cancelled() or self.failed
+                )
+            )
+            if charge_bytes is not None or self._follows is None:
+                return charge_bytes
+            if not self._follows.wait_for_an_end(cancelled):
+                self._follows = None
+
+    def wait_for_an_end(self, cancelled: Callable[[], bool]) -> bool:
+        """Wait until one more part has ended; False if all have. Raises as `finish_parts`."""
         self.note_progress()
         with self._changed:
-            while len(self._parts) - self._ended_count >= self._dealing.writers_max:
-                self._changed.wait(_POLL_S)
+            ended_count = self._ended_count
+            if ended_count == len(self._parts):
+                return False
+            while self._ended_count == ended_count:
+                self._wait_for_change(cancelled)
                 if self.failed:
                     break
-                if cancelled():
-                    raise InterruptedError
-                if time.monotonic() - self._progress_s > self._deadline_s:
-                    raise self._late(self._parts[-1].name)
         self.check()
+        return True
+
+    def _wait_for_a_place(self, cancelled: Callable[[], bool]) -> int:
+        """Wait until the next of the parts that are written at once may begin; its charge."""
+        self.note_progress()
+        while True:
+            own_count = len(self._parts) - self._ended_count
+            if own_count < self._writers_max:
+                charge_bytes = self._charge(own_count, cancelled)
+                if charge_bytes is not None:
+                    return charge_bytes
+            with self._changed:
+                if len(self._parts) - self._ended_count == own_count:
+                    self._wait_for_change(cancelled)
+            self.check()
+
+    def _wait_for_change(self, cancelled: Callable[[], bool]) -> None:
+        """Wait a moment for a part to end or fail; the condition is held."""
+        self._changed.wait(_POLL_S)
+        if cancelled():
+            raise InterruptedError
+        if time.monotonic() - self._progress_s > self._deadline_s:
+            raise self._late(self._parts[-1].name)
 
     def _late(self, part: str) -> DeadlineError:
         return DeadlineError(

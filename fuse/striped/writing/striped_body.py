@@ -45,9 +45,10 @@ class StripedBody(Body):
 
     def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
         if not self._open or self._open[-1].is_full:
-            if self._open:
-                self._open[-1].seal()
-            segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
+            sealed = self._open[-1] if self._open else None
+            if sealed is not None:
+                sealed.seal()
+            segment = begin_segment(self._tree, self.path, self._settings, self._dealing(), sealed)
             self._open.append(segment)
             self._unpublished.add(segment.generation)
         for segment in self._open:
@@ -56,15 +57,15 @@ class StripedBody(Body):
         self._sent_bytes += length
 
     def _dealing(self) -> Dealing:
-        settings, placement = self._settings, self._tree.placement
+        settings = self._settings
         if not self._is_counted:
             self._is_counted = True
-            placement.begin_file()
+            self._tree.open_parts.begin_file()
         is_object_store = not self._tree.backend.has_atomic_rename
         return Dealing(
             settings.stripe_unit_bytes,
             settings.block_bytes,
-            placement.part_count(settings.stripe_count, settings.stripe_unit_bytes),
+            settings.stripe_count,
             run_units=1 if is_object_store else None,
             parts_max=MAX_PART_COUNT if is_object_store else None,
         )
@@ -72,7 +73,7 @@ class StripedBody(Body):
     def _end_counting(self) -> None:
         if self._is_counted:
             self._is_counted = False
-            self._tree.placement.end_file()
+            self._tree.open_parts.end_file()
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
         # A last segment of less than a unit may grow: it is written again with what follows.

@@ -1,6 +1,7 @@
 """Writing past failures: a part is written again, from memory or from what the storage has."""
 
 import errno
+import os
 import random
 import statistics
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, NoSpaceError, PermissionDeniedError, UnavailableError
-from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
@@ -185,7 +186,7 @@ def test_parts_are_spread_over_the_servers(server_count: int) -> None:
     numbers = random.Random(server_count)
     busiest = []
     for _ in range(50):
-        placement, parts = Placement(2**30), [0] * server_count
+        placement, parts = Placement(), [0] * server_count
         for _ in range(8):
             for draw in range(DRAWS_MAX):
                 server = numbers.randrange(server_count)
@@ -197,8 +198,36 @@ def test_parts_are_spread_over_the_servers(server_count: int) -> None:
     assert statistics.mean(busiest) <= -(-8 // server_count) + 0.8
 
 
+class Buffering(LocalBackend):
+    writer_bytes = 13 * UNIT
+
+
+def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) -> None:
+    """Eight files, written at once, took twice the memory of their mount."""
+    with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
+        driver, budget = Driver(storage), storage.budget
+        files = [driver.open(f"f{number}", os.O_WRONLY | os.O_CREAT) for number in range(8)]
+        data = bytes(UNIT)
+        for at in range(24):
+            for file in files:
+                driver.pwrite(file, at * UNIT, data)
+        # Six have room for a part; the others have one all the same.
+        assert budget.used_bytes >= 5 * Buffering.writer_bytes
+        for file in files:
+            driver.close(file)
+        assert budget.peak_bytes <= budget.limit_bytes
+        layouts = [decode_layout((tmp_path / f"f{n}").read_bytes(), "") for n in range(8)]
+        assert {len(layout.segments[0].parts) for layout in layouts} == {1}
+        # Alone, a file has as many as there is memory for.
+        driver.write("alone", data * 24, step=UNIT)
+        layout = decode_layout((tmp_path / "alone").read_bytes(), "")
+        assert len(layout.segments[0].parts) == 6
+        storage.tree.kept.reclaim(budget.limit_bytes)
+        assert budget.used_bytes == 0
+
+
 def test_parts_with_replicas_stay_where_they_were_drawn_to() -> None:
-    placement = Placement(2**30)
+    placement = Placement()
     for _ in range(20):
         assert placement.take(("a", "b"), 0)
     assert placement.take(("c",), 0)
