@@ -15,6 +15,8 @@ from bootseer.store.buffering import BuffersWrites
 
 # Of a part that is written well: one that is sent, one in its queue, and one that is being filled.
 _UNITS_PER_PART = 3
+# What a file should have even when many are written: one server alone makes it slow for ever.
+_PARTS_WANTED = 2
 
 
 class OpenParts:
@@ -25,7 +27,7 @@ class OpenParts:
         self._budget = budget
         self._kept = kept
         # The rest is for units on their way: without any, no part would come to its end.
-        self._charged_max = budget.limit_bytes * 3 // 4
+        self._charged_max = budget.limit_bytes * 5 // 8
         self._charged_bytes = 0
         self._open_count = 0
         self._file_count = 0
@@ -54,9 +56,11 @@ class OpenParts:
         with self._lock:
             parts_max = self._budget.limit_bytes // cost_bytes
             share = parts_max // max(1, self._file_count)
-            if own_count and (self._open_count >= parts_max or own_count >= share):
-                return None
             fits = self._charged_bytes + self._part_bytes <= self._charged_max
+            if own_count >= _PARTS_WANTED:
+                fits = fits and self._open_count < parts_max and own_count < share
+            if own_count and not fits:
+                return None
             charge_bytes = self._part_bytes if fits else 0
             self._open_count += 1
             self._charged_bytes += charge_bytes

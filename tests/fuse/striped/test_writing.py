@@ -211,7 +211,7 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         for at in range(24):
             for file in files:
                 driver.pwrite(file, at * UNIT, data)
-        # Six have room for a part; the others have one all the same.
+        # Five have room for a part; the others have one all the same.
         assert budget.used_bytes >= 5 * Buffering.writer_bytes
         for file in files:
             driver.close(file)
@@ -221,7 +221,7 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         # Alone, a file has as many as there is memory for.
         driver.write("alone", data * 24, step=UNIT)
         layout = decode_layout((tmp_path / "alone").read_bytes(), "")
-        assert len(layout.segments[0].parts) == 6
+        assert len(layout.segments[0].parts) == 5
         storage.tree.kept.reclaim(budget.limit_bytes)
         assert budget.used_bytes == 0
 
