@@ -23,7 +23,7 @@ from bootseer.errors import (
     UnknownFormatError,
     from_oserror,
 )
-from bootseer.prefetch import hot_store, hotset, relatives
+from bootseer.prefetch import hints, hot_store, hotset, relatives
 from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
@@ -51,10 +51,11 @@ def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:
     Yes where it missed much. Also where it wasted much, as long as further traces can show what is
     not needed, and unless the start ended before it was ready: it may have failed half-way.
     """
+    precision = aim.precision
     if (aim.recall or 0.0) < RECALL_ENOUGH:
         return True
     settled = trace_count >= hot_store.MERGED_TRACE_COUNT or ended == "unmount"
-    return not settled and (aim.precision or 0.0) < PRECISION_ENOUGH
+    return not settled and precision is not None and precision < PRECISION_ENOUGH
 
 
 def add_trace(
@@ -137,7 +138,15 @@ def build_bundle(
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
     digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
     pointer = HotPointer(
-        index_digest, digest, size_bytes, header_bytes, hot_digest, len(traces), time.time_ns()
+        index_digest,
+        digest,
+        size_bytes,
+        header_bytes,
+        hot_digest,
+        len(traces),
+        time.time_ns(),
+        is_hinted=len(traces) < hotset.SHARED_TRACE_COUNT
+        and any(trace.ended == hints.ENDED for trace in traces),
     )
     store.publish(
         hot_store.pointer_key(index_digest, workload),
