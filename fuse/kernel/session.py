@@ -32,6 +32,7 @@ _IOV_MAX = 1024
 # a page to copy a request to, the request fails with EIO instead of going to our successor
 # (fuse_dev_do_read).
 _BUFFER_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+_UNNOTED_PAUSE_S = 0.001
 # A deadline is noticed within a quarter of itself.
 _WATCHDOG_TICKS = 4
 # How many threads may be stuck in operations before nobody is left to answer.
@@ -259,7 +260,9 @@ class Session:
                     self._interrupts.discard(target)
                 return
         # Another thread has taken the request but not noted it yet: EAGAIN makes the kernel ask
-        # again, and it says ENOENT if the request is answered.
+        # again, and it says ENOENT if the request is answered. That thread may well wait for the
+        # GIL, and without a pause for us: thousands of questions were seen until it had it.
+        time.sleep(_UNNOTED_PAUSE_S)
         header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.EAGAIN, unique)
         try:
             os.write(self._device, header)
