@@ -15,6 +15,8 @@ from bootseer.errors import DeadlineError
 _PROCESS_BYTES = 96 * 2**20
 # Small budgets are for contents all the same: 16 units of 4 MiB are the least that works.
 _CONTENT_MIN_BYTES = 64 * 2**20
+# When nothing became free for so long, takers stop waiting for what may never come back.
+_QUIET_S = 0.5
 
 
 def content_bytes(limit_bytes: int) -> int:
@@ -35,6 +37,7 @@ class MemoryBudget:
         self._changed = threading.Condition(self.lock)
         self._reclaimers: list[Callable[[int], None]] = []
         self._trim: Callable[[int], None] = lambda count: None
+        self._let_out: Callable[[], None] = lambda: None
 
     def add_reclaimer(self, reclaim: Callable[[int], None]) -> None:
         """`reclaim(count)` is called, without any lock held here, to free about `count` bytes; it
@@ -45,6 +48,11 @@ class MemoryBudget:
         """`trim(count)` is called, with the lock held, when no more than `count` bytes may be kept
         for later use beside those that are in use."""
         self._trim = trim
+
+    def set_last_resort(self, let_out: Callable[[], None]) -> None:
+        """`let_out` is called, without any lock held here, when takers have waited in vain: it
+        calls `give` for what only others still hold, who may never let go."""
+        self._let_out = let_out
 
     @property
     def used_bytes(self) -> int:
@@ -83,13 +91,18 @@ class MemoryBudget:
         taken anything only by raising. `cancelled` is asked now and then; when it says True the
         wait ends with InterruptedError.
         """
-        deadline = time.monotonic() + timeout_s
+        quiet_s = time.monotonic()
+        deadline = quiet_s + timeout_s
         while not self.try_take(count, reuses=reuses):
             with self._changed:
                 before = self._used_bytes
                 self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
                 if self._used_bytes < before:
-                    deadline = time.monotonic() + timeout_s
+                    quiet_s = time.monotonic()
+                    deadline = quiet_s + timeout_s
+            if time.monotonic() >= quiet_s + _QUIET_S:
+                quiet_s = time.monotonic()
+                self._let_out()
             if cancelled():
                 raise InterruptedError
             if time.monotonic() >= deadline:

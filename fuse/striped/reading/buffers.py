@@ -3,12 +3,12 @@
 Owns the slabs: anonymous mappings that are not zeroed when they are used again (zeroing and
 faulting in new memory costs more than the read from a fast storage). A slab is in use, and counts
 in the budget, until the last view of it is gone, wherever that is: also on its way to the kernel.
+Only a caller that keeps the views it got, while others wait for memory, has them beyond the budget.
 Spare slabs are given back to the system as soon as they and what is in use exceed the budget.
 Thread-safe.
 """
 
 import ctypes
-import itertools
 import mmap
 import weakref
 from collections.abc import Callable
@@ -31,8 +31,12 @@ class BufferPool:
         self._spare: dict[int, list[mmap.mmap]] = {}
         self._spare_bytes = 0
         self._used: dict[int, weakref.ref[object]] = {}
-        self._numbers = itertools.count()
+        self._given_up: dict[int, int] = {}
+        """The sizes of slabs of which only others have views."""
+        self._let_out: set[int] = set()
+        """Those that count in the budget no more."""
         budget.set_trimmer(self._trim)
+        budget.set_last_resort(self._let_others_have)
 
     @property
     def limit_bytes(self) -> int:
@@ -66,16 +70,37 @@ class BufferPool:
             slab = mmap.mmap(-1, size, flags=_SLAB_FLAGS)
         # An object of its own for each use: its death is the end of all views.
         array = (ctypes.c_char * size).from_buffer(slab)
-        number = next(self._numbers)
+        number = id(array)
         self._used[number] = weakref.ref(array, lambda _: self._ended(number, size, slab))
         return memoryview(array).cast("B")[:length]
 
     def _ended(self, number: int, size: int, slab: mmap.mmap) -> None:
         with self._lock:
             del self._used[number]
+            self._given_up.pop(number, None)
+            is_charged = number not in self._let_out
+            self._let_out.discard(number)
             self._spare.setdefault(size, []).append(slab)
             self._spare_bytes += size
-        self._budget.give(size)
+        if is_charged:
+            self._budget.give(size)
+        else:
+            self._budget.trim()
+
+    def give_up(self, buffer: memoryview) -> None:
+        """The owner of `buffer` lets go of it; others may have views of it still."""
+        with self._lock:
+            number = id(buffer.obj)
+            if number in self._used:
+                self._given_up[number] = _slab_bytes(len(buffer))
+
+    def _let_others_have(self) -> None:
+        with self._lock:
+            count = sum(self._given_up.values())
+            self._let_out.update(self._given_up)
+            self._given_up.clear()
+        if count:
+            self._budget.give(count)
 
     def _trim(self, keep_bytes: int) -> None:
         if self._spare_bytes <= keep_bytes:

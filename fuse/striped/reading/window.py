@@ -238,3 +238,5 @@ class Window:
         looks at it any more."""
         if self._chunks.get(chunk.key) is chunk:
             del self._chunks[chunk.key]
+            if chunk.data is not None:
+                self._buffers.give_up(chunk.data)

@@ -92,6 +92,20 @@ def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) ->
     driver.storage.close()
 
 
+def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) -> None:
+    """It waited until the deadline for memory that only it could give back."""
+    with storage_on(stored, unit=MIB, memory_bytes=16 * MIB, deadline_s=5.0) as storage:
+        file = storage.reader.open(storage.tree.stored.view("striped"))
+        pieces: list[memoryview] = []
+        for offset in range(0, len(DATA), MIB):
+            pieces += storage.reader.read(file, offset, MIB)
+        assert b"".join(pieces) == DATA
+        pieces.clear()
+        storage.reader.close(file)
+        assert storage.reader.read_bytes(file, 0, MIB) == DATA[:MIB]
+        assert storage.budget.used_bytes <= storage.budget.limit_bytes
+
+
 def test_readers_and_writers_share_one_budget(tmp_path: Path, stored: Path) -> None:
     limit = 16 * MIB
     storage = storage_on(tmp_path, unit=MIB, memory_bytes=limit)
