@@ -50,9 +50,9 @@ OnProgress = Callable[[int], None]
 def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: OnProgress) -> int:
     """Write a snapshot's files to `path` as a tar.zst, whole or not at all; returns its size.
 
-    Of one directory the names are relative to it. Of several, or of differences, they are below
-    the targets' absolute paths, without the leading "/". Raises: AlreadyExistsError, CorruptError,
-    NotFoundError, NoSpaceError, UnavailableError.
+    Of one whole directory the names are relative to it. Of several, or of differences, they are
+    below the targets' absolute paths, without the leading "/". Raises: AlreadyExistsError,
+    CorruptError, NotFoundError, NoSpaceError, UnavailableError.
     """
     if path.exists():
         raise AlreadyExistsError(f"{path} exists already; remove it, or choose another name")
@@ -60,7 +60,8 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
     try:
         with open(temporary, "xb", opener=private_opener) as file:
             try:
-                if is_plain(manifest):
+                if is_plain(manifest) and not manifest.is_layered:
+                    # Its only blob is what an export gives.
                     _copy_blob(store, manifest.targets[0], file, on_progress)
                 else:
                     _write_members(store, manifest, file, on_progress)
@@ -79,7 +80,7 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
 
 
 def is_plain(manifest: Manifest) -> bool:
-    """Whether the snapshot's only blob is what an export gives."""
+    """Whether the snapshot is one whole directory, so that an export has names relative to it."""
     return len(manifest.targets) == 1 and manifest.targets[0].whole
 
 
@@ -102,22 +103,22 @@ def _write_members(
         members = Members(writer)
         for target in sorted(manifest.targets, key=lambda target: target.path):
             tree = catalogue.load_tree(store, target)
-            _write_tree(store, target, tree, members, writer.frame_bytes)
-            on_progress(target.blob.size_bytes)
+            top = b"" if is_plain(manifest) else target.path[1:]
+            _write_tree(store, top, tree, members, writer.frame_bytes)
+            on_progress(sum(blob.size_bytes for blob in target.blobs))
         # Without a tree: the directories above the targets are not members, since unpacking them
         # would change those that are there.
         writer.write(END)
         writer.finish()
 
 
-def _write_tree(
-    store: Store, target: Target, tree: Tree, members: Members, frame_bytes: int
-) -> None:
-    key = blob_key(target.blob.digest)
-    reader = BlobReader(tree, lambda blob, offset, length: store.read(key, offset, length))
+def _write_tree(store: Store, top: bytes, tree: Tree, members: Members, frame_bytes: int) -> None:
+    """With names below `top`, a path without the leading "/"."""
+    keys = [blob_key(blob.digest) for blob in tree.blobs]
+    reader = BlobReader(tree, lambda blob, offset, length: store.read(keys[blob], offset, length))
     first_names: dict[int, tuple[int, bytes]] = {}
     for path, number in tree.walk():
-        name = target.path[1:] + b"/" + path if path else target.path[1:]
+        name = b"/".join(filter(None, (top, path)))
         if number in first_names:
             members.add_hard_link(name, *first_names[number])
             continue

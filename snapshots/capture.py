@@ -16,12 +16,13 @@ from typing import BinaryIO, cast
 
 import bootseer
 from bootseer.blob import index
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack import Others, pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.progress import Progress
 from bootseer.snapshots.catalogue import publish, publish_target
 from bootseer.snapshots.diff import diff
+from bootseer.snapshots.layering import RULE, Rule, find_others
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
 from bootseer.snapshots.scan import Scan
@@ -42,18 +43,31 @@ class Change:
     after: Scan
 
 
-def capture(store: Store, cache_dir: Path, change: Change, *, replace: bool = False) -> Target:
+def capture(
+    store: Store,
+    cache_dir: Path,
+    change: Change,
+    *,
+    base: Target | None = None,
+    rule: Rule = RULE,
+    replace: bool = False,
+) -> Target:
     """Pack one target's difference into the store. Not visible as a snapshot yet.
 
-    Raises: BusyError where something still writes to the target; NoSpaceError; UnavailableError.
+    `base`: an earlier snapshot of the same directory; what its blobs have is not stored again,
+    where that pays by `rule`. Raises: BusyError where something still writes to the target;
+    NoSpaceError; UnavailableError.
     """
     difference = diff(change.before, change.after)
     paths = [path for path in difference.packed_paths() if not _is_device(change, path)]
+    others = Others()
+    if base is not None:
+        others = find_others(store, base, change.host, change.after, paths, rule)
     try:
         folder = private_directory(cache_dir / "snapshots")
         # Without a name: it goes with the process, however that ends.
         with tempfile.TemporaryFile(dir=folder) as file:
-            tree, blob = _pack(change, paths, cast(BinaryIO, file))
+            tree, blob = _pack(change, paths, cast(BinaryIO, file), others)
             encoded = index.encode(tree)
             stored = Stored(index.digest(encoded), len(encoded))
             data = Path(f"/proc/self/fd/{file.fileno()}")
@@ -88,6 +102,7 @@ def make_target(
             for number in range(tree.inode_count)
             if stat.S_ISREG(tree.columns.mode[number])
         ),
+        earlier=tuple(Stored(one.digest, one.size_bytes) for one in tree.blobs[1:]),
     )
 
 
@@ -100,14 +115,20 @@ def _is_device(change: Change, path: bytes) -> bool:
     return False
 
 
-def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO) -> tuple[Tree, Stored]:
+def _pack(
+    change: Change, paths: Sequence[bytes], file: BinaryIO, others: Others
+) -> tuple[Tree, Stored]:
     total = sum(
-        change.after[path].size_bytes for path in paths if stat.S_ISREG(change.after[path].mode)
+        change.after[path].size_bytes
+        for path in paths
+        if stat.S_ISREG(change.after[path].mode) and path not in others.files
     )
     with Progress(f"packing {text_of(change.path)}", total) as progress:
-        tree = pack_directory(change.host, file, paths=paths, on_progress=progress.advance)
+        tree = pack_directory(
+            change.host, file, paths=paths, others=others, on_progress=progress.advance
+        )
     file.flush()
-    (blob,) = tree.blobs
+    blob = tree.blobs[0]
     return tree, Stored(blob.digest, blob.size_bytes)
 
 

@@ -192,7 +192,8 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     # What lay there unneeded was not sent again. A collector looks at the manifests right before
     # it deletes, and we after we published, so one of both notices.
     for target in manifest.targets:
-        for needed in (blob_key(target.blob.digest), index_key(target.index.digest)):
+        blobs = (blob_key(blob.digest) for blob in target.blobs)
+        for needed in (*blobs, index_key(target.index.digest)):
             if done and not store.exists(needed):
                 store.delete(key)
                 raise BusyError(f"{needed} was deleted while it was needed; run it again")
@@ -205,7 +206,7 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
 def note_used(store: Store, manifest: Manifest) -> None:
     """Let garbage collectors know that the snapshot is in use now. Never raises."""
     for target in manifest.targets:
-        note_use(store, target.index.digest, [target.blob.digest])
+        note_use(store, target.index.digest, [blob.digest for blob in target.blobs])
 
 
 def load_tree(store: Store, target: Target) -> Tree:
@@ -214,7 +215,7 @@ def load_tree(store: Store, target: Target) -> Tree:
 
 
 def load_encoded_tree(store: Store, target: Target) -> tuple[Tree, bytes]:
-    """A target's tree, verified against its digest and against the blob that the manifest names,
+    """A target's tree, verified against its digest and against the blobs that the manifest names,
     and its encoded form.
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
@@ -235,9 +236,9 @@ def read_encoded_tree(store: Store, target: Target) -> bytes:
 
 
 def decode_tree(target: Target, data: bytes) -> Tree:
-    """The target's tree in `data`, checked against the blob. Raises: CorruptError."""
+    """The target's tree in `data`, checked against its blobs. Raises: CorruptError."""
     tree = index.decode(data)
     blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
-    if blobs != [(target.blob.digest, target.blob.size_bytes)]:
-        raise CorruptError(f"the index {target.index.digest} belongs to another blob")
+    if blobs != [(blob.digest, blob.size_bytes) for blob in target.blobs]:
+        raise CorruptError(f"the index {target.index.digest} belongs to other blobs")
     return tree

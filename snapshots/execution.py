@@ -6,17 +6,18 @@ stored. The caller holds the locks of the targets and the lease of the snapshot.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, outside
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.setup.execute import run_command
+from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.request import Resolved, working_directory
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.setup.targets import show
@@ -94,8 +95,35 @@ def _changed_outside(attempt: Attempt, began_ns: int, setup_s: float) -> tuple[s
 
 def _publish(attempt: Attempt, store: Store, under: Circumstances, setup_s: float) -> Manifest:
     # Here: a restore needs none of it.
+    from bootseer.snapshots.layering import find_base
+
+    parts = under.resolved.all_parts(under.bases)
+    # What is damaged may be the base.
+    base = None if under.replace else find_base(store, parts, attempt.targets)
+    manifest = _captured(attempt, store, under, parts, base, setup_s)
+    try:
+        catalogue.publish(store, manifest, replace=under.replace or under.renew)
+    except BusyError as error:
+        if not manifest.is_layered:
+            raise
+        logger.info("stored whole, since what it was to share is gone: %s", error)
+        manifest = _captured(attempt, store, under, parts, None, setup_s)
+        catalogue.publish(store, manifest, replace=under.replace or under.renew)
+    return manifest
+
+
+def _captured(
+    attempt: Attempt,
+    store: Store,
+    under: Circumstances,
+    parts: Sequence[Part],
+    base: Manifest | None,
+    setup_s: float,
+) -> Manifest:
+    """All that the command did, in the store, but for what blobs of `base` have already."""
     from bootseer.snapshots.capture import Change, capture, make_manifest
 
+    earlier = {target.path: target for target in base.targets} if base else {}
     targets = []
     for target in attempt.targets:
         # Once more: the command may have made it a symbolic link.
@@ -106,14 +134,11 @@ def _publish(attempt: Attempt, store: Store, under: Circumstances, setup_s: floa
         if not after:
             raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
         change = Change(target, host, before, after)
-        targets.append(capture(store, attempt.settings.cache_dir, change, replace=under.replace))
+        cache_dir = attempt.settings.cache_dir
+        targets.append(
+            capture(store, cache_dir, change, base=earlier.get(target), replace=under.replace)
+        )
     if not targets:
         raise NotFoundError(f"the set-up made none of {show(attempt.targets)}")
-    manifest = make_manifest(
-        under.resolved.all_parts(under.bases),
-        targets,
-        setup_ns=int(setup_s * 1e9),
-        node=attempt.settings.node,
-    )
-    catalogue.publish(store, manifest, replace=under.replace or under.renew)
-    return manifest
+    setup_ns = int(setup_s * 1e9)
+    return make_manifest(parts, targets, setup_ns=setup_ns, node=attempt.settings.node)

@@ -15,6 +15,11 @@ from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
 FORMAT = "bootseer-snapshot"
 VERSION = 1
+LAYERED_VERSION = 2
+"""Of a manifest with a target that takes content from earlier blobs. A release that does not know
+them must not read it, since its garbage collector would delete them."""
+EARLIER_MAX = 7
+"""With its own a target has at most so many blobs, and one: a restore is a stream from each."""
 
 # Bounds that no honest manifest comes near; deletions of a whole conda environment take 10 MB.
 MANIFEST_BYTES_MAX = 256 * 1024 * 1024
@@ -61,6 +66,14 @@ class Target:
     """Names in the blob, directories included."""
     content_bytes: int
     """Sum of the sizes of its regular files."""
+    earlier: tuple[Stored, ...] = ()
+    """Blobs of earlier snapshots that hold content which the tree has as well: what `blob` has not.
+    The tree names them by number, behind its own."""
+
+    @property
+    def blobs(self) -> tuple[Stored, ...]:
+        """All that the tree is read from, as its blob table has them."""
+        return (self.blob, *self.earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,19 @@ class Manifest:
 
     @property
     def stored_bytes(self) -> int:
+        """What only this snapshot needs of the store, as it was published."""
         return sum(target.blob.size_bytes + target.index.size_bytes for target in self.targets)
+
+    @property
+    def whole_bytes(self) -> int:
+        """With the earlier blobs that it takes content from, each of them in full."""
+        needed = {blob.digest: blob.size_bytes for one in self.targets for blob in one.blobs}
+        return sum(needed.values()) + sum(target.index.size_bytes for target in self.targets)
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether it takes content from earlier snapshots' blobs."""
+        return any(target.earlier for target in self.targets)
 
 
 def is_name(text: str) -> bool:
@@ -108,7 +133,7 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON; the same manifest always gives the same bytes."""
     document = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": LAYERED_VERSION if manifest.is_layered else VERSION,
         "fingerprint": manifest.fingerprint,
         "name": manifest.name,
         "created_ns": manifest.created_ns,
@@ -122,6 +147,7 @@ def encode(manifest: Manifest) -> bytes:
                 "whole": target.whole,
                 "blob": {"digest": target.blob.digest, "size_bytes": target.blob.size_bytes},
                 "index": {"digest": target.index.digest, "size_bytes": target.index.size_bytes},
+                **_encoded_earlier(target),
                 "file_count": target.file_count,
                 "content_bytes": target.content_bytes,
                 "deletions": [text_of(path) for path in target.deletions],
@@ -130,6 +156,13 @@ def encode(manifest: Manifest) -> bytes:
         ],
     }
     return json.dumps(document, indent=1, ensure_ascii=True).encode("ascii") + b"\n"
+
+
+def _encoded_earlier(target: Target) -> dict[str, Any]:
+    if not target.earlier:
+        return {}
+    earlier = [{"digest": blob.digest, "size_bytes": blob.size_bytes} for blob in target.earlier]
+    return {"earlier": earlier}
 
 
 def decode(data: bytes, expected: str | None = None) -> Manifest:
@@ -147,10 +180,10 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptError("this is not a snapshot manifest")
     version = document.get("version")
-    if version != VERSION or isinstance(version, bool):
+    if version not in (VERSION, LAYERED_VERSION) or isinstance(version, bool):
         raise UnknownFormatError(
             f"snapshot manifest version {str(version)[:20]} is not known to this release "
-            f"(it reads {VERSION}); use a newer Bootseer"
+            f"(it reads {VERSION} and {LAYERED_VERSION}); use a newer Bootseer"
         )
     key = _text(document, "fingerprint", _HEX)
     parts = _parts(document)
@@ -163,7 +196,7 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     name = _text(document, "name")
     if name and not is_name(name):
         raise CorruptError("a snapshot manifest has an unusable name")
-    decoded = tuple(_target(target) for target in targets)
+    decoded = tuple(_target(target, version == LAYERED_VERSION) for target in targets)
     if len({target.path for target in decoded}) != len(decoded):
         raise CorruptError("a snapshot manifest names one target twice")
     return Manifest(
@@ -218,13 +251,28 @@ def _parts(document: Mapping[str, Any]) -> tuple[Part, ...]:
 
 
 def _stored(table: Mapping[str, Any], key: str, limit: int) -> Stored:
-    value = table.get(key)
+    return _checked_stored(table.get(key), key, limit)
+
+
+def _checked_stored(value: Any, what: str, limit: int) -> Stored:
     if not isinstance(value, dict):
-        raise CorruptError(f"a snapshot manifest has no usable {key!r}")
+        raise CorruptError(f"a snapshot manifest has no usable {what!r}")
     return Stored(_text(value, "digest", _DIGEST), _number(value, "size_bytes", limit))
 
 
-def _target(table: Any) -> Target:
+def _earlier(table: Mapping[str, Any], blob: Stored) -> tuple[Stored, ...]:
+    rows = table.get("earlier", [])
+    if not isinstance(rows, list) or len(rows) > EARLIER_MAX:
+        raise CorruptError(
+            f"a snapshot manifest has no usable 'earlier': a list of at most {EARLIER_MAX} blobs"
+        )
+    earlier = tuple(_checked_stored(row, "earlier", SIZE_BYTES_MAX) for row in rows)
+    if len({blob.digest, *(one.digest for one in earlier)}) != 1 + len(earlier):
+        raise CorruptError("a snapshot manifest names one blob of a target twice")
+    return earlier
+
+
+def _target(table: Any, may_be_layered: bool) -> Target:
     if not isinstance(table, dict):
         raise CorruptError("a snapshot manifest has a malformed target")
     whole = table.get("whole")
@@ -233,14 +281,16 @@ def _target(table: Any) -> Target:
     deletions = table.get("deletions")
     if not isinstance(deletions, list) or len(deletions) > DELETIONS_MAX:
         raise CorruptError("a snapshot manifest has no usable list of deletions")
+    blob = _stored(table, "blob", SIZE_BYTES_MAX)
     return Target(
         path=checked_target(_bytes(_text(table, "path"))),
         whole=whole,
-        blob=_stored(table, "blob", SIZE_BYTES_MAX),
+        blob=blob,
         index=_stored(table, "index", INDEX_BYTES_MAX),
         deletions=tuple(_relative(path) for path in deletions),
         file_count=_number(table, "file_count", SIZE_BYTES_MAX),
         content_bytes=_number(table, "content_bytes", SIZE_BYTES_MAX),
+        earlier=_earlier(table, blob) if may_be_layered else (),
     )
 
 

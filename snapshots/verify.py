@@ -1,6 +1,7 @@
 """Whether what the store holds of snapshots is whole. Reads the store, changes nothing.
 
-One `Verifier` is for one thread. What several snapshots share is read once.
+One `Verifier` is for one thread. A tree that several snapshots share is read once; a blob that
+several trees take content from, once for each, since each says other things of it.
 """
 
 from collections.abc import Callable
@@ -41,8 +42,8 @@ class Verifier:
         self._store = store
         self._quick = quick
         self._on_progress = on_progress
-        # (blob, index) -> what is wrong with them, or "".
-        self._known: dict[tuple[str, str], str] = {}
+        # Index -> what is wrong with it or its blobs, or "".
+        self._known: dict[str, str] = {}
 
     def check(self, fingerprint: str) -> Verdict:
         """Look at one snapshot: manifest, trees, and every byte of its blobs.
@@ -59,17 +60,18 @@ class Verifier:
         return Verdict(fingerprint, manifest.name, problems)
 
     def _check(self, target: Target) -> str:
-        pair = target.blob.digest, target.index.digest
-        if pair not in self._known:
+        known = target.index.digest
+        if known not in self._known:
             try:
-                self._check_stored(blob_key(target.blob.digest), target.blob)
+                for blob in target.blobs:
+                    self._check_stored(blob_key(blob.digest), blob)
                 self._check_stored(index_key(target.index.digest), target.index)
                 if not self._quick:
                     self._read(target)
-                self._known[pair] = ""
+                self._known[known] = ""
             except _DAMAGE as error:
-                self._known[pair] = str(error)
-        problem = self._known[pair]
+                self._known[known] = str(error)
+        problem = self._known[known]
         return f"{text_of(target.path)}: {problem}" if problem else ""
 
     def _check_stored(self, key: str, stored: Stored) -> None:
@@ -82,9 +84,9 @@ class Verifier:
 
     def _read(self, target: Target) -> None:
         tree, _ = catalogue.load_encoded_tree(self._store, target)
-        key = blob_key(target.blob.digest)
+        keys = [blob_key(blob.digest) for blob in tree.blobs]
         verify(
             tree,
-            lambda blob, offset, length: self._store.read(key, offset, length),
+            lambda blob, offset, length: self._store.read(keys[blob], offset, length),
             self._on_progress,
         )

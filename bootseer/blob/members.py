@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from bootseer.blob.build import build_tree
 from bootseer.blob.plain_writer import StreamWriter
 from bootseer.blob.tar_header import END, member_header, padding
-from bootseer.blob.tree import Extent, Inode, Tree
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.content_digest import ContentHasher, content_digest
 
 ZEROS_HASHED_MAX = 1024**3
@@ -29,6 +29,7 @@ class Members:
         self._writer = writer
         self._names: list[tuple[bytes, int]] = []
         self._inodes: list[Inode] = []
+        self._elsewhere: set[int] = set()
 
     def add_plain(self, path: bytes, inode: Inode) -> int:
         """A member without content. Returns its inode number."""
@@ -37,7 +38,8 @@ class Members:
 
     def add_hard_link(self, path: bytes, number: int, target: bytes) -> None:
         """Another name of inode `number`, whose earlier path is `target`."""
-        self._put(member_header(path, self._inodes[number], hard_link_to=target))
+        if number not in self._elsewhere:
+            self._put(member_header(path, self._inodes[number], hard_link_to=target))
         self._names.append((path, number))
 
     def add_small(self, path: bytes, inode: Inode, content: bytes) -> int:
@@ -96,10 +98,19 @@ class Members:
         digest = hasher.digest() if hasher else None
         return self._added(path, _with_content(inode, tuple(extents), digest))
 
-    def finish(self) -> Tree:
-        """Write the end of the archive; the tree of all that was added."""
+    def add_elsewhere(
+        self, path: bytes, inode: Inode, extents: tuple[Extent, ...], digest: bytes
+    ) -> int:
+        """A regular file whose content is in other blobs: it is in the tree, and no member."""
+        number = self._added(path, _with_content(inode, extents, digest))
+        self._elsewhere.add(number)
+        return number
+
+    def finish(self, others: Sequence[Blob] = ()) -> Tree:
+        """Write the end of the archive; the tree of all that was added. `others`: the blobs that
+        `add_elsewhere` named, which this one comes before."""
         self._writer.write(END)
-        return build_tree(self._names, self._inodes, [self._writer.finish()])
+        return build_tree(self._names, self._inodes, [self._writer.finish(), *others])
 
     def _put(self, header: bytes) -> None:
         self._writer.reserve(len(header))

@@ -9,7 +9,8 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
@@ -17,7 +18,7 @@ from bootseer.blob.members import Members, plain_size
 from bootseer.blob.plain_writer import PlainWriter, StreamWriter
 from bootseer.blob.scan import Entry, data_segments, scan, xattrs_of
 from bootseer.blob.tar_pack import pack_tar
-from bootseer.blob.tree import Inode, Tree
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import BootseerError, BusyError, from_oserror
 
 __all__ = ["pack_directory", "pack_tar", "tar_directory"]
@@ -29,6 +30,29 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 _READ_ATTEMPTS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where the content of a file lies already."""
+
+    extents: tuple[Extent, ...]
+    """Without holes; blobs are numbered in the tree to be, where 0 is the new one."""
+    digest: bytes
+    status: os.stat_result
+    """Of the file when it was found to have that content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What a directory has in common with blobs that are stored already."""
+
+    blobs: Sequence[Blob] = ()
+    files: Mapping[bytes, Elsewhere] = field(default_factory=dict)
+    """By path, each name of a hard-linked file."""
+
+
+_NO_OTHERS = Others()
+
+
 def pack_directory(
     root: str | os.PathLike[str],
     sink: BinaryIO,
@@ -36,6 +60,7 @@ def pack_directory(
     paths: Iterable[bytes] | None = None,
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
+    others: Others = _NO_OTHERS,
     level: int = 3,
     frame_bytes: int = FRAME_BYTES,
     threads: int | None = None,
@@ -46,6 +71,7 @@ def pack_directory(
     `paths`: only these (relative, b"usr/lib/x") and the directories leading to them, a directory
     among them without what it holds. `exclude`: glob patterns; one with "/" is matched against the
     whole relative path, any other against each name. Sockets are left out, with a warning.
+    What is in `others`, and has not changed since, is not packed: the tree says where it is.
     `on_progress` is called with counts of uncompressed bytes done.
 
     Raises: NotFoundError, PermissionDeniedError (naming the file that cannot be read), BusyError
@@ -55,7 +81,7 @@ def pack_directory(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
         entries = scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
-        return _write(root, entries, writer)
+        return _write(root, entries, writer, others)
 
 
 def tar_directory(
@@ -71,10 +97,12 @@ def tar_directory(
     Raises: as `pack_directory`.
     """
     entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
-    return _write(root, entries, PlainWriter(sink, on_progress))
+    return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS)
 
 
-def _write(root: str | os.PathLike[str], entries: Iterable[Entry], writer: StreamWriter) -> Tree:
+def _write(
+    root: str | os.PathLike[str], entries: Iterable[Entry], writer: StreamWriter, others: Others
+) -> Tree:
     first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
     members = Members(writer)
     for entry in entries:
@@ -85,13 +113,13 @@ def _write(root: str | os.PathLike[str], entries: Iterable[Entry], writer: Strea
             members.add_hard_link(entry.path, *known)
             continue
         try:
-            number = _add(members, writer, entry)
+            number = _add(members, writer, entry, others.files.get(entry.path))
         except _ReadError as error:
             shown = os.fsdecode(os.path.join(os.fsencode(root), entry.path))
             raise error.explain(shown) from error.__cause__
         if number is not None and status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
             first_names[identity] = (number, entry.path)
-    return members.finish()
+    return members.finish(others.blobs)
 
 
 class _ReadError(Exception):
@@ -104,7 +132,9 @@ class _ReadError(Exception):
         return BusyError(f"{shown} changed while being packed: try again when nothing writes to it")
 
 
-def _add(members: Members, writer: StreamWriter, entry: Entry) -> int | None:
+def _add(
+    members: Members, writer: StreamWriter, entry: Entry, elsewhere: Elsewhere | None
+) -> int | None:
     status = entry.status
     mode = status.st_mode
     if stat.S_ISREG(mode):
@@ -113,6 +143,8 @@ def _add(members: Members, writer: StreamWriter, entry: Entry) -> int | None:
         except OSError as error:
             raise _ReadError from error
         try:
+            if elsewhere is not None and (inode := _as_it_was(fd, elsewhere.status)) is not None:
+                return members.add_elsewhere(entry.path, inode, elsewhere.extents, elsewhere.digest)
             return _add_file(members, writer, entry.path, fd)
         finally:
             os.close(fd)
@@ -147,6 +179,21 @@ def _inode(
         target,
         xattrs,
     )
+
+
+def _as_it_was(fd: int, before: os.stat_result) -> Inode | None:
+    """The open file's attributes, if it has not changed and is to be stored without holes."""
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != before.st_ino or not _unchanged(fd, before):
+            return None
+        if status.st_blocks * 512 < status.st_size and data_segments(fd, status.st_size) != [
+            (0, status.st_size)
+        ]:
+            return None
+        return _inode(status, xattrs_of(fd))
+    except OSError as error:
+        raise _ReadError from error
 
 
 def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> int:

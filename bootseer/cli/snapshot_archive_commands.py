@@ -33,7 +33,7 @@ def export(key: str, file: Path, as_json: bool) -> None:
 
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
-        total = sum(target.blob.size_bytes for target in manifest.targets)
+        total = sum(blob.size_bytes for one in manifest.targets for blob in one.blobs)
         with Progress("exporting", total) as progress:
             size_bytes = export_snapshot(store, manifest, file, progress.advance)
     deleted = sum(len(target.deletions) for target in manifest.targets)

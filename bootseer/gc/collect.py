@@ -112,7 +112,8 @@ def _mend(store: Store, deleted: set[str]) -> list[str]:
     inventory = take_inventory(store)
     for key, manifest in inventory.snapshots.items():
         if any(
-            blob_key(target.blob.digest) in deleted or index_key(target.index.digest) in deleted
+            index_key(target.index.digest) in deleted
+            or any(blob_key(blob.digest) in deleted for blob in target.blobs)
             for target in manifest.targets
         ):
             _log.warning("the snapshot %s was published while its blob was deleted", key)

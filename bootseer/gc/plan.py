@@ -127,7 +127,8 @@ class _Marks:
                 self.marked.add(key)
                 kept.add(key)
                 for target in manifest.targets:
-                    self._need_tree(target.index.digest, [target.blob.digest])
+                    # Those of earlier snapshots as well, whether these stay or go.
+                    self._need_tree(target.index.digest, [blob.digest for blob in target.blobs])
         for key, fingerprint in self._inventory.names.items():
             named = manifest_key(fingerprint)
             if named in kept:

@@ -1,4 +1,4 @@
-"""Streams a blob's frames out of the store ahead of the extraction that consumes them.
+"""Streams the frames of a tree's blobs out of the store ahead of the extraction that consumes them.
 
 Alone owns the window of frames in memory. Frames are fetched in the order in which they will be
 wanted, in parallel and many at once, and each is verified as it arrives. What an extraction needs
@@ -9,11 +9,14 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
 from bootseer.blob.extract_plan import PART_BYTES
 from bootseer.blob.frames import frames_for
+from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
@@ -30,33 +33,67 @@ _FETCH_BYTES = 1024 * 1024
 _KEPT_BYTES = 16 * 1024 * 1024
 
 
-def _extraction_order(tree: Tree) -> list[int]:
-    """Frame numbers in the order in which `blob.extract` wants them: large files first."""
-    blob = tree.blobs[0]
-    columns = tree.columns
+@dataclass(frozen=True, slots=True)
+class FramePlan:
+    """Which frames an extraction wants. Frames are numbered through all of the tree's blobs."""
+
+    keys: list[str]
+    """Of the blobs in the store."""
+    firsts: list[int]
+    """The number of each blob's first frame, and the one behind the last."""
+    frames: list[Frame]
+    order: list[int]
+    """Large files first, as `blob.extract` wants them. What only other trees have in a blob that
+    several share is left out."""
+    wanted_bytes: int
+
+
+def plan_frames(tree: Tree) -> FramePlan:
+    """Pure."""
+    firsts = [0, *accumulate(len(blob.frames) for blob in tree.blobs)]
+    c = tree.columns
     large: dict[int, None] = {}
-    for offset, length in zip(columns.extent_blob_offset, columns.extent_length, strict=True):
+    # Of a blob of its own a tree wants every frame that is not a large file's.
+    is_alone = len(tree.blobs) == 1
+    small: set[int] = set(range(firsts[1])) if is_alone else set()
+    for number, offset, length in zip(
+        c.extent_blob, c.extent_blob_offset, c.extent_length, strict=True
+    ):
+        if is_alone and length <= PART_BYTES:
+            continue
+        found = frames_for(tree.blobs[number], offset, length)
+        numbers = range(firsts[number] + found.start, firsts[number] + found.stop)
         if length > PART_BYTES:
-            large.update(dict.fromkeys(frames_for(blob, offset, length)))
-    return [*large, *(number for number in range(len(blob.frames)) if number not in large)]
+            large.update(dict.fromkeys(numbers))
+        else:
+            small.update(numbers)
+    order = [*large, *sorted(small - large.keys())]
+    frames = [frame for blob in tree.blobs for frame in blob.frames]
+    wanted_bytes = sum(frames[number].length for number in order)
+    return FramePlan(
+        [blob_key(blob.digest) for blob in tree.blobs], firsts, frames, order, wanted_bytes
+    )
 
 
 class FrameSource:
-    """The `read` callable of `blob.extract` for one blob of the store."""
+    """The `read` callable of `blob.extract` for blobs of the store.
+
+    One for each extraction."""
 
     def __init__(
         self,
         store: Store,
-        key: str,
-        tree: Tree,
+        plan: FramePlan,
         *,
         deadline_s: float,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """`key`: of the tree's only blob. `on_progress` gets counts of bytes that arrived."""
-        self._frames = tree.blobs[0].frames
+        """`on_progress` gets counts of bytes that arrived."""
+        self._keys = plan.keys
+        self._blobs = {key: number for number, key in enumerate(self._keys)}
+        self._firsts = plan.firsts
+        self._frames = plan.frames
         self._starts = [frame.offset for frame in self._frames]
-        self._key = key
         self._lock = threading.Lock()
         self._here: dict[int, memoryview] = {}
         self._used: OrderedDict[int, memoryview] = OrderedDict()
@@ -65,22 +102,22 @@ class FrameSource:
         self._coming: dict[int, Chunk] = {}
         self._ahead: set[int] = set()
         self._ahead_bytes = 0
-        self._order = _extraction_order(tree)
+        self._order = plan.order
         self._next = 0
         self._executor = Executor(store.read, deadline_s=deadline_s, on_progress=on_progress)
         self._advance()
 
     def read(self, blob: int, offset: int, length: int) -> bytes:
-        """Stored bytes `[offset, offset + length)` of the blob, from verified frames.
+        """Stored bytes `[offset, offset + length)` of a blob, from verified frames.
 
         Raises: CorruptError, DeadlineError, UnavailableError, NotFoundError.
         """
-        if blob != 0 or length <= 0 or not self._starts:
+        if not 0 <= blob < len(self._keys) or length <= 0:
             raise CorruptError(f"there is no blob {blob} in this snapshot")
         pieces: list[memoryview] = []
         position, end = offset, offset + length
-        number = bisect_right(self._starts, offset) - 1
-        while position < end and number < len(self._starts):
+        number = self._number(blob, offset)
+        while position < end and self._firsts[blob] <= number < self._firsts[blob + 1]:
             frame = self._frames[number]
             data = self._frame(number, frame)
             if frame.offset == position and frame.length <= end - position:
@@ -90,6 +127,19 @@ class FrameSource:
             position = frame.offset + frame.length
             number += 1
         return b"".join(pieces)
+
+    def _number(self, blob: int, offset: int) -> int:
+        """Of the frame with the blob's byte at `offset`."""
+        return bisect_right(self._starts, offset, *self._firsts[blob : blob + 2]) - 1
+
+    def _numbers(self, chunk: Chunk) -> range:
+        """Of the frames that a chunk consists of."""
+        blob = self._blobs[chunk.key]
+        return range(self._number(blob, chunk.offset), 1 + self._number(blob, chunk.end - 1))
+
+    def _key(self, number: int) -> str:
+        """Of the blob with a frame."""
+        return self._keys[bisect_right(self._firsts, number) - 1]
 
     def _frame(self, number: int, frame: Frame) -> memoryview:
         data = self._taken(number, frame)
@@ -101,7 +151,7 @@ class FrameSource:
                 data = self._taken(number, frame)
         while data is None:
             # Damaged on the way, or let go of already: alone, and tried again by the executor.
-            chunk = Chunk(self._key, frame.offset, frame.length, frame.digest)
+            chunk = Chunk(self._key(number), frame.offset, frame.length, frame.digest)
             self._executor.demand(chunk, self._deliver_verified)
             data = self._taken(number, frame)
         self._advance()
@@ -125,8 +175,7 @@ class FrameSource:
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         """Of several frames those that are right."""
         copy = memoryview(bytes(data))
-        first = bisect_right(self._starts, chunk.offset) - 1
-        numbers = range(first, bisect_right(self._starts, chunk.end - 1))
+        numbers = self._numbers(chunk)
         found = {}
         for number in numbers:
             frame = self._frames[number]
@@ -141,7 +190,7 @@ class FrameSource:
                     self._here[number] = found[number]
 
     def _deliver_verified(self, chunk: Chunk, data: memoryview) -> None:
-        number = bisect_right(self._starts, chunk.offset) - 1
+        number = self._numbers(chunk).start
         with self._lock:
             self._here[number] = memoryview(bytes(data))
 
@@ -159,7 +208,12 @@ class FrameSource:
                 if number in self._here or number in self._used:
                     continue
                 length = self._frames[number].length
-                if not runs or runs[-1][-1] + 1 != number or run_bytes + length > _FETCH_BYTES:
+                if (
+                    not runs
+                    or runs[-1][-1] + 1 != number
+                    or run_bytes + length > _FETCH_BYTES
+                    or number in self._firsts
+                ):
                     runs.append([])
                     run_bytes = 0
                 runs[-1].append(number)
@@ -177,7 +231,7 @@ class FrameSource:
     def _run(self, numbers: list[int]) -> Chunk:
         """Neighbouring frames as one. Its frames' digests are looked at when it is here."""
         first, last = self._frames[numbers[0]], self._frames[numbers[-1]]
-        return Chunk(self._key, first.offset, last.offset + last.length - first.offset)
+        return Chunk(self._key(numbers[0]), first.offset, last.offset + last.length - first.offset)
 
     def close(self) -> None:
         """Stop fetching. Idempotent."""

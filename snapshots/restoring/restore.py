@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
@@ -121,28 +120,23 @@ def check_tree(target: Target, tree: Tree) -> None:
         raise CorruptError(f"the snapshot of {text_of(target.path)} holds a reserved name")
 
 
-def fetch_tree(
-    store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float
-) -> None:
-    """Extract a target's tree to `directory`, whole or not at all. Raises: as `restore`."""
+def fetch_tree(store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float) -> int:
+    """Extract a target's tree to `directory`, whole or not at all. How many bytes of blobs were
+    fetched. Raises: as `restore`."""
     # Here: a mount, which should be there at once, needs none of it.
     from bootseer.blob.extract import extract
     from bootseer.progress import Progress
-    from bootseer.snapshots.restoring.fetch import FrameSource
+    from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
 
     with ExitStack() as stack:
         label = f"restoring {text_of(target.path)}"
-        progress = stack.enter_context(Progress(label, target.blob.size_bytes))
+        plan = plan_frames(tree)
+        progress = stack.enter_context(Progress(label, plan.wanted_bytes))
         source = stack.enter_context(
-            FrameSource(
-                store,
-                blob_key(target.blob.digest),
-                tree,
-                deadline_s=deadline_s,
-                on_progress=progress.advance,
-            )
+            FrameSource(store, plan, deadline_s=deadline_s, on_progress=progress.advance)
         )
         extract(tree, source.read, directory, is_verified=True)
+    return plan.wanted_bytes
 
 
 def check_relocatable(tree: Tree) -> None:

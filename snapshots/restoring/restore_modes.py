@@ -85,11 +85,14 @@ def restore_by_choice(
             choice = modes.fallback(str(error))
             report(f"warning: {choice.sentence()}")
 
+    moved_bytes = sum(item.target.index.size_bytes for item in placed)
+
     def extract(target: Target, tree: Tree, directory: Path) -> None:
-        fetch_tree(store, target, tree, directory, settings.deadline_s)
+        nonlocal moved_bytes
+        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s)
 
     restore(manifest, placed, bases, store, fill=extract, on_finished=on_finished)
-    return Restored(choice, manifest.stored_bytes)
+    return Restored(choice, moved_bytes)
 
 
 def _link(
@@ -112,8 +115,7 @@ def _link(
 
     def build(target: Target, tree: Tree, directory: Path) -> None:
         nonlocal moved_bytes
-        fetch_tree(store, target, tree, directory, settings.deadline_s)
-        moved_bytes += target.blob.size_bytes
+        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s)
 
     def fill(target: Target, tree: Tree, directory: Path) -> None:
         def build_one(path: Path) -> None:

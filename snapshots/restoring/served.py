@@ -93,10 +93,10 @@ def mount_snapshot(
 
 def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
     """Have the target's index where its server looks for it. What was fetched; None: nothing."""
-    blob = item.target.blob
-    if store.size(blob_key(blob.digest)) != blob.size_bytes:
-        # Better known now than at a read of the job.
-        raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
+    for blob in item.target.blobs:
+        if store.size(blob_key(blob.digest)) != blob.size_bytes:
+            # Better known now than at a read of the job.
+            raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
     with contextlib.suppress(OSError):
         # A damaged copy is no fault of the snapshot's.

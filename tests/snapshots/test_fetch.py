@@ -12,7 +12,7 @@ from bootseer.config import Settings
 from bootseer.errors import CorruptError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring.fetch import FrameSource
+from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
 
@@ -53,10 +53,10 @@ def packed(tmp_path: Path, node: Settings) -> Iterator[tuple[Store, str, Tree, b
 
 
 def test_any_range_in_any_order(packed: tuple[Store, str, Tree, bytes]) -> None:
-    store, key, tree, content = packed
+    store, _, tree, content = packed
     generator = random.Random(11)
     end = tree.blobs[0].frames[-1].offset
-    with FrameSource(store, key, tree, deadline_s=20) as source:
+    with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
         for _ in range(100):
             offset = generator.randrange(end)
             length = generator.randrange(1, 400_000)
@@ -70,19 +70,20 @@ def test_any_range_in_any_order(packed: tuple[Store, str, Tree, bytes]) -> None:
 
 
 def test_a_damaged_transfer_is_tried_again(packed: tuple[Store, str, Tree, bytes]) -> None:
-    store, key, tree, content = packed
+    store, _, tree, content = packed
+    damaging = _DamagingStore(store.backend)
     frame = tree.blobs[0].frames[0]
-    with FrameSource(_DamagingStore(store.backend), key, tree, deadline_s=20) as source:
+    with FrameSource(damaging, plan_frames(tree), deadline_s=20) as source:
         assert source.read(0, frame.offset, frame.length) == content[: frame.length]
 
 
 def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> None:
-    store, key, tree, _ = packed
+    store, _, tree, _ = packed
     damaging = _DamagingStore(store.backend)
     damaging.always = True
     frame = tree.blobs[0].frames[0]
     with (
-        FrameSource(damaging, key, tree, deadline_s=5) as source,
+        FrameSource(damaging, plan_frames(tree), deadline_s=5) as source,
         pytest.raises(CorruptError),
     ):
         source.read(0, frame.offset, frame.length)

@@ -1,0 +1,368 @@
+"""Snapshots that take content from earlier ones' blobs: exact, short chains, kept, checked."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bootseer.blob.build import build_tree
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
+from bootseer.config import Settings
+from bootseer.errors import CorruptError, NotFoundError
+from bootseer.gc.collect import collect
+from bootseer.gc.inventory import take_inventory
+from bootseer.gc.plan import make_plan
+from bootseer.gc.retention import Rules
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import export_snapshot
+from bootseer.snapshots.capture import Change, capture, make_manifest
+from bootseer.snapshots.layering import RULE, Rule, choose_blobs
+from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
+from bootseer.snapshots.restoring.fetch import plan_frames
+from bootseer.snapshots.restoring.restore import fetch_tree
+from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.scan import scan
+from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.verify import Verifier
+from bootseer.store import Store, open_store
+from tests.snapshots.conftest import MakeNode
+from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
+from tests.support.snapshot_mounts import end_everything
+from tests.support.trees import describe, differences, make_zoo
+
+_ALWAYS = Rule(shared_bytes_min=0, shared_ratio_min=0, used_ratio_min=0)
+
+# Of few contents, so that they come again elsewhere; of none, small, and more than a frame.
+_CONTENTS = [b"", b"x", *(random.Random(seed).randbytes(size) for seed, size in enumerate(
+    (10, 10, 4000, 100_000, 140_000, 300_000)
+))]  # fmt: skip
+_PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/a", "d.x", "f/a"])
+_FILES = st.tuples(_PATHS, st.just("file"), st.integers(0, len(_CONTENTS) - 1))
+_NAMES = st.tuples(_PATHS, st.sampled_from(["link", "hard link", "gone"]), st.integers(0, 3))
+_STEPS = st.lists(st.one_of(_FILES, _FILES, _NAMES), max_size=8)
+
+
+def _change(top: Path, steps: Sequence[tuple[str, str, int]]) -> None:
+    for name, kind, number in steps:
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        files = sorted(one for one in top.rglob("*") if one.is_file() and not one.is_symlink())
+        if kind == "file":
+            path.write_bytes(_CONTENTS[number])
+            path.chmod(0o600 + number)
+        elif kind == "link":
+            path.symlink_to(f"to/{number}")
+        elif kind == "hard link" and files:
+            path.hardlink_to(files[number % len(files)])
+
+
+def _captured(
+    store: Store, top: Path, source: Path, base: Manifest | None, rule: Rule = _ALWAYS
+) -> Manifest:
+    change = Change(b"/env", source, {}, scan(source))
+    target = capture(
+        store, top / "cache", change, base=base.targets[0] if base else None, rule=rule
+    )
+    parts = [Part("kind", "test"), Part("index", target.index.digest)]
+    manifest = make_manifest(parts, [target], setup_ns=0, node="n")
+    catalogue.publish(store, manifest)
+    return decode(encode(manifest), manifest.fingerprint)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(_STEPS, min_size=2, max_size=4))
+def test_chains_are_restored_exactly(chain: list[list[tuple[str, str, int]]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, open_store(Path(folder, "s").as_uri()) as store:
+        top = Path(folder)
+        source = top / "source"
+        source.mkdir()
+        base = None
+        for number, steps in enumerate(chain):
+            _change(source, steps)
+            base = _captured(store, top, source, base)
+            (target,) = base.targets
+            original = describe(source)
+            restored = top / str(number)
+            tree = catalogue.load_tree(store, target)
+            fetch_tree(store, target, tree, restored, 20)
+            assert differences(original, describe(restored)) == []
+            assert Verifier(store).check(base.fingerprint).problems == ()
+            # What is stored again is only what was not there.
+            kept = {inode.digest for inode in map(tree.inode, range(tree.inode_count))}
+            contents = [path.read_bytes() for path in source.rglob("*") if path.is_file()]
+            assert len(kept - {None}) == len(set(contents))
+
+
+def test_everything_nasty_on_top_of_itself(tmp_path: Path, make_node: MakeNode) -> None:
+    node = make_node("a")
+    source = tmp_path / "zoo"
+    make_zoo(source)
+    with open_store(node.store_url) as store:
+        first = _captured(store, tmp_path, source, None)
+        (source / "one more").write_text("new")
+        second = _captured(store, tmp_path, source, first)
+        (target,) = second.targets
+        assert target.earlier == (first.targets[0].blob,)
+        fetch_tree(store, target, catalogue.load_tree(store, target), tmp_path / "out", 20)
+        assert differences(describe(source), describe(tmp_path / "out")) == []
+        exported = tmp_path / "zoo.tar.zst"
+        export_snapshot(store, second, exported, lambda count: None)
+    (tmp_path / "tar").mkdir()
+    tar = ["tar", "--zstd", "--xattrs", "-xpf", str(exported), "-C", str(tmp_path / "tar")]
+    subprocess.run(tar, check=True, timeout=60)
+    names = set(describe(source))
+    assert set(describe(tmp_path / "tar")) == names
+
+
+def _request(top: Path) -> tuple[Request, Path]:
+    """A set-up that makes an environment of the files in `top/wanted`, whose list is an input."""
+    target = top / "env"
+    (top / "wanted").mkdir(exist_ok=True)
+    _add(top, "first", 3_000_000)
+    command = ["sh", "-ec", f"mkdir {target}; cp {top}/wanted/* {target}", str(top / "list")]
+    return Request(command=command, targets=[str(target)], inputs=[str(top / "list")]), target
+
+
+def _add(top: Path, name: str, size_bytes: int) -> None:
+    (top / "wanted" / name).write_bytes(random.Random(name).randbytes(size_bytes))
+    (top / "list").write_text("\n".join(sorted(os.listdir(top / "wanted"))))
+
+
+def _load(node: Settings, fingerprint: str) -> Manifest:
+    with open_store(node.store_url) as store:
+        return catalogue.find(store, fingerprint)
+
+
+def _grown(tmp_path: Path, node: Settings) -> tuple[Request, Path, Manifest, Manifest]:
+    """A set-up, its target, and its snapshots before and after a file was added."""
+    request, target = _request(tmp_path)
+    first = run_setup(node, request)
+    shutil.rmtree(target)
+    _add(tmp_path, "second", 50_000)
+    second = run_setup(node, request)
+    assert (first.how, second.how) == ("captured", "captured")
+    assert second.moved_bytes < 100_000 < first.moved_bytes
+    return request, target, _load(node, first.fingerprint), _load(node, second.fingerprint)
+
+
+@pytest.mark.parametrize("mode", ["extract", "link", "mount"])
+def test_a_grown_environment_in_each_mode(tmp_path: Path, make_node: MakeNode, mode: str) -> None:
+    if mode != "extract":
+        skip_unless_root()
+        skip_unless_fuse()
+    request, target, first, second = _grown(tmp_path, make_node("a"))
+    assert second.targets[0].earlier == (first.targets[0].blob,)
+    assert second.stored_bytes < 100_000 < 3_000_000 < second.whole_bytes
+    original = describe(target)
+    node = replace(make_node("b"), restore_mode=mode)
+    try:
+        shutil.rmtree(target)
+        result = run_setup(node, request)
+        assert result.how == "restored"
+        assert result.moved_bytes <= second.whole_bytes
+        assert differences(original, describe(target)) == []
+    finally:
+        end_everything(tmp_path, node)
+
+
+def test_a_chain_of_small_steps_stays_short(tmp_path: Path, make_node: MakeNode) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    base = None
+    with open_store(make_node("a").store_url) as store:
+        for number in range(EARLIER_MAX + 3):
+            (source / str(number)).write_bytes(random.Random(number).randbytes(5000))
+            base = _captured(store, tmp_path, source, base)
+            (target,) = base.targets
+            assert len(target.earlier) == min(number, EARLIER_MAX)
+        fetch_tree(store, target, catalogue.load_tree(store, target), tmp_path / "out", 20)
+    assert differences(describe(source), describe(tmp_path / "out")) == []
+
+
+def test_another_environment_is_stored_whole(tmp_path: Path, make_node: MakeNode) -> None:
+    """At the same place, of the same kind, but most of it is new."""
+    node = make_node("a")
+    request, target = _request(tmp_path)
+    run_setup(node, request)
+    shutil.rmtree(target)
+    _add(tmp_path, "second", 4_000_000)
+    manifest = _load(node, run_setup(node, request).fingerprint)
+    assert not manifest.is_layered
+    assert json.loads(encode(manifest))["version"] == 1
+
+
+def test_a_collector_keeps_what_a_kept_snapshot_needs(tmp_path: Path, make_node: MakeNode) -> None:
+    node = make_node("a")
+    request, target, first, second = _grown(tmp_path, node)
+    original = describe(target)
+    (earlier,) = second.targets[0].earlier
+    rules = Rules(grace_s=0)
+    with open_store(node.store_url) as store:
+        for info in list(store.list("used/")):
+            store.delete(info.path)
+        store.delete(catalogue.manifest_key(first.fingerprint))
+        _collect(store, rules)
+        assert store.exists(blob_key(earlier.digest))
+        assert Verifier(store).check(second.fingerprint).problems == ()
+    shutil.rmtree(target)
+    assert run_setup(make_node("b"), request).how == "restored"
+    assert differences(original, describe(target)) == []
+    with open_store(node.store_url) as store:
+        for info in list(store.list("used/")):
+            store.delete(info.path)
+        store.delete(catalogue.manifest_key(second.fingerprint))
+        _collect(store, rules)
+        assert list(store.list("blobs/")) == []
+
+
+def _collect(store: Store, rules: Rules) -> None:
+    inventory = take_inventory(store)
+    plan = make_plan(inventory, rules, 2**62)
+    collect(store, inventory, plan, rules, owner="gc")
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut off", "flipped"])
+def test_without_its_base_a_snapshot_is_made_anew(
+    tmp_path: Path, make_node: MakeNode, damage: str
+) -> None:
+    request, target, _, second = _grown(tmp_path, make_node("a"))
+    original = describe(target)
+    (earlier,) = second.targets[0].earlier
+    blob = tmp_path / "store" / blob_key(earlier.digest)
+    blob.chmod(0o600)
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    if damage == "gone":
+        blob.unlink()
+    else:
+        blob.write_bytes(data if damage == "flipped" else data[:1000])
+    with open_store(make_node("a").store_url) as store:
+        assert Verifier(store).check(second.fingerprint).problems
+    shutil.rmtree(target)
+    said: list[str] = []
+    result = run_setup(make_node("b"), request, report=said.append)
+    assert (result.how, result.fingerprint) == ("captured", second.fingerprint), said
+    assert len([sentence for sentence in said if sentence.startswith("warning")]) == 1
+    assert not _load(make_node("b"), second.fingerprint).is_layered
+    shutil.rmtree(target)
+    assert run_setup(make_node("c"), request).how == "restored"
+    assert set(describe(target)) == set(original)
+
+
+def _edited(manifest: Manifest, **changes: object) -> bytes:
+    document = json.loads(encode(manifest))
+    document["targets"][0] |= changes
+    return json.dumps(document).encode()
+
+
+def test_hostile_manifests_are_refused(tmp_path: Path, make_node: MakeNode) -> None:
+    node = make_node("a")
+    _, _, first, second = _grown(tmp_path, node)
+    one = {"digest": first.targets[0].blob.digest, "size_bytes": 5}
+    own = {"digest": second.targets[0].blob.digest, "size_bytes": 5}
+    many = [{"digest": f"sha256:{number:064x}", "size_bytes": 5} for number in range(8)]
+    for earlier in ([own], [one, one], many, one, [None], [{**one, "digest": "sha256:../x"}]):
+        with pytest.raises(CorruptError):
+            decode(_edited(second, earlier=earlier))
+    with open_store(node.store_url) as store:
+        for earlier in ([], many[:1], [one]):
+            target = decode(_edited(second, earlier=earlier)).targets[0]
+            with pytest.raises(CorruptError, match="belongs to other blobs"):
+                catalogue.load_tree(store, target)
+        # A release that only knows version 1 does not look for it; in one it says nothing.
+        document = json.loads(encode(second)) | {"version": 1}
+        target = decode(json.dumps(document).encode()).targets[0]
+        assert target.earlier == ()
+        with pytest.raises(CorruptError, match="belongs to other blobs"):
+            catalogue.load_tree(store, target)
+        store.delete(blob_key(first.targets[0].blob.digest))
+        target = second.targets[0]
+        with pytest.raises(NotFoundError):
+            fetch_tree(store, target, catalogue.load_tree(store, target), tmp_path / "x", 5)
+    assert not (tmp_path / "x").exists()
+
+
+def _tree(*blob_bytes: int, uses: Sequence[tuple[int, int]]) -> Tree:
+    """One file for each (blob, length) in `uses`, in blobs of these sizes."""
+    blobs = [
+        Blob(
+            f"sha256:{number:064x}",
+            10,
+            (Frame(0, 10, 0, size, bytes(32)),),
+            f"blake3:{0:064x}",
+            size,
+        )
+        for number, size in enumerate(blob_bytes)
+    ]
+    inodes = [Inode(0o40755)]
+    inodes += [
+        Inode(0o100644, size_bytes=length, extents=(Extent(0, blob, 0, length),))
+        for blob, length in uses
+    ]
+    return build_tree([(b"%d" % i, i) for i in range(1, len(inodes))], inodes, blobs)
+
+
+def test_when_it_pays() -> None:
+    mib = 1 << 20
+    tree = _tree(100 * mib, 8 * mib, uses=[(0, 60 * mib), (1, 6 * mib), (1, mib)])
+    assert choose_blobs(tree, [1, 2, 3], 70 * mib) == {0, 1}
+    # Hardly anything of the second is needed any more: it is stored again.
+    assert choose_blobs(tree, [1, 3], 70 * mib) == {0}
+    # Most is new.
+    assert choose_blobs(tree, [1, 2], 140 * mib) == frozenset()
+    assert choose_blobs(tree, [2], 10 * mib) == {1}
+    assert choose_blobs(tree, [], 10 * mib) == frozenset()
+    assert choose_blobs(tree, [], 0, _ALWAYS) == frozenset()
+    # The ones that give most, if there are too many.
+    assert choose_blobs(tree, [1, 2], 70 * mib, replace(RULE, blobs_max=1)) == {0}
+
+
+def test_only_what_is_needed_of_an_earlier_blob_is_fetched(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    with open_store(make_node("a").store_url) as store:
+        source = tmp_path / "source"
+        source.mkdir()
+        for number in range(4):
+            (source / str(number)).write_bytes(random.Random(number).randbytes(1_000_000))
+        first = _captured(store, tmp_path, source, None)
+        for name in ("1", "2"):
+            (source / name).unlink()
+        second = _captured(store, tmp_path, source, first)
+        target: Target = second.targets[0]
+        plan = plan_frames(catalogue.load_tree(store, target))
+        assert 2_000_000 <= plan.wanted_bytes < 2_400_000
+
+
+def test_a_base_that_is_collected_meanwhile(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at it and the publishing: the new snapshot is stored whole then."""
+    node = make_node("a")
+    request, target = _request(tmp_path)
+    first = _load(node, run_setup(node, request).fingerprint)
+    shutil.rmtree(target)
+    _add(tmp_path, "second", 50_000)
+    publish = catalogue.publish
+
+    def collected_first(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
+        store.delete(blob_key(first.targets[0].blob.digest))
+        return publish(store, manifest, replace=replace)
+
+    monkeypatch.setattr(catalogue, "publish", collected_first)
+    manifest = _load(node, run_setup(node, request).fingerprint)
+    assert not manifest.is_layered
+    with open_store(node.store_url) as store:
+        assert Verifier(store).check(manifest.fingerprint).problems == ()
