@@ -24,38 +24,19 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.prefetch import hints, hot_store, hotset, relatives
+from bootseer.prefetch.aim import aim_of, is_worthwhile
 from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.mount_state import make_private
-from bootseer.prefetch.replay import Aim, aim_of
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
 
-RECALL_ENOUGH = 0.95
-"""A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
-PRECISION_ENOUGH = 0.5
-"""A bundle of which less than this share is used takes longer to come than what it is for."""
-
 _LEASE_S = 600.0
 _PIECE_BYTES = 4 * 2**20
-
-
-def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:
-    """Whether a start that a bundle of `trace_count` traces met like this should be recorded, and a
-    bundle be made anew. Pure.
-
-    Yes where it missed much. Also where it wasted much, as long as further traces can show what is
-    not needed, and unless the start ended before it was ready: it may have failed half-way.
-    """
-    precision = aim.precision
-    if (aim.recall or 0.0) < RECALL_ENOUGH:
-        return True
-    settled = trace_count >= hot_store.MERGED_TRACE_COUNT or ended == "unmount"
-    return not settled and precision is not None and precision < PRECISION_ENOUGH
 
 
 def add_trace(

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bootseer.prefetch.aim import Aim
 from bootseer.prefetch.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
-from bootseer.prefetch.replay import Aim, Replay
+from bootseer.prefetch.replay import Replay
 from bootseer.transfer.statistics import Statistics
 
 

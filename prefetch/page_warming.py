@@ -12,6 +12,7 @@ never a condition, and silent about what goes wrong. `PageWarmer`: any thread.
 """
 
 import contextlib
+import mmap
 import os
 import select
 import socket
@@ -25,9 +26,9 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.bundle import BundleExtent, BundleFrame
-from bootseer.prefetch.hotset import PAGE_BYTES
 from bootseer.prefetch.stream_layout import StreamLayout
 
+_PAGE_BYTES = mmap.PAGESIZE
 _EXTENT = struct.Struct("=IQQ")
 _MESSAGE_BYTES_MAX = 128 * 1024
 """A frame's extents take less, unless somebody cut them very small: those are left out."""
@@ -120,9 +121,9 @@ def _pages(size_bytes: int, pieces: list[tuple[int, int]]) -> list[tuple[int, in
             joined.append((start, end))
     pages = []
     for start, end in joined:
-        start += -start % PAGE_BYTES
+        start += -start % _PAGE_BYTES
         if end != size_bytes:
-            end -= end % PAGE_BYTES
+            end -= end % _PAGE_BYTES
         if start < end:
             pages.append((start, end - start))
     return pages

@@ -12,14 +12,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.blob.tree import Extent
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
-from bootseer.prefetch.cache import StreamCache, sectors_of
+from bootseer.prefetch.cache import StreamCache
 from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.disk_warming import disk_runs
 from bootseer.prefetch.hot_store import part_key
@@ -271,61 +269,3 @@ class Replay:
             self._pending[number] = 0
             self.fetched_bytes += frame.stream_length
         self._tell(number)
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """How well a bundle met what a start read. Uncompressed bytes, in whole sectors of 512."""
-
-    bundle_bytes: int
-    asked_bytes: int
-    """What the kernel asked for."""
-    used_bytes: int
-    """In both."""
-    is_warmed: bool = False
-    """Some of it was asked for ahead of the start, by `page_warming`."""
-
-    @property
-    def precision(self) -> float | None:
-        """Share of the bundle that was used; the rest was wasted. None where that is not known."""
-        if self.is_warmed or not self.bundle_bytes:
-            return None
-        return self.used_bytes / self.bundle_bytes
-
-    @property
-    def recall(self) -> float | None:
-        """Share of what was asked for that the bundle had; the rest was missed."""
-        return self.used_bytes / self.asked_bytes if self.asked_bytes else None
-
-
-def aim_of(
-    bundle: Bundle | None,
-    stream_lengths: Sequence[int],
-    accesses: Iterable[tuple[int, int, int, int]],
-    extents_of: Callable[[int], Iterable[Extent]],
-) -> Aim:
-    """Compare a bundle with a log of accesses (inode, offset, length, time). Pure."""
-    wanted = [bytearray(-(-length // 512)) for length in stream_lengths]
-    held = [bytearray(len(marks)) for marks in wanted]
-    for inode, offset, length, _ in accesses:
-        for extent in extents_of(inode):
-            start = max(offset, extent.file_offset)
-            stop = min(offset + length, extent.file_offset + extent.length)
-            if start < stop:
-                shift = extent.blob_offset - extent.file_offset
-                first, end = sectors_of(start + shift, stop - start)
-                wanted[extent.blob][first:end] = b"\1" * (end - first)
-    for frame in bundle.frames if bundle else ():
-        for piece in frame.extents:
-            first, end = sectors_of(piece.offset, piece.length)
-            held[piece.blob][first:end] = b"\2" * (end - first)
-    used = 0
-    for marks, others in zip(wanted, held, strict=True):
-        # Both marks of a sector side by side in one long integer: 1 | 2 = 3.
-        both = int.from_bytes(marks, "little") | int.from_bytes(others, "little")
-        used += both.to_bytes(len(marks), "little").count(3)
-    return Aim(
-        512 * sum(marks.count(2) for marks in held),
-        512 * sum(marks.count(1) for marks in wanted),
-        512 * used,
-    )

@@ -18,10 +18,10 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import cover_users
+from bootseer.prefetch.aim import Aim, aim_of, is_worthwhile
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
 from bootseer.prefetch.find_bundle import find_bundle
-from bootseer.prefetch.hot_build import is_worthwhile
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.keeper import Keeper
 from bootseer.prefetch.launch_figures import (
@@ -34,7 +34,7 @@ from bootseer.prefetch.launch_figures import (
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.page_warming import PageWarmer
 from bootseer.prefetch.publish import RecordInfo, start_publisher
-from bootseer.prefetch.replay import Aim, Replay, aim_of
+from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.second_source import second_source
 from bootseer.prefetch.serve_plan import ServePlan
 from bootseer.prefetch.streams import BlobStreams

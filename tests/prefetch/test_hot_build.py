@@ -16,12 +16,12 @@ from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.prefetch import hints, hot_store, hotset
 from bootseer.prefetch import trace as trace_format
+from bootseer.prefetch.aim import Aim, is_worthwhile
 from bootseer.prefetch.bundle import decode_frame
 from bootseer.prefetch.catalogue import read_tree
-from bootseer.prefetch.hot_build import add_trace, is_worthwhile
+from bootseer.prefetch.hot_build import add_trace
 from bootseer.prefetch.hot_store import MERGED_TRACE_COUNT, HotPointer
 from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.replay import Aim
 from bootseer.prefetch.trace import Access, Trace, TracedFile
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import index, settings_at

@@ -13,10 +13,11 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
+from bootseer.prefetch.aim import aim_of
 from bootseer.prefetch.bundle import decode_header
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import part_key
-from bootseer.prefetch.replay import aim_of, plan_replay
+from bootseer.prefetch.replay import plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
 from tests.support.image_mounts import wait_for
