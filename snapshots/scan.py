@@ -38,16 +38,20 @@ Scan = Mapping[bytes, Entry]
 
 
 def _entry(info: os.stat_result) -> Entry:
-    return Entry(
-        info.st_mode,
-        info.st_uid,
-        info.st_gid,
-        info.st_size,
-        info.st_mtime_ns,
-        info.st_ctime_ns,
-        info.st_ino,
-        info.st_dev,
-        info.st_nlink,
+    # What Entry(...) does, without a Python function of its own for each of the names.
+    return tuple.__new__(
+        Entry,
+        (
+            info.st_mode,
+            info.st_uid,
+            info.st_gid,
+            info.st_size,
+            info.st_mtime_ns,
+            info.st_ctime_ns,
+            info.st_ino,
+            info.st_dev,
+            info.st_nlink,
+        ),
     )
 
 

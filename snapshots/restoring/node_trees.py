@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GONE = ".gone-"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KIND = stat.S_IFMT(0o177777)
 
 Build = Callable[[Path], None]
 """Extracts the tree to a path that does not exist, whole or not at all."""
@@ -176,23 +179,58 @@ class NodeTrees:
 def is_whole(path: Path, tree: Tree) -> bool:
     """Whether the directory holds exactly the tree's names, each file with its size and time."""
     try:
-        found = scan(path)
-    except BootseerError:
+        top = os.open(path, _DIRECTORY)
+    except OSError:
         return False
-    if len(found) != tree.name_count + 1:
+    try:
+        device = os.fstat(top).st_dev
+        # A stack of paths: any depth, one descriptor open at a time.
+        stack = [(0, b"")]
+        while stack:
+            directory, prefix = stack.pop()
+            fd = os.open(prefix, _DIRECTORY, dir_fd=top) if prefix else top
+            try:
+                below = _is_as_in(fd, directory, tree, device)
+            finally:
+                if fd != top:
+                    os.close(fd)
+            if below is None:
+                return False
+            for name, number in below:
+                stack.append((number, prefix + b"/" + name if prefix else name))
+    except OSError:
         return False
-    columns = tree.columns
-    for name, number in tree.walk():
-        entry = found.get(name)
-        mode = columns.mode[number]
-        if entry is None or stat.S_IFMT(entry.mode) != stat.S_IFMT(mode):
-            return False
-        if stat.S_ISREG(mode) and (entry.size_bytes, entry.mtime_ns) != (
-            columns.size_bytes[number],
-            columns.mtime_ns[number],
-        ):
-            return False
+    finally:
+        os.close(top)
     return True
+
+
+def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[bytes, int]] | None:
+    """The directories in an open directory, by name and inode number of the tree; None where it
+    is not as the tree has it. Each link waits for this: no object is made but what stat gives.
+
+    Raises: OSError, also for a name that is missing.
+    """
+    c = tree.columns
+    names, inodes, modes, sizes, mtimes = c.names, c.name_inode, c.mode, c.size_bytes, c.mtime_ns
+    first = bisect_left(c.name_parent, directory)
+    end = bisect_right(c.name_parent, directory, first)
+    # With each of them found below, as many are the same.
+    if len(os.listdir(fd)) != end - first:
+        return None
+    directories = []
+    for i in range(first, end):
+        name, number = names[i], inodes[i]
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        kind = modes[number] & _KIND
+        if found.st_mode & _KIND != kind or found.st_dev != device:
+            return None
+        if kind == stat.S_IFREG:
+            if found.st_size != sizes[number] or found.st_mtime_ns != mtimes[number]:
+                return None
+        elif kind == stat.S_IFDIR:
+            directories.append((name, number))
+    return directories
 
 
 def _size_of(path: Path) -> int:

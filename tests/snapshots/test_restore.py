@@ -218,7 +218,7 @@ def test_an_index_of_another_blob_is_refused(tmp_path: Path, make_node: MakeNode
     file.chmod(0o600)
     file.write_text(json.dumps(document))
     shutil.rmtree(tmp_path / "one")
-    with pytest.raises(CorruptError, match="another blob"):
+    with pytest.raises(CorruptError, match="other blobs"):
         restore_snapshot(node, key)
 
 
