@@ -16,6 +16,7 @@ import mmap
 import os
 import select
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -32,6 +33,9 @@ _PAGE_BYTES = mmap.PAGESIZE
 _EXTENT = struct.Struct("=IQQ")
 _MESSAGE_BYTES_MAX = 128 * 1024
 """A frame's extents take less, unless somebody cut them very small: those are left out."""
+_SO_SNDBUFFORCE = 32
+_WAITING_BYTES_MAX = 8 * 2**20
+"""What a bundle of gigabytes says before the helper listens."""
 _WINDOW_FRAMES = 16
 """8 MiB: sorted by file within so much, by use beyond."""
 _ADVICE_BYTES = 128 * 1024
@@ -53,6 +57,9 @@ class PageWarmer:
         self._is_mounted = self._has_begun = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
+        with contextlib.suppress(OSError):
+            # Without root the helper gets no mount anyway.
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _WAITING_BYTES_MAX)
         try:
             child = os.fork()
             if not child:
@@ -108,7 +115,9 @@ def plan_warming(
     found: dict[int, list[tuple[int, int]]] = {}
     for extent in extents:
         for inode, offset, length in layout.files(*extent):
-            found.setdefault(inode, []).append((offset, offset + length))
+            # A hostile tree may say that a pipe has content: to open that would wait.
+            if stat.S_ISREG(tree.mode(inode)):
+                found.setdefault(inode, []).append((offset, offset + length))
     return {inode: _pages(tree.columns.size_bytes[inode], found[inode]) for inode in found}
 
 
