@@ -10,13 +10,14 @@ Every method is thread-safe.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
+from bootseer.store.hdfs_joining import join_files
 from bootseer.store.hdfs_writer import HdfsWriter
 from bootseer.store.opened import Attempt
 
@@ -149,17 +150,21 @@ class HdfsBackend(HdfsConnection):
 
     def can_join(self) -> bool:
         """Whether the NameNode lets us call `concat`."""
-        return self._joiner.can_join()
+        return self._found.get() is not None
 
     def join(self, target: str, sources: Sequence[str]) -> None:
         """As `JoinsFiles.join`."""
         full = self.full(target, file=True)
         others = [self.full(source, file=True) for source in sources]
-        self._joiner.join(full, others, f"join files to {self.name(target)}")
+        join_files(self._found.get(), full, others, f"join files to {self.name(target)}")
+
+    def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
+        """As `PlacesFiles.place`."""
+        return self._placer.place(self.full(path, file=True), avoid)
 
     def servers_of(self, path: str) -> tuple[str, ...]:
         """As `PlacesFiles.servers_of`."""
-        return self._joiner.writing_servers(self.full(path, file=True))
+        return self._placer.servers_of(self.full(path, file=True))
 
     def mkdir(self, path: str) -> None:
         full = self.full(path)
@@ -175,7 +180,7 @@ class HdfsBackend(HdfsConnection):
 
     def space(self) -> Space | None:
         """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
-        return self._joiner.space(self.full(""))
+        return self._space.space(self.full(""))
 
 
 def _info(path: str, status: "FileStatus") -> FileInfo:

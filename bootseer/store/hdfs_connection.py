@@ -14,7 +14,9 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoS
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_errors import refused_datanode_count, translate
-from bootseer.store.hdfs_joining import HdfsJoiner
+from bootseer.store.hdfs_name_node import FoundNameNode
+from bootseer.store.hdfs_placing import HdfsPlacer
+from bootseer.store.hdfs_space import HdfsSpace
 from bootseer.store.paths import split_path
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ class HdfsConnection:
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         self.deadline_s = options.deadline_s
         self._options = options
-        self._joiner = HdfsJoiner(self._cluster, self.deadline_s)
+        self._found = FoundNameNode(self._cluster, self.deadline_s)
+        self._placer = HdfsPlacer(self._found)
+        self._space = HdfsSpace(self._found)
         self._connect()
         self._mode_or_none: int | None = None
 
@@ -88,7 +92,7 @@ class HdfsConnection:
     def _told_apart(self, error: BootseerError) -> BootseerError:
         """`error`, or that all DataNodes are full, where it may mean that, and they are."""
         count = refused_datanode_count(error)
-        if count and self._joiner.is_full(count, self._options.block_size_bytes):
+        if count and self._space.is_full(count, self._options.block_size_bytes):
             return NoSpaceError(f"{error} No DataNode has room: remove files, or add DataNodes")
         return error
 

@@ -1,4 +1,4 @@
-"""Calls to a NameNode that hdfs-native does not make: `concat`, where a block is written, space.
+"""Calls to a NameNode that hdfs-native does not make: `concat`, where blocks are written, space.
 
 Owns the bytes of Hadoop's RPC, version 9, as far as these calls need them (simple authentication
 only, one call per connection). The call is repeated under the same identity after a broken
@@ -29,6 +29,16 @@ class RpcError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class AddedBlock:
+    """A block that was allocated, and is still empty."""
+
+    block: bytes
+    """ExtendedBlockProto."""
+    servers: dict[str, bytes]
+    """DatanodeInfoProto by UUID."""
+
+
+@dataclass(frozen=True, slots=True)
 class NameNode:
     """Where to call, and as whom."""
 
@@ -48,14 +58,25 @@ class NameNode:
         Raises: as `concat`.
         """
         answer = self._call("getBlockLocations", _text(1, path) + _number(2, 0) + _number(3, 1))
-        servers = []
-        # GetBlockLocationsResponse > LocatedBlocks > LocatedBlock > DatanodeInfo > DatanodeID
+        servers: list[str] = []
+        # GetBlockLocationsResponseProto > LocatedBlocksProto: lastBlock, or else the blocks
         for located in _all(answer, 1):
             for block in _all(located, 4) or _all(located, 2)[-1:]:
-                for info in _all(block, 3):
-                    for identity in _all(info, 1):
-                        servers += [uuid.decode("utf-8", "replace") for uuid in _all(identity, 3)]
+                servers += _servers(block)
         return tuple(servers)
+
+    def add_block(self, path: str, holder: str, excluded: Sequence[bytes]) -> AddedBlock:
+        """Allocate the first block of a file that `holder` is writing, not on the `excluded`
+        (DatanodeInfoProto). Raises: as `concat`."""
+        message = _text(1, path) + _text(2, holder)
+        message += b"".join(_bytes(4, server) for server in excluded)
+        (located,) = _all(self._call("addBlock", message), 1)
+        (block,) = _all(located, 1)
+        return AddedBlock(block, _servers(located))
+
+    def abandon_block(self, path: str, holder: str, block: bytes) -> None:
+        """Give back what `add_block` returned. Raises: as `concat`."""
+        self._call("abandonBlock", _bytes(1, block) + _text(2, path) + _text(3, holder))
 
     def capacity(self) -> tuple[int, int]:
         """The cluster's bytes in all, and those that are free. Raises: as `concat`."""
@@ -130,6 +151,16 @@ class NameNode:
             if length > _FRAME_MAX_BYTES:
                 raise ConnectionError(f"{address[0]} does not speak Hadoop's RPC")
             return _result(_receive(connection, length, end_s))
+
+
+def _servers(located_block: bytes) -> dict[str, bytes]:
+    """DatanodeInfoProto by UUID, which stands in its DatanodeIDProto; of a LocatedBlockProto."""
+    servers = {}
+    for info in _all(located_block, 3):
+        for identity in _all(info, 1):
+            for uuid in _all(identity, 3):
+                servers[uuid.decode("utf-8", "replace")] = info
+    return servers
 
 
 def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import xxhash
@@ -28,7 +29,7 @@ from bootseer.errors import (
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.placement import DRAWS_MAX, Placement
+from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.store.backend import Backend, Writer
 from bootseer.store.placing import PlacesFiles
 
@@ -37,10 +38,6 @@ _log = logging.getLogger(__name__)
 # A part is begun at most this often: two servers may die under one save.
 _ATTEMPTS_MAX = 4
 _PAUSE_S = 0.02
-# Written before it is known whether the part stays where it was drawn to.
-_FIRST_BYTES = 64 * 2**10
-# A draw takes some 10 ms. Where the name server is slow, drawing on would cost more than it wins.
-_DRAWING_MAX_S = 0.3
 # No other server would answer differently, or the caller's patience is used up already.
 _FINAL = (
     AlreadyExistsError,
@@ -186,44 +183,38 @@ class PartWriter:
             unit = self._units[self._sent_count]
             # Looked at once: another thread may give the unit up at any time.
             pieces = unit.pieces or self._recall(unit)
-            if self._writer is None:
-                pieces = self._create(pieces)
-            assert self._writer is not None
+            writer = self._writer or self._create()
             start_ns = time.monotonic_ns()
             for piece in pieces:
-                self._writer.write(piece)
+                writer.write(piece)
                 group.note_progress()
             busy_ns = time.monotonic_ns() - start_ns
             group.counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
             group.counters.add_for(self._source, written_bytes=unit.length, write_count=1)
+            if not self._sent_count:
+                self._settle()
             self._sent_count += 1
-            self._note_sent(unit, self._writer.held_bytes)
+            self._note_sent(unit, writer.held_bytes)
 
-    def _create(self, pieces: list[bytes]) -> list[bytes]:
-        """Begin the file, on a server that has not too many others; returns what is not in it."""
+    def _create(self) -> Writer:
+        """Begin the file, on a server that has not more of them than others."""
         group = self._group
-        backend = group.backend
-        places = backend if isinstance(backend, PlacesFiles) else None
-        name = self.name
-        end_s = time.monotonic() + _DRAWING_MAX_S
-        for draw in range(DRAWS_MAX):
-            if draw:
-                self.name = f"{name}.d{draw}"
-            path = f"{group.folder}/{self.name}"
-            self._writer = writer = backend.create(path)
-            if places is None:
-                return pieces
-            writer.write(pieces[0][:_FIRST_BYTES])
-            servers = places.servers_of(path)
-            is_last = time.monotonic() > end_s
-            if group.placement.take(servers, DRAWS_MAX if is_last else draw):
-                self._servers = servers
-                if not group.placement.block_bytes:
-                    group.placement.block_bytes = backend.stat(path).block_bytes
-                break
-            self._writer = None
-            writer.abort()
-        return [pieces[0][_FIRST_BYTES:], *pieces[1:]]
+        path = f"{group.folder}/{self.name}"
+        self._writer = writer = group.backend.create(path)
+        if isinstance(group.backend, PlacesFiles):
+            self._servers = group.placement.choose(partial(group.backend.place, path))
+        return writer
+
+    def _settle(self) -> None:
+        """Look where the file has come to lie: a server may be dead without anybody knowing."""
+        group = self._group
+        backend, path = group.backend, f"{group.folder}/{self.name}"
+        if not isinstance(backend, PlacesFiles):
+            return
+        if not group.placement.block_bytes:
+            group.placement.block_bytes = backend.stat(path).block_bytes
+        if self._servers:
+            self._servers = group.placement.settle(self._servers, backend.servers_of(path))
 
     def _leave_servers(self) -> None:
         self._group.placement.release(self._servers)

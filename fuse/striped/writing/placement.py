@@ -1,19 +1,25 @@
 """Spreads the parts that are written at once over the servers of the storage.
 
 HDFS draws a server for each block. Eight parts on four DataNodes so share the busiest one by three
-or four, and a striped file is as slow as its slowest part. So a part that was drawn to a server
-with more open parts than another one is drawn again, before more than its first bytes are written.
+or four, and a striped file is as slow as its slowest part, to write and for ever after to read. So
+the storage is asked to choose for each part among the servers that have the fewest open ones.
 Owns the count of open parts by server, for all files of a mount. Thread-safe.
 """
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 
-DRAWS_MAX = 12
-# From this draw on, a server with one part more than the least will do.
-_PATIENT_DRAWS = 9
-# All servers are known after so many draws, for each known one, that showed no new one.
-_DRAWS_PER_SERVER = 2
+# One part at a time is placed, so that each choice knows those before it; nobody waits for longer.
+_TURN_MAX_S = 2.0
+# How long it is believed that there are no other servers than those known.
+_ALL_KNOWN_S = 60.0
+# A server that was chosen and did not take the part is dead, and the storage notices so late.
+_SHUNNED_S = 600.0
+
+Place = Callable[[Collection[str]], tuple[str, ...] | None]
+"""`PlacesFiles.place` of one file: the servers, other than those to avoid."""
 
 
 class Placement:
@@ -23,33 +29,72 @@ class Placement:
         self.block_bytes = 0
         """The storage cuts parts into blocks of so many bytes; 0 as long as nobody knows."""
         self._open_counts: Counter[str] = Counter()
-        self._stale_draws = 0
+        self._shunned_until_s: dict[str, float] = {}
+        self._all_known_until_s = 0.0
+        self._replica_count = 1
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
 
-    def take(self, servers: tuple[str, ...], draw: int) -> bool:
-        """Whether a part should stay on `servers`, which are then counted until `release`.
+    def choose(self, place: Place) -> tuple[str, ...]:
+        """The servers of a new part, counted until `release`; empty where nobody says."""
+        if not self._turn.acquire(timeout=_TURN_MAX_S):
+            return ()
+        try:
+            for avoid in self._wishes():
+                servers = place(avoid)
+                if servers is not None:
+                    self._count(servers)
+                    return servers
+                with self._lock:
+                    self._all_known_until_s = time.monotonic() + _ALL_KNOWN_S
+            return ()
+        finally:
+            self._turn.release()
 
-        `draw` counts from 0; the last one is always taken. Only parts of one replica are drawn
-        again: of three servers that write together, nobody can choose.
-        """
+    def settle(self, chosen: tuple[str, ...], actual: tuple[str, ...]) -> tuple[str, ...]:
+        """Count the part where it has come to lie in the end; returns that."""
+        if not chosen or not actual or set(chosen) == set(actual):
+            return chosen
+        self.release(chosen)
         with self._lock:
-            for server in servers:
-                if server not in self._open_counts:
-                    self._open_counts[server] = 0
-                    self._stale_draws = 0
-            self._stale_draws += 1
-            if len(servers) == 1 and draw + 1 < DRAWS_MAX:
-                limit = min(self._open_counts.values())
-                if self._stale_draws < _DRAWS_PER_SERVER * len(self._open_counts):
-                    limit = 0
-                if draw >= _PATIENT_DRAWS:
-                    limit += 1
-                if self._open_counts[servers[0]] > limit:
-                    return False
-            self._open_counts.update(servers)
-            return True
+            until_s = time.monotonic() + _SHUNNED_S
+            self._shunned_until_s.update(dict.fromkeys(set(chosen) - set(actual), until_s))
+        self._count(actual)
+        return actual
 
     def release(self, servers: tuple[str, ...]) -> None:
         """A part has ended."""
         with self._lock:
             self._open_counts.subtract(servers)
+
+    def _count(self, servers: tuple[str, ...]) -> None:
+        with self._lock:
+            self._open_counts.update(servers)
+            self._replica_count = max(1, len(servers))
+
+    def _wishes(self) -> Iterator[frozenset[str]]:
+        """Which servers to avoid: what is best, and what will do where that cannot be had."""
+        with self._lock:
+            shunned = self._shunned()
+            counts = dict(self._open_counts)
+            replica_count = self._replica_count
+        if replica_count == 1 and time.monotonic() >= self._all_known_until_s:
+            # Rather a server that is not known yet than a second part for one.
+            wish = shunned.union(server for server, count in counts.items() if count)
+            yield wish
+            if not wish:
+                return
+        # Replicas are to lie apart (in several racks), so the storage must have a choice.
+        kept_count = 1 if replica_count == 1 else max(2 * replica_count, -(-len(counts) // 2))
+        least = sorted(count for server, count in counts.items() if server not in shunned)
+        limit = max(least[:kept_count], default=0)
+        wish = shunned.union(server for server, count in counts.items() if count > limit)
+        yield wish
+        if wish:
+            yield frozenset()
+
+    def _shunned(self) -> frozenset[str]:
+        now_s = time.monotonic()
+        for server in [each for each, until_s in self._shunned_until_s.items() if until_s <= now_s]:
+            del self._shunned_until_s[server]
+        return frozenset(self._shunned_until_s)

@@ -96,7 +96,7 @@ class SegmentWriter:
         dealing = self._dealing
         limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
         if self.placement.block_bytes:
-            # A part of one block stays on the server that it was drawn to, and an HDFS client has
+            # A part of one block stays on the server that was chosen for it, and an HDFS client has
             # the fewest ways to fail.
             units = max(1, self.placement.block_bytes // self.unit_bytes)
             limit_bytes = min(limit_bytes, units * self.unit_bytes * self._writers_max)

@@ -11,7 +11,8 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import open_backend
-from bootseer.store.hdfs_joining import HdfsJoiner
+from bootseer.store.hdfs_name_node import FoundNameNode
+from bootseer.store.hdfs_space import HdfsSpace
 from tests.fuse.striped.mounting import checkpoints, shell
 from tests.fuse.striped.test_space import set_space_quota
 from tests.hdfs.classpath import CannotAssembleError
@@ -86,7 +87,7 @@ def test_full_datanodes_are_told_to_the_writer(
     with contextlib.closing(open_backend(url, deadline_s=20)) as backend:
         for _ in range(200):
             # What the save had written is removed by and by.
-            space = HdfsJoiner(tiny.url, 5.0).space("/x")
+            space = HdfsSpace(FoundNameNode(tiny.url, 5.0)).space("/x")
             if space is not None and space.free_bytes > 20 * MIB:
                 break
             time.sleep(0.1)

@@ -14,7 +14,7 @@ from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend
-from bootseer.store.hdfs_joining import HdfsJoiner
+from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.joining import joiner
 from tests.fuse.striped.harness import CALLER, Driver, code_of, storage_on
 from tests.hdfs.cluster import MiniHdfs
@@ -170,9 +170,9 @@ def test_a_cluster_that_wants_kerberos_is_not_asked(
         "<value>kerberos</value></property></configuration>"
     )
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    assert not HdfsJoiner("hdfs://127.0.0.1:1", 1.0).can_join()
+    assert FoundNameNode("hdfs://127.0.0.1:1", 1.0).get() is None
 
 
 def test_nobody_at_the_namenodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
-    assert not HdfsJoiner("hdfs://127.0.0.1:1", 0.5).can_join()
+    assert FoundNameNode("hdfs://127.0.0.1:1", 0.5).get() is None

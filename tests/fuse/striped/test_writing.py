@@ -3,19 +3,17 @@
 import errno
 import os
 import random
-import statistics
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BootseerError, NoSpaceError, PermissionDeniedError, UnavailableError
+from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.placement import DRAWS_MAX, Placement
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
@@ -71,7 +69,6 @@ def saving(tmp_path: Path) -> Iterator[Saving]:
     "error",
     [
         lambda: UnavailableError("reset"),
-        lambda: NoSpaceError("one node is full"),
         lambda: OSError(errno.EIO, "5"),
         lambda: OSError(errno.EOVERFLOW, "75"),
         lambda: OSError(errno.ENOTCONN, "107"),
@@ -181,23 +178,6 @@ def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
     assert budget.used_bytes == 0
 
 
-@pytest.mark.parametrize("server_count", [2, 4, 8, 100])
-def test_parts_are_spread_over_the_servers(server_count: int) -> None:
-    numbers = random.Random(server_count)
-    busiest = []
-    for _ in range(50):
-        placement, parts = Placement(), [0] * server_count
-        for _ in range(8):
-            for draw in range(DRAWS_MAX):
-                server = numbers.randrange(server_count)
-                if placement.take((str(server),), draw):
-                    parts[server] += 1
-                    break
-        busiest.append(max(parts))
-    # Eight parts drawn once each would have put three or four on the busiest of four servers.
-    assert statistics.mean(busiest) <= -(-8 // server_count) + 0.8
-
-
 class Buffering(LocalBackend):
     writer_bytes = 13 * UNIT
 
@@ -224,17 +204,6 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         assert len(layout.segments[0].parts) == 5
         storage.tree.kept.reclaim(budget.limit_bytes)
         assert budget.used_bytes == 0
-
-
-def test_parts_with_replicas_stay_where_they_were_drawn_to() -> None:
-    placement = Placement()
-    for _ in range(20):
-        assert placement.take(("a", "b"), 0)
-    assert placement.take(("c",), 0)
-    assert not placement.take(("a",), 0)
-    for _ in range(20):
-        placement.release(("a", "b"))
-    assert placement.take(("a",), 0)
 
 
 def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:

@@ -1,0 +1,85 @@
+"""The NameNode to call past hdfs-native: where it is, and whether it takes calls from us.
+
+Owns the answer to the latter, asked once. Thread-safe.
+"""
+
+import getpass
+import os
+import threading
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bootseer.store.hdfs_rpc import NameNode
+
+_DEFAULT_PORT = 8020
+_HURRIED_S = 5.0
+_CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
+
+
+class FoundNameNode:
+    """Of one cluster."""
+
+    def __init__(self, cluster: str, deadline_s: float) -> None:
+        """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
+        self._cluster = cluster
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._asked = False
+        self._name_node: NameNode | None = None
+
+    def get(self) -> NameNode | None:
+        """None where nobody is known, or takes calls from us: no where it wants Kerberos."""
+        with self._lock:
+            if not self._asked:
+                self._asked = True
+                found = _find(self._cluster, self._deadline_s)
+                self._name_node = found if found is not None and found.answers() else None
+            return self._name_node
+
+    def hurried(self) -> NameNode | None:
+        """As `get`, for questions whose answers are worth no long wait."""
+        name_node = self.get()
+        if name_node is None:
+            return None
+        return replace(name_node, deadline_s=min(self._deadline_s, _HURRIED_S))
+
+
+def _find(cluster: str, deadline_s: float) -> NameNode | None:
+    parts = urlsplit(cluster)
+    config = _configuration()
+    if config.get("hadoop.security.authentication", "simple") != "simple":
+        return None
+    user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+    host = parts.hostname or ""
+    names = config.get(f"dfs.ha.namenodes.{host}", "")
+    if parts.port is None and names:
+        keys = [f"dfs.namenode.rpc-address.{host}.{name.strip()}" for name in names.split(",")]
+        found = [_address(config[key]) for key in keys if key in config]
+    else:
+        found = [(host, parts.port or _DEFAULT_PORT)]
+    return NameNode(tuple(found), user, deadline_s) if found else None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.strip().rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else (text, _DEFAULT_PORT)
+
+
+def _configuration() -> dict[str, str]:
+    """The site's Hadoop configuration, from where hdfs-native reads it too."""
+    folder = os.environ.get("HADOOP_CONF_DIR")
+    if folder is None and (home := os.environ.get("HADOOP_HOME")):
+        folder = f"{home}/etc/hadoop"
+    values: dict[str, str] = {}
+    for name in _CONFIG_FILES if folder else ():
+        try:
+            root = ET.parse(Path(str(folder)) / name).getroot()
+        except (OSError, ET.ParseError):
+            continue
+        for entry in root.iter("property"):
+            key, value = entry.findtext("name"), entry.findtext("value")
+            if key and value:
+                values[key.strip()] = value.strip()
+    return values

@@ -1,0 +1,131 @@
+"""Where parts are placed: evenly, whatever the storage draws, and never on fewer replicas."""
+
+import random
+from collections import Counter
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.striped.doors.copy import copy_in
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.store import open_backend
+from bootseer.store.hdfs import HdfsBackend
+from tests.hdfs.cluster import MiniHdfs
+
+MIB = 2**20
+
+
+class Drawing:
+    """A storage of so many servers that draws among those it may."""
+
+    def __init__(self, server_count: int, replica_count: int, seed: int) -> None:
+        self.servers = [f"s{number}" for number in range(server_count)]
+        self.replica_count = replica_count
+        self.asked_count = 0
+        self._numbers = random.Random(seed)
+
+    def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
+        self.asked_count += 1
+        left = [server for server in self.servers if server not in avoid]
+        if len(left) < self.replica_count:
+            return None
+        return tuple(self._numbers.sample(left, self.replica_count))
+
+
+@pytest.mark.parametrize("replica_count", [1, 2, 3])
+@pytest.mark.parametrize("server_count", [3, 4, 8, 100])
+def test_parts_are_spread_evenly(server_count: int, replica_count: int) -> None:
+    for seed in range(20):
+        drawing, placement = Drawing(server_count, replica_count, seed), Placement()
+        parts: Counter[str] = Counter()
+        for _ in range(8):
+            parts.update(placement.choose(drawing.place))
+        assert sum(parts.values()) == 8 * replica_count
+        if replica_count == 1:
+            assert max(parts.values()) == -(-8 // server_count)
+        # A refusal tells that all servers are known: it is not asked for again and again.
+        assert drawing.asked_count <= 8 + 1
+
+
+def test_parts_that_have_ended_count_no_more() -> None:
+    drawing, placement = Drawing(2, 1, 0), Placement()
+    first = placement.choose(drawing.place)
+    assert placement.choose(drawing.place) != first
+    placement.release(first)
+    assert placement.choose(drawing.place) == first
+
+
+def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
+    """It is dead and has no open parts, so that all others would be placed on it."""
+    drawing, placement = Drawing(3, 1, 1), Placement()
+    dead = placement.choose(drawing.place)
+    others = [(server,) for server in drawing.servers if (server,) != dead]
+    assert placement.settle(dead, others[0]) == others[0]
+    chosen = [placement.choose(drawing.place) for _ in range(5)]
+    assert dead not in chosen
+    assert Counter([others[0], *chosen]) == dict.fromkeys(others, 3)
+
+
+def test_a_storage_that_says_nothing() -> None:
+    placement = Placement()
+    assert placement.choose(lambda avoid: ()) == ()
+    assert placement.settle((), ("a",)) == ()
+    assert placement.choose(lambda avoid: None) == ()
+
+
+@pytest.mark.hdfs
+def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
+    backend = open_backend(hdfs_url + "?replication=1")
+    assert isinstance(backend, HdfsBackend)
+    counts: Counter[str] = Counter()
+    writers = []
+    placement = Placement()
+    for number in range(2 * hdfs.datanode_count):
+        path = f"f{number}"
+        writers.append(backend.create(path))
+        servers = placement.choose(partial(backend.place, path))
+        writers[-1].write(b"x" * 100_000)
+        assert backend.servers_of(path) == servers
+        counts.update(servers)
+    assert list(counts.values()) == [2] * hdfs.datanode_count
+    for writer in writers:
+        writer.close()
+    assert backend.read("f5") == b"x" * 100_000
+    # With two replicas, only one server would be left: rather two, anywhere.
+    double = open_backend(hdfs_url + "?replication=2")
+    assert isinstance(double, HdfsBackend)
+    with double.create("g") as writer:
+        first = double.place("g", ())
+        assert first is not None
+        assert len(first) == 2
+        writer.write(b"y")
+    with double.create("h") as writer:
+        assert double.place("h", first) is None
+        writer.write(b"y" * 100_000)
+        assert len(double.servers_of("h")) == 2
+    # Nobody to place for: it is closed, or was never made.
+    assert backend.place("f5", ()) == ()
+    assert backend.place("none", ()) == ()
+
+
+@pytest.mark.hdfs
+def test_a_striped_file_lies_evenly_on_all_datanodes(
+    hdfs: MiniHdfs, hdfs_url: str, tmp_path: Path
+) -> None:
+    part_count = 2 * hdfs.datanode_count
+    source = tmp_path / "source"
+    source.write_bytes(random.Random(4).randbytes(part_count * MIB))
+    settings = StripeSettings(MIB, part_count, 30.0)
+    backend = open_backend(hdfs_url + "?replication=1")
+    with StripedStorage(backend, settings, memory_bytes=256 * MIB) as storage:
+        copy_in(storage, source, "f")
+    stored = source.read_bytes()
+    marks = [stored[part * MIB : part * MIB + 64] for part in range(part_count)]
+    for datanode in range(hdfs.datanode_count):
+        blocks = (hdfs.home / f"datanode{datanode}").rglob("blk_*")
+        beginnings = [block.read_bytes()[:64] for block in blocks if block.suffix != ".meta"]
+        assert sum(mark in beginnings for mark in marks) == 2
