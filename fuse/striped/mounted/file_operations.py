@@ -320,19 +320,3 @@ class FileOperations(MountTables):
             self._note_unfinished(handle)
         if writer.view is not None:
             self._published(handle.node, writer.view)
-
-    def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
-        with self._lock:
-            if handle.writer is not None:
-                return handle.writer
-            base = handle.base
-            path = base.path if base is not None else self._attached_path(handle.node)
-            if not handle.node.is_detached:
-                path = handle.node.path
-        writer = FileWriter(
-            self._tree, path, self._budget, self._settings, base=None if starts_empty else base
-        )
-        with self._lock:
-            if handle.writer is None:
-                handle.writer = writer
-            return handle.writer

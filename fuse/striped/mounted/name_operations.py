@@ -101,8 +101,7 @@ class NameOperations(MountTables):
             text, path = self._child_path(directory, name)
             known = self._nodes.child(directory, text)
             is_local = known is not None and known.is_local
-            writers = [writer for writer in self._nodes.writers() if writer.path == path]
-        for writer in writers:
+        for writer in self._writers_of(path):
             writer.detach()
         try:
             self._tree.unlink(path)
@@ -130,6 +129,7 @@ class NameOperations(MountTables):
         if any(writer.needs_publishing for writer in inside):
             # Their parts lie in a folder that would move away under them.
             raise refuse(errno.EBUSY, source)
+        replaced = self._writers_of(target)
         moving = [writer for writer in writers if writer.path == source]
         for writer in moving:
             writer.publish()
@@ -139,9 +139,8 @@ class NameOperations(MountTables):
             if not caller.is_resent or self._status(target) is None:
                 raise
         with self._lock:
-            for writer in writers:
-                if writer.path == target and writer not in moving:
-                    writer.detach()
+            for writer in replaced:
+                writer.detach()
             for writer in moving:
                 writer.path = target
             for writer in inside:

@@ -137,9 +137,9 @@ def _open(
             )
         )
         _log.error("%s was being written: its writer gets an error", path)
+    elif record["writes"] and handle.node.is_detached:
+        # What it adds to may be gone, and its name stands for something else, or nothing.
+        handle.writer = new_writer(handle.node.name)
+        handle.writer.fail(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     elif record["writes"] and handle.base is None:
-        if handle.node.is_detached:
-            handle.writer = new_writer(handle.node.name)
-            handle.writer.fail(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-        else:
-            handle.writer = new_writer(handle.node.path)
+        handle.writer = new_writer(handle.node.path)

@@ -5,6 +5,7 @@ Owns the state that the FUSE operations on names (`name_operations`) and on open
 never I/O.
 """
 
+import contextlib
 import errno
 import math
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from bootseer.errors import NotFoundError
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.mounted.journal import Journal
@@ -31,7 +32,7 @@ from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.writer import StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter, StripeSettings
 from bootseer.store.paths import PATH_MAX_BYTES
 
 NAME_MAX_BYTES = 255
@@ -174,3 +175,38 @@ class MountTables(Operations):
                 # The kernel may hold pages of the generation before: the name gets a new node.
                 assert node.parent is not None
                 self._nodes.add(node.parent, node.name, status, self._clock())
+
+    def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
+        """The one that what is written through `handle` goes to."""
+        with self._lock:
+            if handle.writer is not None:
+                return handle.writer
+            base = handle.base
+            path = base.path if base is not None else self._attached_path(handle.node)
+            if not handle.node.is_detached:
+                path = handle.node.path
+        writer = FileWriter(
+            self._tree, path, self._budget, self._settings, base=None if starts_empty else base
+        )
+        with self._lock:
+            if handle.writer is None:
+                handle.writer = writer
+            return handle.writer
+
+    def _writers_of(self, path: str) -> list[FileWriter]:
+        """All that write the file at `path`, or may yet: those that add to what is there have read
+        its end when this returns, so that it may go."""
+        with self._lock:
+            waiting = [
+                handle
+                for handle in self._nodes.handles.values()
+                if handle.base is not None and handle.writer is None and handle.node.path == path
+            ]
+        for handle in waiting:
+            # Where nothing can be added, its first write says so.
+            with contextlib.suppress(BootseerError, OSError):
+                self._writer(handle)
+            with self._lock:
+                self._nodes.note(handle)
+        with self._lock:
+            return [writer for writer in self._nodes.writers() if writer.path == path]

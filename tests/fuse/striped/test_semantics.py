@@ -168,6 +168,25 @@ def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> Non
     assert list(find_garbage(one.storage.backend, "")) == []
 
 
+@pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
+@pytest.mark.parametrize("how", ["unlink", "rename"])
+def test_adding_to_a_file_that_is_gone(one: Driver, two: Driver, old: bytes, how: str) -> None:
+    """Found by the state machine: EIO, for what it would be added to could not be read."""
+    one.write("f", old)
+    one.write("other", b"other")
+    file = one.open("f", os.O_RDWR | os.O_APPEND)
+    if how == "unlink":
+        one.unlink("f")
+    else:
+        one.rename("other", "f")
+    one.pwrite(file, len(old), b"more")
+    one.fs.fsync(CALLER, *file, False)
+    assert one.pread(file, len(old), 9) == b"more"
+    one.close(file)
+    assert two.names("") == (["other"] if how == "unlink" else ["f"])
+    assert how == "unlink" or two.read("f") == b"other"
+
+
 def test_a_new_file_is_seen_here_at_once_and_elsewhere_when_closed(
     one: Driver, two: Driver
 ) -> None:

@@ -223,7 +223,9 @@ class Writers(RuleBasedStateMachine):
         for writer in self.open:
             if writer.is_dirty or writer.doomed:
                 writer.doomed = errno.EIO
-            elif not writer.is_detached and writer.expects is None:
+            elif writer.is_detached:
+                writer.doomed = errno.ESTALE
+            elif writer.expects is None:
                 # It goes on from what is published, which must then still be there.
                 writer.expects = self.files.get(writer.name, (-1, b""))[0]
 
