@@ -12,16 +12,16 @@ import logging
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack import Elsewhere, Others
-from bootseer.blob.tree import Tree
-from bootseer.content_digest import ContentHasher
+from bootseer.blob.tree import Extent, Tree
+from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import BootseerError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.explain import nearest
@@ -39,8 +39,11 @@ _KIND = ("interpreter", "platform", "machine", "libc", "kind")
 _READ_BYTES = 1 << 20
 _THREADS_MAX = 4
 
-Same = Mapping[bytes, int]
-"""Path -> the number of an inode in the base's tree that has the same content."""
+BYTECODE_HEAD_BYTES = 16
+"""Of a `.pyc` file: what comes before the code itself (PEP 552)."""
+
+Place = tuple[int, int, int, int]
+"""An extent: (file offset, blob, offset in its stream, length)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,15 @@ RULE = Rule()
 
 
 def choose_blobs(
-    base: Tree, found: Iterable[int], whole_bytes: int, rule: Rule = RULE
+    base: Tree, found: Iterable[Sequence[Place]], whole_bytes: int, rule: Rule = RULE
 ) -> frozenset[int]:
     """The base's blobs, by number, that the new snapshot should take content from; none: it should
     be stored whole. Pure.
 
-    `found`: the inodes of the base with content that a new file has, one for each such file;
-    `whole_bytes`: of all new files.
+    `found`: where in the base's blobs a new file's content is, for each file of which that can be
+    said; `whole_bytes`: of all new files.
     """
-    uses = [base.extents(number) for number in found]
+    uses = list(found)
     kept = frozenset(range(len(base.blobs)))
     while True:
         used: defaultdict[int, int] = defaultdict(int)
@@ -123,21 +126,38 @@ def find_others(
             if store.size(blob_key(blob.digest)) != blob.size_bytes:
                 return Others()
         files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
-        same, statuses = _find_same(base, host, scanned, files)
+        same = _find_same(base, host, scanned, files)
         first = {(scanned[path].device, scanned[path].inode): path for path in files}
         whole_bytes = sum(scanned[path].size_bytes for path in first.values())
-        found = [same[path] for path in first.values() if path in same]
+        found = [same[path].places(base) for path in first.values() if path in same]
         chosen = sorted(choose_blobs(base, found, whole_bytes, rule))
-        return _others(base, chosen, same, statuses)
+        return _others(base, chosen, same)
     except (BootseerError, OSError) as error:
         logger.info("nothing of the snapshot of %s is used: %s", host, error)
         return Others()
 
 
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A file's content, in the base."""
+
+    number: int
+    """Of the inode there."""
+    digest: bytes
+    """Of the file itself."""
+    status: os.stat_result
+    head: bytes = b""
+    """The file's first bytes, where those in the base are others."""
+
+    def places(self, base: Tree) -> list[Place]:
+        """Of all but the head."""
+        return list(_behind(len(self.head), base.extents(self.number)))
+
+
 def _find_same(
     base: Tree, host: Path, scanned: Scan, files: Sequence[bytes]
-) -> tuple[dict[bytes, int], dict[bytes, os.stat_result]]:
-    """Which files have content that is in the base, and what they were when they were read."""
+) -> dict[bytes, _Match]:
+    """Which files have content that is in the base."""
     known: dict[bytes, int] = {}
     sizes = set()
     for number in range(base.inode_count):
@@ -147,46 +167,83 @@ def _find_same(
             known.setdefault(inode.digest, number)
             sizes.add(inode.size_bytes)
     candidates = [path for path in files if scanned[path].size_bytes in sizes]
-    same, statuses = {}, {}
     top = os.fsencode(host)
+
+    def find(path: bytes) -> _Match | None:
+        return _match(base, known, path, os.path.join(top, path))
+
     with ThreadPoolExecutor(min(usable_cpus(), _THREADS_MAX)) as pool:
-        hashed = pool.map(lambda path: _hash(os.path.join(top, path)), candidates)
-        for path, (digest, status) in zip(candidates, hashed, strict=True):
-            if status is not None and digest in known:
-                same[path], statuses[path] = known[digest], status
-    return same, statuses
+        found = zip(candidates, pool.map(find, candidates), strict=True)
+        return {path: match for path, match in found if match is not None}
 
 
-def _hash(path: bytes) -> tuple[bytes, os.stat_result | None]:
-    """A file's content digest and attributes, or None where it cannot be read as a file."""
+def _match(base: Tree, known: Mapping[bytes, int], path: bytes, host: bytes) -> _Match | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(host, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return b"", None  # the packer says so, or has an explanation
+        return None  # the packer says so, or has an explanation
     try:
         status = os.fstat(fd)
         hasher = ContentHasher()
+        pieces = []
         while data := os.read(fd, _READ_BYTES):
             hasher.update(data)
-        return hasher.digest(), status
+            if path.endswith(b".pyc"):
+                pieces.append(data)
     except OSError:
-        return b"", None
+        return None
     finally:
         os.close(fd)
+    digest = hasher.digest()
+    if digest in known:
+        return _Match(known[digest], digest, status)
+    content = b"".join(pieces)
+    then = bytecode_then(base, path, content)
+    number = known.get(content_digest(then)) if then else None
+    if number is None:
+        return None
+    return _Match(number, digest, status, content[:BYTECODE_HEAD_BYTES])
 
 
-def _others(
-    base: Tree,
-    chosen: Sequence[int],
-    same: Same,
-    statuses: Mapping[bytes, os.stat_result],
-) -> Others:
+def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
+    """What a bytecode file would be if its source still had the time that it has in `base`; empty
+    where that cannot be told. Pure.
+
+    Whoever installs a package anew gives its files other times, and Python writes them into the
+    bytecode (PEP 552: magic, flags, the source's time and size), which is the same otherwise. So
+    nothing of the base need be fetched to see that it is.
+    """
+    folder, _, name = path.rpartition(b"/")
+    above = folder.rpartition(b"/")
+    if above[2] != b"__pycache__" or len(content) <= BYTECODE_HEAD_BYTES or any(content[4:8]):
+        return b""
+    source = base.resolve((above[0] + b"/" if above[0] else b"") + name.partition(b".")[0] + b".py")
+    if source is None:
+        return b""
+    time_s = base.columns.mtime_ns[source] // 10**9 & 0xFFFFFFFF
+    return content[:8] + time_s.to_bytes(4, "little") + content[12:]
+
+
+def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> Others:
     # Number 0 is the new blob.
     numbers = {blob: 1 + i for i, blob in enumerate(chosen)}
     files = {}
-    for path, inode_number in same.items():
-        inode = base.inode(inode_number)
-        if inode.digest and all(extent.blob in numbers for extent in inode.extents):
-            extents = tuple(replace(extent, blob=numbers[extent.blob]) for extent in inode.extents)
-            files[path] = Elsewhere(extents, inode.digest, statuses[path])
+    for path, match in same.items():
+        extents = [
+            Extent(offset, numbers[blob], blob_offset, length)
+            for offset, blob, blob_offset, length in match.places(base)
+            if blob in numbers
+        ]
+        # All of it, or nothing.
+        held_bytes = len(match.head) + sum(extent.length for extent in extents)
+        if held_bytes == base.columns.size_bytes[match.number]:
+            files[path] = Elsewhere(tuple(extents), match.digest, match.status, match.head)
     return Others([base.blobs[blob] for blob in chosen], files) if files else Others()
+
+
+def _behind(start: int, extents: Iterable[Place]) -> Iterator[Place]:
+    """The parts of extents that lie at or behind `start` in their file."""
+    for offset, blob, blob_offset, length in extents:
+        skipped = max(0, start - offset)
+        if skipped < length:
+            yield offset + skipped, blob, blob_offset + skipped, length - skipped

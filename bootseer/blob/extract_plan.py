@@ -120,6 +120,8 @@ def plan_extraction(
             places = tree.extents(number)
             _, blob, offset, length = places[0]
             if len(places) > 1:
+                # With its neighbours where most of it lies: a frame should be wanted once.
+                _, blob, offset, _ = max(places, key=lambda place: place[3])
                 length = sum(place[3] for place in places)
             (large if length > PART_BYTES else files).append((blob, offset, i, length))
         elif stat.S_ISDIR(mode):

@@ -16,6 +16,9 @@ ZEROS_HASHED_MAX = 1024**3
 """A sparse file with more bytes of holes than this has no content digest: hashing zeros for
 minutes would buy nothing, since its frames are verified and its holes are in the tree."""
 
+HEADS = b".bootseer-heads"
+"""The member with the first bytes of files whose other bytes lie elsewhere."""
+
 _ZEROS = bytes(1024 * 1024)
 
 Read = Callable[[int, int], bytes]
@@ -30,6 +33,8 @@ class Members:
         self._names: list[tuple[bytes, int]] = []
         self._inodes: list[Inode] = []
         self._elsewhere: set[int] = set()
+        # (inode number, its first bytes)
+        self._heads: list[tuple[int, bytes]] = []
 
     def add_plain(self, path: bytes, inode: Inode) -> int:
         """A member without content. Returns its inode number."""
@@ -99,18 +104,39 @@ class Members:
         return self._added(path, _with_content(inode, tuple(extents), digest))
 
     def add_elsewhere(
-        self, path: bytes, inode: Inode, extents: tuple[Extent, ...], digest: bytes
+        self, path: bytes, inode: Inode, extents: tuple[Extent, ...], digest: bytes, head: bytes
     ) -> int:
-        """A regular file whose content is in other blobs: it is in the tree, and no member."""
+        """A regular file whose content is in other blobs: it is in the tree, and no member.
+
+        But for its first bytes, `head`, if they are others."""
         number = self._added(path, _with_content(inode, extents, digest))
         self._elsewhere.add(number)
+        if head:
+            self._heads.append((number, head))
         return number
 
     def finish(self, others: Sequence[Blob] = ()) -> Tree:
         """Write the end of the archive; the tree of all that was added. `others`: the blobs that
         `add_elsewhere` named, which this one comes before."""
+        if self._heads:
+            self._add_heads()
         self._writer.write(END)
         return build_tree(self._names, self._inodes, [self._writer.finish(), *others])
+
+    def _add_heads(self) -> None:
+        """All in one member that is not in the tree: thousands of them take a frame or two."""
+        content = b"".join(head for _, head in self._heads)
+        self._put(member_header(HEADS, Inode(stat.S_IFREG | 0o600, size_bytes=len(content))))
+        self._writer.cut()
+        position = self._writer.position
+        padded = content + padding(len(content))
+        for offset in range(0, len(padded), self._writer.frame_bytes):
+            self._writer.write(padded[offset : offset + self._writer.frame_bytes])
+        for number, head in self._heads:
+            inode = self._inodes[number]
+            extents = (Extent(0, 0, position, len(head)), *inode.extents)
+            self._inodes[number] = _with_content(inode, extents, inode.digest)
+            position += len(head)
 
     def _put(self, header: bytes) -> None:
         self._writer.reserve(len(header))

@@ -35,10 +35,13 @@ class Elsewhere:
     """Where the content of a file lies already."""
 
     extents: tuple[Extent, ...]
-    """Without holes; blobs are numbered in the tree to be, where 0 is the new one."""
+    """Without holes; blobs are numbered in the tree to be, where 0 is the new one. They begin
+    behind `head`."""
     digest: bytes
     status: os.stat_result
     """Of the file when it was found to have that content."""
+    head: bytes = b""
+    """Its first bytes, where they are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ def _add(
             raise _ReadError from error
         try:
             if elsewhere is not None and (inode := _as_it_was(fd, elsewhere.status)) is not None:
-                return members.add_elsewhere(entry.path, inode, elsewhere.extents, elsewhere.digest)
+                return members.add_elsewhere(
+                    entry.path, inode, elsewhere.extents, elsewhere.digest, elsewhere.head
+                )
             return _add_file(members, writer, entry.path, fd)
         finally:
             os.close(fd)

@@ -84,14 +84,21 @@ def restore(
 
     A directory that exists must be empty, or be as it was before the set-up.
     """
-    from bootseer.snapshots.commands import restore_snapshot
+    from bootseer.snapshots.restoring.early import server_ahead
 
     if relocates and directory is None:
         raise click.UsageError("--relocate needs --to DIR.")
     settings = current_settings()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
-    manifest = restore_snapshot(settings, key, directory, relocates=relocates, report=say)
+    with contextlib.ExitStack() as stack:
+        # A mount waits for its server, which loads while we do.
+        process = None if directory is not None else stack.enter_context(server_ahead(settings))
+        from bootseer.snapshots.commands import restore_snapshot
+
+        manifest = restore_snapshot(
+            settings, key, directory, relocates=relocates, report=say, process=process
+        )
     if as_json:
         emit_json(summary(manifest))
     else:
@@ -114,7 +121,7 @@ def unmount(directory: Path, lazy: bool) -> None:
     type=click.Choice(("age", "size", "name", "targets")),
     default="age",
     show_default=True,
-    help="Newest first, largest in the store first, or by text.",
+    help="Newest first, largest own part of the store first, or by text.",
 )
 @json_option
 def list_(sort: str, as_json: bool) -> None:
@@ -136,7 +143,10 @@ def list_(sort: str, as_json: bool) -> None:
         emit_json([summary(manifest) for manifest in manifests])
         return
     emit_table(
-        ("key", "name", "targets", "files", "content", "stored", "set-up s", "created", "age"),
+        (
+            *("key", "name", "targets", "files", "content"),
+            *("stored", "with earlier", "set-up s", "created", "age"),
+        ),
         (
             (
                 manifest.fingerprint[:12],
@@ -145,6 +155,7 @@ def list_(sort: str, as_json: bool) -> None:
                 manifest.file_count,
                 human_bytes(manifest.content_bytes),
                 human_bytes(manifest.stored_bytes),
+                human_bytes(manifest.whole_bytes) if manifest.is_layered else "",
                 f"{manifest.setup_ns / 1e9:.1f}",
                 when(manifest.created_ns),
                 show_age(now_ns - manifest.created_ns),
@@ -180,7 +191,7 @@ def show(key: str, files: bool, as_json: bool) -> None:
     emit_table(("part", "value"), document["parts"].items(), title=manifest.fingerprint)
     click.echo()
     emit_table(
-        ("target", "kind", "files", "deleted", "content", "stored"),
+        ("target", "kind", "files", "deleted", "content", "stored", "earlier blobs"),
         (
             (
                 shown(target.path),
@@ -189,6 +200,7 @@ def show(key: str, files: bool, as_json: bool) -> None:
                 len(target.deletions),
                 human_bytes(target.content_bytes),
                 human_bytes(target.blob.size_bytes),
+                ", ".join(human_bytes(blob.size_bytes) for blob in target.earlier),
             )
             for target in manifest.targets
         ),
@@ -226,6 +238,9 @@ def _details(manifest: "Manifest") -> dict[str, Any]:
                 "whole": target.whole,
                 "blob": target.blob.digest,
                 "blob_bytes": target.blob.size_bytes,
+                "earlier": [
+                    {"blob": blob.digest, "blob_bytes": blob.size_bytes} for blob in target.earlier
+                ],
                 "index": target.index.digest,
                 "file_count": target.file_count,
                 "content_bytes": target.content_bytes,

@@ -43,6 +43,7 @@ def summary(manifest: "Manifest") -> dict[str, Any]:
         "file_count": manifest.file_count,
         "content_bytes": manifest.content_bytes,
         "stored_bytes": manifest.stored_bytes,
+        "whole_bytes": manifest.whole_bytes,
         "setup_seconds": manifest.setup_ns / 1e9,
         "created": when(manifest.created_ns),
         "created_ns": manifest.created_ns,

@@ -159,7 +159,7 @@ def _tell(settings: Settings, request: "Request", as_json: bool) -> None:
                 "targets": found.targets,
                 "file_count": snapshot.file_count if snapshot else 0,
                 "content_bytes": snapshot.content_bytes if snapshot else 0,
-                "moved_bytes": restored.stored_bytes if restored else 0,
+                "moved_bytes": restored.whole_bytes if restored else 0,
                 "seconds": 0.0,
                 "setup_seconds": snapshot.setup_ns / 1e9 if snapshot else 0.0,
                 "mode": "",
@@ -180,7 +180,7 @@ def _sentence(found: "Explanation") -> str:
     if found.outcome == RESTORE and found.snapshot is not None:
         return (
             f"would restore snapshot {key}: {found.snapshot.file_count} files, "
-            f"{human_bytes(found.snapshot.stored_bytes)} to fetch instead of a set-up of "
+            f"{human_bytes(found.snapshot.whole_bytes)} to fetch at most instead of a set-up of "
             f"{found.snapshot.setup_ns / 1e9:.1f} s; {found.reason}"
         )
     return f"would run the set-up and store it as snapshot {key}: {found.reason}"

@@ -161,6 +161,9 @@ class FrameSource:
         with self._lock:
             data = self._here.pop(number, None)
             if data is None:
+                if number in self._used:
+                    # Of a snapshot on top of another some are wanted again and again.
+                    self._used.move_to_end(number)
                 return self._used.get(number)
             if number in self._ahead:
                 self._ahead.remove(number)

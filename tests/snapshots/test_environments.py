@@ -109,3 +109,45 @@ def test_an_environment_and_an_upgrade_on_top(
     assert not list(env.rglob("gamma*"))
     assert not list(env.rglob("only_in_1*"))
     _check(env, "2.0")
+
+
+@pytest.mark.usefixtures("pip_environ")
+def test_an_environment_that_grows_by_a_package(tmp_path: Path, make_node: MakeNode) -> None:
+    """Made anew by pip, but stored as a difference; the bytecode, too, though each file of it
+    holds another time of its source."""
+    library = Path(os.__file__).parent
+    folders = ("asyncio", "email", "http", "json", "logging", "unittest", "xml/etree")
+    files = {
+        f"large/{folder.replace('/', '_')}/{path.name}": path.read_text()
+        for folder in folders
+        for path in (library / folder).glob("*.py")
+    }
+    make_wheel(tmp_path / "wheels", "large", "1.0", files)
+    make_wheel(tmp_path / "wheels", "small", "1.0", {"small.py": "NUMBER = 1\n"})
+    env = tmp_path / "env"
+    requirements = tmp_path / "requirements.txt"
+    pip = f"{_python()} -m pip --python {env}/bin/python"
+    install = f"{pip} install --no-index --find-links {tmp_path}/wheels -r {requirements}"
+    request = Request(
+        command=["sh", "-e", "-c", f"{_python()} -m venv --without-pip {env}; {install}"],
+        targets=[str(env)],
+        inputs=[str(requirements)],
+    )
+    results = []
+    for text in ("large\n", "large\nsmall\n"):
+        shutil.rmtree(env, ignore_errors=True)
+        requirements.write_text(text)
+        results.append(run_setup(make_node("a"), request))
+    first, second = results
+    assert (first.how, second.how) == ("captured", "captured")
+    # Most of it is the tree itself: for each of 250 files a name, attributes and a digest.
+    assert second.moved_bytes < first.moved_bytes / 20
+    made = describe(env)
+    shutil.rmtree(env)
+    assert run_setup(make_node("b"), request).how == "restored"
+    assert differences(made, describe(env)) == []
+    check = "import small, large.asyncio.log as log; print(log.__cached__)"
+    cached = _run(str(env / "bin/python"), "-c", check).strip()
+    # It was valid: nothing was compiled again.
+    assert differences(made, describe(env)) == []
+    assert Path(cached).is_file()

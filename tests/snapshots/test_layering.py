@@ -2,6 +2,7 @@
 
 import json
 import os
+import py_compile
 import random
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from bootseer.gc.retention import Rules
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import export_snapshot
 from bootseer.snapshots.capture import Change, capture, make_manifest
-from bootseer.snapshots.layering import RULE, Rule, choose_blobs
+from bootseer.snapshots.layering import RULE, Place, Rule, bytecode_then, choose_blobs
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
 from bootseer.snapshots.restoring.fetch import plan_frames
 from bootseer.snapshots.restoring.restore import fetch_tree
@@ -254,7 +255,7 @@ def test_without_its_base_a_snapshot_is_made_anew(
     said: list[str] = []
     result = run_setup(make_node("b"), request, report=said.append)
     assert (result.how, result.fingerprint) == ("captured", second.fingerprint), said
-    assert len([sentence for sentence in said if sentence.startswith("warning")]) == 1
+    assert len([sentence for sentence in said if "to replace the snapshot" in sentence]) == 1
     assert not _load(make_node("b"), second.fingerprint).is_layered
     shutil.rmtree(target)
     assert run_setup(make_node("c"), request).how == "restored"
@@ -316,17 +317,21 @@ def _tree(*blob_bytes: int, uses: Sequence[tuple[int, int]]) -> Tree:
 
 def test_when_it_pays() -> None:
     mib = 1 << 20
-    tree = _tree(100 * mib, 8 * mib, uses=[(0, 60 * mib), (1, 6 * mib), (1, mib)])
-    assert choose_blobs(tree, [1, 2, 3], 70 * mib) == {0, 1}
+    base = _tree(100 * mib, 8 * mib, uses=[(0, 60 * mib), (1, 6 * mib), (1, mib)])
+
+    def places(*numbers: int) -> list[list[Place]]:
+        return [base.extents(number) for number in numbers]
+
+    assert choose_blobs(base, places(1, 2, 3), 70 * mib) == {0, 1}
     # Hardly anything of the second is needed any more: it is stored again.
-    assert choose_blobs(tree, [1, 3], 70 * mib) == {0}
+    assert choose_blobs(base, places(1, 3), 70 * mib) == {0}
     # Most is new.
-    assert choose_blobs(tree, [1, 2], 140 * mib) == frozenset()
-    assert choose_blobs(tree, [2], 10 * mib) == {1}
-    assert choose_blobs(tree, [], 10 * mib) == frozenset()
-    assert choose_blobs(tree, [], 0, _ALWAYS) == frozenset()
+    assert choose_blobs(base, places(1, 2), 140 * mib) == frozenset()
+    assert choose_blobs(base, places(2), 10 * mib) == {1}
+    assert choose_blobs(base, places(), 10 * mib) == frozenset()
+    assert choose_blobs(base, places(), 0, _ALWAYS) == frozenset()
     # The ones that give most, if there are too many.
-    assert choose_blobs(tree, [1, 2], 70 * mib, replace(RULE, blobs_max=1)) == {0}
+    assert choose_blobs(base, places(1, 2), 70 * mib, replace(RULE, blobs_max=1)) == {0}
 
 
 def test_only_what_is_needed_of_an_earlier_blob_is_fetched(
@@ -366,3 +371,29 @@ def test_a_base_that_is_collected_meanwhile(
     assert not manifest.is_layered
     with open_store(node.store_url) as store:
         assert Verifier(store).check(manifest.fingerprint).problems == ()
+
+
+def test_bytecode_whose_source_has_another_time(tmp_path: Path, make_node: MakeNode) -> None:
+    """Two clean installations of the same: only the times of sources differ, in each `.pyc`."""
+    source = tmp_path / "source"
+    with open_store(make_node("a").store_url) as store:
+        base = None
+        for time_s in (1_000_000_000, 1_100_000_000, 1_200_000_000):
+            shutil.rmtree(source, ignore_errors=True)
+            for number in range(30):
+                path = source / f"package/module{number}.py"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"TEXT = '{random.Random(number).randbytes(5000).hex()}'\n")
+                os.utime(path, (time_s, time_s))
+                py_compile.compile(str(path), doraise=True)
+            base = _captured(store, tmp_path, source, base, replace(_ALWAYS, used_ratio_min=0.25))
+            (target,) = base.targets
+            tree = catalogue.load_tree(store, target)
+            fetch_tree(store, target, tree, tmp_path / str(time_s), 20)
+            assert differences(describe(source), describe(tmp_path / str(time_s))) == []
+            assert Verifier(store).check(base.fingerprint).problems == ()
+        # The second one's own blob is nothing but first bytes: the third takes nothing from it.
+        assert len(target.earlier) == 1
+        assert target.blob.size_bytes < target.earlier[0].size_bytes / 20
+        assert bytecode_then(tree, b"package/__pycache__/other.cpython-311.pyc", bytes(99)) == b""
+        assert bytecode_then(tree, b"package/module1.pyc", bytes(99)) == b""
