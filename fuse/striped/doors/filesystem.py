@@ -1,159 +1,33 @@
 """Striped files for fsspec: `bootseer::hdfs://namenode/checkpoints/step-1/model.pt`.
 
-Owns the form of such URLs and paths, and what fsspec's calls mean here: all of them stand on one
-`StripedStorage` per target and process. A path is that of the file system behind (`/checkpoints/..`
-on HDFS and locally, `bucket/..` on object stores); storage options are those of `__init__`, and the
-target's own under its protocol's name, as fsspec chains them. Instances may be used from any
-thread, pickled, and used on after a fork.
+Owns what fsspec's calls mean here; URLs and options are `target`'s. A path is that of the file
+system behind (`/checkpoints/..` on HDFS and locally, `bucket/..` on object stores). Instances may
+be used from any thread, pickled, and used on after a fork.
 """
 
 import contextlib
 import errno
-import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK
-from fsspec.implementations.chained import ChainedFileSystem
-from fsspec.utils import isfilelike, tokenize
+from fsspec.utils import isfilelike
 
-from bootseer.config import load_config
-from bootseer.errors import (
-    AlreadyExistsError,
-    InvalidInputError,
-    NotFoundError,
-    UnsupportedError,
-)
+from bootseer.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.doors.copy import copy_across, copy_in, copy_out
 from bootseer.fuse.striped.doors.opened import StripedFile, StripedText
-from bootseer.fuse.striped.doors.shared import shared_storage
-from bootseer.fuse.striped.layout import (
-    DEFAULT_STRIPE_COUNT,
-    DEFAULT_STRIPE_UNIT_BYTES,
-)
-from bootseer.fuse.striped.names.graveyard import is_hidden
+from bootseer.fuse.striped.doors.target import TargetFileSystem
 from bootseer.fuse.striped.names.stored import FileStatus
-from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.store import Backend, open_backend
 
-PROTOCOL = "bootseer"
-_LOCAL = ("file", "local")
 _RANGES_AT_ONCE = 8
 
 
-class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no types
+class CheckpointFileSystem(TargetFileSystem):
     """Striped and ordinary files of one server, as fsspec sees them."""
-
-    protocol = PROTOCOL
-    # The path that a chained URL names: one instance serves all paths of a server.
-    _strip_tokenize_options = ("fo",)
-
-    def __init__(
-        self,
-        target_protocol: str | None = None,
-        target_options: dict[str, Any] | None = None,
-        *,
-        fo: str | None = None,
-        stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
-        stripe_count: int = DEFAULT_STRIPE_COUNT,
-        layout: LayoutKind = "striped",
-        memory_bytes: int | None = None,
-        deadline_s: float | None = None,
-        **storage_options: Any,
-    ) -> None:
-        """`target_*`: the file system behind, which a chained URL names. The others: how files are
-        striped, what this process may hold in memory for all files of the target, and the longest
-        wait for the target without progress (both default to the settings of Bootseer).
-
-        Raises: InvalidInputError.
-        """
-        super().__init__(**storage_options)
-        if not target_protocol:
-            raise InvalidInputError(
-                "say what is striped: write bootseer::hdfs://namenode/checkpoints, or give "
-                "target_protocol"
-            )
-        settings = load_config({}).settings
-        stripes = StripeSettings(
-            stripe_unit_bytes, stripe_count, deadline_s or settings.deadline_s, layout
-        )
-        options = dict(target_options or {})
-        options.pop("fo", None)
-        memory = memory_bytes or settings.memory_bytes
-        self._is_local = target_protocol in _LOCAL
-        self._root_marker = fsspec.get_filesystem_class(target_protocol).root_marker
-        self._target = target_protocol
-        self._shared = shared_storage(
-            (target_protocol, tokenize(options), stripes, memory),
-            partial(_open_storage, target_protocol, options, stripes, memory),
-        )
-
-    @property
-    def storage(self) -> StripedStorage:
-        """What everything here stands on; opened on first use."""
-        return self._shared.get()
-
-    @property
-    def fsid(self) -> str:
-        """The same for all instances that reach the same files."""
-        return f"{PROTOCOL}-{self.storage.backend.url}"
-
-    # ---- paths ----------------------------------------------------------------------------
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        """The path on the target that a URL or path means."""
-        if isinstance(path, list):
-            return [cls._strip_protocol(each) for each in path]
-        path = fsspec.utils.stringify_path(path)
-        for prefix in (f"{PROTOCOL}::", f"{PROTOCOL}://"):
-            if path.startswith(prefix):
-                path = path[len(prefix) :]
-                if "://" in path and prefix.endswith("//"):
-                    raise InvalidInputError(f"{prefix}{path}: write {PROTOCOL}::{path}")
-        if "://" in path:
-            target = fsspec.core.split_protocol(path)[0]
-            return fsspec.get_filesystem_class(target)._strip_protocol(path)
-        return path.rstrip("/") or ("/" if path else "")
-
-    def unstrip_protocol(self, name: str) -> str:
-        """The full URL of a path."""
-        path = self._strip_protocol(name)
-        base = {"hdfs": self.storage.backend.url.rstrip("/"), "file": "file://", "local": "file://"}
-        start = base.get(self._target, f"{self._target}:/")
-        return f"{PROTOCOL}::{start}/{path.lstrip('/')}"
-
-    def key(self, path: str, *, follow: bool = True) -> str:
-        """The backend's path for a path of the target. Raises: NotFoundError for what is hidden.
-
-        On a local file system symbolic links are followed; of the last name only with `follow`.
-        """
-        stripped: str = self._strip_protocol(path)
-        if self._is_local:
-            stripped = os.path.abspath(stripped or "/")
-            if follow:
-                stripped = os.path.realpath(stripped)
-            else:
-                parent, name = os.path.split(stripped)
-                stripped = os.path.join(os.path.realpath(parent), name)
-        names = [name for name in stripped.split("/") if name]
-        if any(map(is_hidden, names)):
-            raise NotFoundError(f"{path} does not exist")
-        return "/".join(names)
-
-    def _name(self, path: str) -> str:
-        """How a path is shown in listings."""
-        stripped: str = self._strip_protocol(path)
-        marker: str = self._root_marker
-        return marker + "/".join(name for name in stripped.split("/") if name)
 
     # ---- looking --------------------------------------------------------------------------
 
@@ -161,12 +35,12 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         """name, size, type, mtime (seconds), identity (differs between generations)."""
         key = self.key(path)
         if not key:
-            return _entry(self._name(path), FileStatus("", True, 0, 0, ""))
-        return _entry(self._name(path), self.storage.tree.stored.status(key))
+            return _entry(self.shown_name(path), FileStatus("", True, 0, 0, ""))
+        return _entry(self.shown_name(path), self.storage.tree.stored.status(key))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """What is in a directory, or the one file. Always asked anew."""
-        name = self._name(path)
+        name = self.shown_name(path)
         stored = self.storage.tree.stored
         key = self.key(path)
         status = stored.status(key) if key else None
@@ -191,7 +65,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
     def entry_of_view(self, path: str, view: FileView) -> dict[str, Any]:
         """`info` of a generation."""
         status = FileStatus(path, False, view.size_bytes, view.modified_ns, view.identity)
-        return _entry(self._name(path), status)
+        return _entry(self.shown_name(path), status)
 
     def view_or_none(self, path: str, mode: str) -> FileView | None:
         """What a file that is opened in `mode` goes on from: for `ab` what is there."""
@@ -360,7 +234,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         is_plain = isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1)
         if is_plain and maxdepth is None and self.key(path1) != self.key(path2):
             if path2.endswith("/") or self.isdir(path2):
-                path2 = f"{path2.rstrip('/')}/{self._name(path1).rpartition('/')[2]}"
+                path2 = f"{path2.rstrip('/')}/{self.shown_name(path1).rpartition('/')[2]}"
             if self._rename(path1, path2):
                 return
         if isinstance(path1, str) and self.isdir(path1):
@@ -387,25 +261,3 @@ def _entry(name: str, status: FileStatus) -> dict[str, Any]:
         "mtime": status.modified_ns / 1e9,
         "identity": status.identity,
     }
-
-
-def _open_storage(
-    protocol: str, options: dict[str, Any], stripes: StripeSettings, memory_bytes: int
-) -> StripedStorage:
-    backend = _open_backend(protocol, options, stripes.deadline_s)
-    return StripedStorage(backend, stripes, memory_bytes=memory_bytes)
-
-
-def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> Backend:
-    """The root of the file system that fsspec would open with these options."""
-    if protocol in _LOCAL:
-        return open_backend("/", deadline_s=deadline_s)
-    if protocol == "hdfs":
-        host = str(options.get("host", ""))
-        user = f"{quote(str(options['user']))}@" if options.get("user") else ""
-        port = f":{options['port']}" if options.get("port") else ""
-        query = f"?replication={options['replication']}" if options.get("replication") else ""
-        return open_backend(f"hdfs://{user}{host}{port}/{query}", deadline_s=deadline_s)
-    from bootseer.store.generic import FsspecBackend
-
-    return FsspecBackend(f"{protocol}://", options)

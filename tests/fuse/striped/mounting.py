@@ -14,7 +14,7 @@ from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, mount_checkp
 from tests.support.fuse_mount import clear_mount, run
 
 MIB = 2**20
-BIG = 70 * MIB + 12_345
+BIG = 40 * MIB + 12_345
 
 
 def settings_in(folder: Path) -> Settings:

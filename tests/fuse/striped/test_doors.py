@@ -41,8 +41,8 @@ DATA = random.Random(3).randbytes(7 * UNIT + 77)
 
 @pytest.fixture
 def storage(url: str) -> Iterator[StripedStorage]:
-    """A tree of small units, on a local disk and on HDFS."""
-    with storage_on(open_backend(url)) as opened:
+    """A tree of small units, on a local disk and on HDFS, whose client has its own measure."""
+    with storage_on(open_backend(url), memory_bytes=2**28) as opened:
         yield opened
 
 

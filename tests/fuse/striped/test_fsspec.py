@@ -346,7 +346,7 @@ def test_urls() -> None:
         fsspec.filesystem("bootseer")
     fs, path = fsspec.url_to_fs("bootseer::hdfs://me@nn:8020/a//b?replication=2")
     assert path == "/a//b"
-    assert fs._name(path) == "/a/b"
+    assert fs.shown_name(path) == "/a/b"
     assert fs.storage.backend.url == "hdfs://nn:8020"
     assert fs.unstrip_protocol("/a/b") == "bootseer::hdfs://nn:8020/a/b"
     fs, path = fsspec.url_to_fs("bootseer::memory://a/b")

@@ -63,7 +63,7 @@ def test_a_datanode_that_dies_under_a_writer(
             "with open(sys.argv[1] + '/f', 'wb', buffering=0) as file:\n"
             "    for at in range(0, len(data), 1 << 20):\n"
             "        file.write(data[at : at + (1 << 20)])\n"
-            "        if at == 40 << 20: print('half', flush=True); sys.stdin.readline()\n"
+            "        if at == 20 << 20: print('half', flush=True); sys.stdin.readline()\n"
         )
         writer = subprocess.Popen(
             [sys.executable, "-c", code, str(mountpoint), str(big)],
