@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
@@ -58,9 +59,11 @@ def restore_snapshot(
     *,
     relocates: bool = False,
     report: "Report" = lambda sentence: None,
+    process: ServerProcess | None = None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
     returns it. What is mounted stays mounted. `report` gets the way that was chosen and why.
+    `process`: see `restoring.early.server_ahead`.
 
     Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
     nothing has changed then.
@@ -93,7 +96,7 @@ def restore_snapshot(
                 manifest,
                 placed,
                 bases,
-                Wish(settings.restore_mode),
+                Wish(settings.restore_mode, process=process),
                 on_finished=note,
                 report=report,
             )

@@ -4,6 +4,7 @@ Here is what a single snapshot is made, restored and shown by; running set-ups i
 `snapshot_run_commands`.
 """
 
+import contextlib
 import stat
 import time
 from dataclasses import replace

@@ -11,6 +11,7 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.facts import find_facts
@@ -34,6 +35,8 @@ class Wish:
     """The targets lie in another root than this host's."""
     scratch: Path | None = None
     """A folder that goes with that root; None: nothing can be mounted in there."""
+    process: ServerProcess | None = None
+    """Serves a mount, if one was begun; its owner ends it where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,13 @@ def restore_by_choice(
         try:
             if choice.mode == modes.MOUNT:
                 done = mount_snapshot(
-                    settings, store, manifest, placed, bases, until_exit=wish.until_exit
+                    settings,
+                    store,
+                    manifest,
+                    placed,
+                    bases,
+                    until_exit=wish.until_exit,
+                    process=wish.process,
                 )
                 return Restored(choice, done.moved_bytes, done.ready_names)
             return _link(settings, store, manifest, placed, bases, wish, choice, on_finished)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 from bootseer.blob import index
@@ -23,6 +24,7 @@ from bootseer.prefetch.catalogue import keep_index
 from bootseer.prefetch.mount_state import new_mount_dir, wait_released
 from bootseer.prefetch.publish import index_path
 from bootseer.prefetch.serve_plan import ServeOptions
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import serve_tree
 from bootseer.private import make_private_directory
 from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
@@ -64,12 +66,18 @@ def mount_snapshot(
     bases: Mapping[bytes, str],
     *,
     until_exit: bool,
+    process: ServerProcess | None = None,
 ) -> MountOutcome:
-    """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`."""
+    """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`.
+
+    `process`, if one was begun, serves one of them."""
     encoded = [_have_index(settings, store, item) for item in placed]
     with ExitStack() as undo:
         with ThreadPoolExecutor(min(_SERVERS_AT_ONCE, len(placed))) as pool:
-            serving = [pool.submit(_serve, settings, item) for item in placed]
+            processes = [process, *repeat(None, len(placed) - 1)]
+            serving = [
+                pool.submit(_serve, settings, *pair) for pair in zip(placed, processes, strict=True)
+            ]
             # Meanwhile: its server checks all but whose tree it is.
             problem = _check_trees(placed, encoded)
             outcomes = [one.result() for one in serving]
@@ -118,9 +126,11 @@ def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> B
     return None
 
 
-def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
+def _serve(
+    settings: Settings, item: Placed, process: ServerProcess | None
+) -> Served | BootseerError:
     """Serve the target's tree in a new mount folder; or why not."""
-    state_dir = new_mount_dir(settings)
+    state_dir = new_mount_dir(settings, process.identity if process else None)
     try:
         make_private_directory(state_dir / "tree")
         plan = serve_tree(
@@ -134,6 +144,7 @@ def _serve(settings: Settings, item: Placed) -> Served | BootseerError:
                 watch_pid=os.getpid(),
             ),
             state_dir=state_dir,
+            process=process,
         )
     except BootseerError as error:
         return error

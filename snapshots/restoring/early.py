@@ -1,0 +1,36 @@
+"""A mount's server that is begun before anything is known of the snapshot.
+
+It loads its code beside all that a restore does first. Light: whoever calls it loads the rest of
+`snapshots` afterwards. One thread per process.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from bootseer.config import Settings
+from bootseer.errors import BootseerError
+from bootseer.prefetch.server_process import ServerProcess, begin_server
+
+_DEVICE = "/dev/fuse"
+_MODES = ("auto", "mount")
+
+
+@contextlib.contextmanager
+def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
+    """A server for what will probably be mounted, ended behind the `with` block if it was not
+    needed; None where nothing will be mounted, or none can be begun."""
+    process = None
+    if (
+        settings.restore_mode in _MODES
+        and os.geteuid() == 0
+        and os.access(_DEVICE, os.R_OK | os.W_OK)
+    ):
+        # Whoever needs one tells what is wrong.
+        with contextlib.suppress(BootseerError):
+            process = begin_server(settings)
+    try:
+        yield process
+    finally:
+        if process is not None:
+            process.abandon()
