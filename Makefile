@@ -26,7 +26,7 @@ demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -8,6 +8,24 @@ import pytest
 
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
+from tests.support import scheduling
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    return scheduling.worker_count()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config) -> scheduling.Scheduling | None:
+    return scheduling.Scheduling(config) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist names the groups then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        for item in items:
+            if item.get_closest_marker(scheduling.HDFS):
+                item.add_marker(pytest.mark.xdist_group(scheduling.HDFS))
+        scheduling.sort_long_first(items)
 
 
 @pytest.fixture

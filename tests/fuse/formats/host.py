@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-_START_S = 60.0
+# Its modules are compiled when they are first imported, which takes a slow machine a minute.
+_START_S = 110.0
 
 
 @dataclass(frozen=True, slots=True)
