@@ -51,7 +51,7 @@ class OpenFile:
         self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
         self.sources = Sources()
         self.open_count = 0
-        self.passed: deque[Chunk] = deque()
-        """What its only reader left behind last."""
+        self.passed: deque[Key] = deque()
+        """The chunks that its only reader left behind last."""
         self.pinned: bytes | None = None
         """The whole content, once the stored file is about to go away under its readers."""

@@ -217,10 +217,10 @@ class Window:
                 if chunk.span.end <= end and chunk.key in self._chunks:
                     self._chunks.move_to_end(chunk.key, last=False)
                     if is_only and is_large:
-                        file.passed.append(chunk)
+                        file.passed.append(chunk.key)
             while len(file.passed) > _PASSED_MAX:
-                oldest = file.passed.popleft()
-                if not oldest.waiters:
+                oldest = self._chunks.get(file.passed.popleft())
+                if oldest is not None and oldest.data is not None and not oldest.waiters:
                     self._forget(oldest)
 
     def reclaim(self, count: int) -> None:
