@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from bootseer.blob.tree import Tree
 from bootseer.prefetch import namespaces
@@ -46,6 +47,12 @@ _LISTED_NAMES_MAX = 256
 """Larger folders are not listed: each of their names would take memory of the kernel."""
 _MEMORY_SHARE = 4
 """At most this part (1 / 4) of the memory that is free is filled."""
+
+
+_Piece: TypeAlias = tuple[int, int]
+"""Of a file, from a byte to before a byte."""
+_Pieces: TypeAlias = dict[int, list[_Piece]]
+"""By inode."""
 
 
 class PageWarmer:
@@ -105,37 +112,47 @@ class PageWarmer:
 
 
 def plan_warming(
-    layout: StreamLayout, tree: Tree, extents: Iterable[BundleExtent]
-) -> dict[int, list[tuple[int, int]]]:
-    """inode -> its whole pages that these bytes of streams hold, as few (offset, length): files in
-    the order of use, pages by place. Pure.
+    layout: StreamLayout, tree: Tree, extents: Iterable[BundleExtent], fragments: _Pieces
+) -> _Pieces:
+    """inode -> its whole pages that these bytes of streams hold, as few pieces: files in the order
+    of use, pages by place. Pure, but that `fragments`, parts of pages that earlier calls have left,
+    becomes what this one leaves.
 
-    A page of which a part is missing is left out: to read it would fetch something cold.
+    To read a page of which a part is missing would fetch something cold; and where it is left out,
+    the kernel reads around it what no record ever saw.
     """
-    found: dict[int, list[tuple[int, int]]] = {}
+    found: _Pieces = {}
     for extent in extents:
         for inode, offset, length in layout.files(*extent):
             # A hostile tree may say that a pipe has content: to open that would wait.
             if stat.S_ISREG(tree.mode(inode)):
                 found.setdefault(inode, []).append((offset, offset + length))
-    return {inode: _pages(tree.columns.size_bytes[inode], found[inode]) for inode in found}
+    for inode, pieces in found.items():
+        pieces += fragments.pop(inode, ())
+        found[inode], left = _pages(tree.columns.size_bytes[inode], pieces)
+        if left:
+            fragments[inode] = left
+    return found
 
 
-def _pages(size_bytes: int, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
+def _pages(size_bytes: int, pieces: list[_Piece]) -> tuple[list[_Piece], list[_Piece]]:
+    """Whole pages, and what is left."""
+    joined: list[_Piece] = []
     for start, end in sorted(pieces):
         if joined and start <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
             joined.append((start, end))
-    pages = []
+    pages, left = [], []
     for start, end in joined:
-        start += -start % _PAGE_BYTES
-        if end != size_bytes:
-            end -= end % _PAGE_BYTES
-        if start < end:
-            pages.append((start, end - start))
-    return pages
+        first = start + -start % _PAGE_BYTES
+        last = end if end == size_bytes else end - end % _PAGE_BYTES
+        if first < last:
+            pages.append((first, last))
+            left += [piece for piece in ((start, first), (last, end)) if piece[0] < piece[1]]
+        else:
+            left.append((start, end))
+    return pages, left
 
 
 # ---- the helper -----------------------------------------------------------------------------
@@ -182,8 +199,10 @@ class _Helper:
             return
         self._root = descriptors[0]
         self._room_bytes = _available_bytes() // _MEMORY_SHARE
+        fragments: _Pieces = {}
         while (extents := self._receive()) and self._room_bytes > 0:
-            for inode, pages in plan_warming(self._layout, self._tree, extents).items():
+            planned = plan_warming(self._layout, self._tree, extents, fragments)
+            for inode, pages in planned.items():
                 if self._is_let_go() or time.monotonic() > self._until_s:
                     return
                 with contextlib.suppress(OSError):
@@ -223,14 +242,14 @@ class _Helper:
                 finally:
                     os.close(file)
 
-    def _read_ahead(self, inode: int, pages: list[tuple[int, int]]) -> None:
+    def _read_ahead(self, inode: int, pages: list[_Piece]) -> None:
         self._list(inode)
         file = os.open(self._tree.path(inode), _OPEN_FLAGS, dir_fd=self._root)
         try:
-            for offset, length in pages:
-                self._room_bytes -= length
-                for start in range(offset, offset + length, _ADVICE_BYTES):
-                    count = min(_ADVICE_BYTES, offset + length - start)
+            for first, end in pages:
+                self._room_bytes -= end - first
+                for start in range(first, end, _ADVICE_BYTES):
+                    count = min(_ADVICE_BYTES, end - start)
                     os.posix_fadvise(file, start, count, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(file)

@@ -36,8 +36,10 @@ pytest_fuse = pytest.mark.fuse
 # ---- which pages ------------------------------------------------------------------------------
 
 
-def planned(*extents: tuple[int, int]) -> dict[bytes, list[tuple[int, int]]]:
-    """Of a stream with 10,000 bytes of "a" at 512, and 8192 bytes of "b" in two pieces."""
+def planned(
+    *extents: tuple[int, int], fragments: dict[int, list[tuple[int, int]]] | None = None
+) -> dict[bytes, list[tuple[int, int]]]:
+    """By file; of a stream with 10,000 bytes of "a" at 512, and 8192 of "b" in two pieces."""
     blob = Blob("sha256:" + "1" * 64, 0, (), "sha256:" + "1" * 64, 40_960)
     pieces = (Extent(0, 0, 20_480, 4096), Extent(4096, 0, 30_720, 4096))
     tree = build_tree(
@@ -50,7 +52,7 @@ def planned(*extents: tuple[int, int]) -> dict[bytes, list[tuple[int, int]]]:
         [blob],
     )
     wanted = [BundleExtent(0, offset, length) for offset, length in extents]
-    found = plan_warming(StreamLayout(tree), tree, wanted)
+    found = plan_warming(StreamLayout(tree), tree, wanted, {} if fragments is None else fragments)
     return {tree.path(inode): pages for inode, pages in found.items()}
 
 
@@ -61,11 +63,15 @@ def test_pages_by_place_and_files_by_use() -> None:
     }
 
 
-def test_pages_that_are_not_whole_are_left_out() -> None:
-    assert planned((1024, 8192)) == {b"a": [(4096, 4096)]}
-    assert planned((1024, 512)) == {b"a": []}
+def test_pages_that_are_not_whole_wait_for_the_rest() -> None:
+    fragments: dict[int, list[tuple[int, int]]] = {}
+    assert planned((1024, 8192), fragments=fragments) == {b"a": [(4096, 8192)]}
+    assert fragments == {1: [(512, 4096), (8192, 8704)]}
+    assert planned((20_480, 512), fragments=fragments) == {b"b": []}
+    assert planned((512, 512), fragments=fragments) == {b"a": [(0, 4096)]}
     # The last page ends with its file.
-    assert planned((512 + 4096, 10_000)) == {b"a": [(4096, 5904)]}
+    assert planned((9216, 1296), fragments=fragments) == {b"a": [(8192, 10_000)]}
+    assert fragments == {2: [(0, 512)]}
 
 
 def test_what_is_no_content_is_nobodys() -> None:
