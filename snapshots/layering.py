@@ -26,7 +26,7 @@ from bootseer.errors import BootseerError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.explain import nearest
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target
-from bootseer.snapshots.scan import Scan
+from bootseer.snapshots.scan import Entry, Scan
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.store import Store
 
@@ -128,13 +128,20 @@ def find_others(
         files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
         same = _find_same(base, host, scanned, files)
         first = {(scanned[path].device, scanned[path].inode): path for path in files}
-        whole_bytes = sum(scanned[path].size_bytes for path in first.values())
+        whole_bytes = sum(_content_bytes(host, path, scanned[path]) for path in first.values())
         found = [same[path].places(base) for path in first.values() if path in same]
         chosen = sorted(choose_blobs(base, found, whole_bytes, rule))
         return _others(base, chosen, same)
     except (BootseerError, OSError) as error:
         logger.info("nothing of the snapshot of %s is used: %s", host, error)
         return Others()
+
+
+def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
+    """Of a file, without holes that are worth a look."""
+    if entry.size_bytes < _READ_BYTES:
+        return entry.size_bytes
+    return min(entry.size_bytes, 512 * os.lstat(os.path.join(os.fsencode(host), path)).st_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,8 @@ def capture_and_publish(top: Path, wanted: int) -> None:
     """Killed anywhere, what is listed can be restored, and the next run works."""
     target = top / "work/env"
     make_zoo(top / "zoo")
+    # Enough that all snapshots but the first are stored as differences.
+    (top / "zoo/large").write_bytes(os.urandom(2 << 20))
     target.parent.mkdir()
     counter = top / "runs"
     script = f"echo >> {counter}; cp -a {top}/zoo {target}"
@@ -226,14 +228,17 @@ def capture_and_publish(top: Path, wanted: int) -> None:
         with open_store((top / "store").as_uri()) as store:
             for manifest in catalogue.list_all(store):
                 assert [catalogue.load_tree(store, one) for one in manifest.targets]
-                for one in manifest.targets:
-                    assert store.size(blob_key(one.blob.digest)) == one.blob.size_bytes
+                for blob in (blob for one in manifest.targets for blob in one.blobs):
+                    assert store.size(blob_key(blob.digest)) == blob.size_bytes
         shutil.rmtree(target, ignore_errors=True)
         assert _child(lambda salt=salt: run(salt, "b"), None) is not None  # type: ignore[misc]
         assert differences(original, describe(target)) == [], point
         shutil.rmtree(target)
         assert _child(lambda salt=salt: run(salt, "c"), None) is not None  # type: ignore[misc]
         assert differences(original, describe(target)) == [], point
+        with open_store((top / "store").as_uri()) as store:
+            layered = [manifest.is_layered for manifest in catalogue.list_all(store)]
+            assert layered.count(False) == 1
         _no_leftovers(target.parent)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 

@@ -30,6 +30,7 @@ from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.layering import RULE, Place, Rule, bytecode_then, choose_blobs
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
 from bootseer.snapshots.restoring.fetch import plan_frames
+from bootseer.snapshots.restoring.mounted import unmount_snapshot
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.scan import scan
@@ -39,7 +40,7 @@ from bootseer.snapshots.verify import Verifier
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
-from tests.support.snapshot_mounts import end_everything
+from tests.support.snapshot_mounts import end_everything, wait_gone
 from tests.support.trees import describe, differences, make_zoo
 
 _ALWAYS = Rule(shared_bytes_min=0, shared_ratio_min=0, used_ratio_min=0)
@@ -158,7 +159,35 @@ def _grown(tmp_path: Path, node: Settings) -> tuple[Request, Path, Manifest, Man
     return request, target, _load(node, first.fingerprint), _load(node, second.fingerprint)
 
 
-@pytest.mark.parametrize("mode", ["extract", "link", "mount"])
+def test_a_node_that_has_read_the_earlier_one_fetches_the_difference(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    skip_unless_root()
+    skip_unless_fuse()
+    request, target, first, _ = _grown(tmp_path, make_node("a"))
+    original = describe(target)
+    shutil.rmtree(target)
+    node = replace(make_node("b"), restore_mode="mount")
+    wanted = (tmp_path / "list").read_text()
+    try:
+        (tmp_path / "list").write_text("first")
+        assert run_setup(node, request).how == "restored"
+        assert len((target / "first").read_bytes()) == 3_000_000
+        unmount_snapshot(node, target)
+        wait_gone(node)
+        # What would be fetched of it now would be found wrong.
+        blob = tmp_path / "store" / blob_key(first.targets[0].blob.digest)
+        blob.chmod(0o600)
+        blob.write_bytes(bytes(blob.stat().st_size))
+        (tmp_path / "list").write_text(wanted)
+        result = run_setup(node, request)
+        assert (result.how, result.mode) == ("restored", "mount")
+        assert differences(original, describe(target)) == []
+    finally:
+        end_everything(tmp_path, node)
+
+
+@pytest.mark.parametrize("mode", ["extract", "link"])
 def test_a_grown_environment_in_each_mode(tmp_path: Path, make_node: MakeNode, mode: str) -> None:
     if mode != "extract":
         skip_unless_root()
