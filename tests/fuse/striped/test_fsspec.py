@@ -24,7 +24,6 @@ import pytest
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
 from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from tests.support.s3 import s3_server
 
 UNIT = 256 * 2**10
 DATA = random.Random(5).randbytes(3 * UNIT + 4567)
@@ -426,19 +425,6 @@ def exercise(fs: CheckpointFileSystem, root: str) -> None:
 def test_in_memory() -> None:
     exercise(*fsspec.url_to_fs("bootseer::memory://doors/x", **OPTIONS))
     assert fsspec.filesystem("memory").find("/doors") == []
-
-
-def test_an_object_store_with_credentials_of_its_own() -> None:
-    with s3_server() as environment:
-        options = {
-            "endpoint_url": environment["AWS_ENDPOINT_URL"],
-            "key": environment["AWS_ACCESS_KEY_ID"],
-            "secret": environment["AWS_SECRET_ACCESS_KEY"],
-        }
-        fsspec.filesystem("s3", **options).mkdir("doors")
-        fs, root = fsspec.url_to_fs("bootseer::s3://doors/x", s3=options, **OPTIONS)
-        assert root == "doors/x"
-        exercise(fs, root)
 
 
 def test_get_and_put(made: tuple[CheckpointFileSystem, str], tmp_path: Path) -> None:

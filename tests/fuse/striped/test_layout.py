@@ -1,5 +1,6 @@
 """The layout codec and the address arithmetic, against a byte-by-byte oracle."""
 
+import functools
 import hashlib
 import random
 import struct
@@ -145,6 +146,7 @@ def test_encoding_round_trips(made: list[tuple[bytes, Segment]]) -> None:
     assert (header.size_bytes, header.generation) == (layout.size_bytes, layout.generation)
 
 
+@functools.cache
 def encoded() -> bytes:
     return encode_layout(Layout("1" * 32, (small_segment(5 * BLOCK + 7, 2, 2)[1],)))
 

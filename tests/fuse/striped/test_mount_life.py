@@ -35,7 +35,7 @@ SLOW_WRITER = """
 import os, sys, time
 old = os.open(sys.argv[1] + "/old", os.O_WRONLY | os.O_TRUNC)
 new = os.open(sys.argv[1] + "/new", os.O_WRONLY | os.O_CREAT)
-for _ in range(10):
+for _ in range(5):
     os.write(old, bytes(2_000_000)); os.write(new, bytes(2_000_000))
 print("written", flush=True)
 time.sleep(60)

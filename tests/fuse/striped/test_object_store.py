@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from bootseer.errors import NotFoundError, UnsupportedError
@@ -18,6 +19,7 @@ from bootseer.store import Backend, open_backend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.mounting import checkpoints, shell
+from tests.fuse.striped.test_fsspec import OPTIONS, exercise
 from tests.support.s3 import s3_server
 
 DATA = random.Random(8).randbytes(20 * UNIT + 77)
@@ -169,3 +171,16 @@ def test_a_mounted_bucket(s3_url: str, tmp_path: Path, mountpoint: Path) -> None
             m=mountpoint,
             s=source,
         )
+
+
+def test_an_object_store_with_credentials_of_its_own(server: dict[str, str]) -> None:
+    options = {
+        "endpoint_url": server["AWS_ENDPOINT_URL"],
+        "key": server["AWS_ACCESS_KEY_ID"],
+        "secret": server["AWS_SECRET_ACCESS_KEY"],
+    }
+    fsspec.filesystem("s3", **options).mkdir("doors")
+    fs, root = fsspec.url_to_fs("bootseer::s3://doors/x", s3=options, **OPTIONS)
+    assert root == "doors/x"
+    exercise(fs, root)
+    type(fs).clear_instance_cache()  # closes it while the server is there
