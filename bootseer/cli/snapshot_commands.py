@@ -239,9 +239,8 @@ def _details(manifest: "Manifest") -> dict[str, Any]:
                 "whole": target.whole,
                 "blob": target.blob.digest,
                 "blob_bytes": target.blob.size_bytes,
-                "earlier": [
-                    {"blob": blob.digest, "blob_bytes": blob.size_bytes} for blob in target.earlier
-                ],
+                "earlier": [blob.digest for blob in target.earlier],
+                "earlier_bytes": sum(blob.size_bytes for blob in target.earlier),
                 "index": target.index.digest,
                 "file_count": target.file_count,
                 "content_bytes": target.content_bytes,
