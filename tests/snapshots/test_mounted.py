@@ -22,6 +22,8 @@ from bootseer.prefetch.cover_users import start_time
 from bootseer.prefetch.covers import cover_at
 from bootseer.prefetch.mount_state import live_mounts, mounts_dir
 from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots.restoring.early import server_ahead
 from bootseer.snapshots.restoring.mounted import unmount_snapshot
 from bootseer.snapshots.restoring.reflink import can_reflink
 from bootseer.snapshots.run import SetupResult, run_setup
@@ -485,3 +487,26 @@ def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
     result = run_setup(node, request)
     assert (result.mode, result.mode_reason) == ("extract", "it is small")
     assert not mounts_dir(node).exists()
+
+
+def test_a_server_that_was_begun_ahead_serves_the_mount(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    target = tmp_path / "env"
+    target.mkdir()
+    (target / "file").write_text("content")
+    node = make_node("a")
+    key = create_snapshot(node, [str(target)]).fingerprint
+    shutil.rmtree(target)
+    with server_ahead(node) as none:
+        # It is extracted.
+        assert none is None
+    node = replace(node, restore_mode="mount")
+    with server_ahead(node) as process:
+        assert process is not None
+        restore_snapshot(node, key, process=process)
+        cover = cover_at(target)
+        assert cover is not None
+        assert cover.id == process.identity
+    assert (target / "file").read_text() == "content"
+    unmount_snapshot(node, target)
