@@ -38,20 +38,16 @@ Scan = Mapping[bytes, Entry]
 
 
 def _entry(info: os.stat_result) -> Entry:
-    # What Entry(...) does, without a Python function of its own for each of the names.
-    return tuple.__new__(
-        Entry,
-        (
-            info.st_mode,
-            info.st_uid,
-            info.st_gid,
-            info.st_size,
-            info.st_mtime_ns,
-            info.st_ctime_ns,
-            info.st_ino,
-            info.st_dev,
-            info.st_nlink,
-        ),
+    return Entry(
+        info.st_mode,
+        info.st_uid,
+        info.st_gid,
+        info.st_size,
+        info.st_mtime_ns,
+        info.st_ctime_ns,
+        info.st_ino,
+        info.st_dev,
+        info.st_nlink,
     )
 
 
