@@ -102,3 +102,23 @@ def test_a_frozen_cluster_can_be_unmounted(
             assert reader.wait(20) != 0
         finally:
             hdfs.resume()
+
+
+def test_fsx_while_a_datanode_dies(
+    hdfs: MiniHdfs, hdfs_url: str, tmp_path: Path, mountpoint: Path
+) -> None:
+    """A replica is left: the exerciser notices nothing."""
+    options = {"stripe_unit_bytes": 64 * 2**10, "stripe_count": 3}
+    command = [sys.executable, "-m", "tests.fuse.striped.fsx", str(mountpoint), str(tmp_path)]
+    with checkpoints(tmp_path, mountpoint, hdfs_url + "?replication=2", **options):
+        exerciser = subprocess.Popen([*command, "12", "40", "65536"], stderr=subprocess.PIPE)
+        try:
+            time.sleep(0.7)
+            hdfs.kill_datanode(0)
+            time.sleep(0.5)
+            hdfs.start_datanode(0)
+            _, stderr = exerciser.communicate(timeout=90)
+            assert exerciser.returncode == 0, stderr.decode()
+        finally:
+            end(exerciser)
+            hdfs.wait_for_datanodes(hdfs.datanode_count)
