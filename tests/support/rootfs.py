@@ -10,17 +10,34 @@ import hashlib
 import os
 import shutil
 import stat
+import subprocess
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.demo.root_file_system import build_base, site_packages_in_image
 
+# Half of what an interpreter brings: every test that starts an image on a fresh node reads it all.
+_UNUSED = (
+    *("**/ensurepip", "**/lib2to3", "**/pydoc_data", "**/tkinter", "**/turtledemo"),
+    *("**/lib-dynload/_codecs_*", "**/lib-dynload/_test*", "**/lib-dynload/_tkinter*"),
+    *("**/lib-dynload/_sqlite3*", "**/libsqlite3*", "**/libtcl*", "**/libtk*", "**/libX*"),
+)
+
 
 def python_root(root: Path, packages: Sequence[str] = ()) -> Path:
-    """A root file system in which `python3` runs and can import `packages`."""
+    """A small root file system in which `python3` runs and can import `packages`."""
     root.mkdir(parents=True, exist_ok=True)
     build_base(root)
+    for path in [path for pattern in _UNUSED for path in root.glob(pattern)]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for library in root.rglob("libpython*.so.*"):
+        # Some are built with three times their size in what only debuggers read.
+        if shutil.which("strip") and not library.is_symlink():
+            subprocess.run(["strip", "--strip-unneeded", library], check=True, timeout=60)
     target = root / site_packages_in_image().relative_to("/")
     target.mkdir(parents=True, exist_ok=True)
     installed = Path(sysconfig.get_path("platlib"))
