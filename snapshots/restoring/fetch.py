@@ -56,10 +56,13 @@ def plan_frames(tree: Tree) -> FramePlan:
     # Of a blob of its own a tree wants every frame that is not a large file's.
     is_alone = len(tree.blobs) == 1
     small: set[int] = set(range(firsts[1])) if is_alone else set()
+    # By blob, the part of its stream that was asked for last: many files share a frame.
+    known = [(0, 0)] * len(tree.blobs)
     for number, offset, length in zip(
         c.extent_blob, c.extent_blob_offset, c.extent_length, strict=True
     ):
-        if is_alone and length <= PART_BYTES:
+        start, end = known[number]
+        if length <= PART_BYTES and (is_alone or (start <= offset and offset + length <= end)):
             continue
         found = frames_for(tree.blobs[number], offset, length)
         numbers = range(firsts[number] + found.start, firsts[number] + found.stop)
@@ -67,11 +70,14 @@ def plan_frames(tree: Tree) -> FramePlan:
             large.update(dict.fromkeys(numbers))
         else:
             small.update(numbers)
+            frames = tree.blobs[number].frames
+            last = frames[found[-1]]
+            known[number] = frames[found[0]].stream_offset, last.stream_offset + last.stream_length
     order = [*large, *sorted(small - large.keys())]
-    frames = [frame for blob in tree.blobs for frame in blob.frames]
-    wanted_bytes = sum(frames[number].length for number in order)
+    listed = [frame for blob in tree.blobs for frame in blob.frames]
+    wanted_bytes = sum(listed[number].length for number in order)
     return FramePlan(
-        [blob_key(blob.digest) for blob in tree.blobs], firsts, frames, order, wanted_bytes
+        [blob_key(blob.digest) for blob in tree.blobs], firsts, listed, order, wanted_bytes
     )
 
 
