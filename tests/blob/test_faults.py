@@ -1,6 +1,7 @@
 """What goes wrong on real machines: files that change, vanish or may not be read, a killed
 extraction, no privileges, gigabytes of holes."""
 
+import contextlib
 import io
 import os
 import signal
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,16 @@ def test_extraction_without_privileges(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "open/out/read-only").stat().st_mode) == 0o555
 
 
+def is_session_alive(session: int) -> bool:
+    """Whether a process of it runs; what nobody waits for may stay as a zombie."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                return True
+    return False
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
     tmp_path: Path, processes: int
@@ -175,12 +187,17 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
         extract(tree, read, base / "targets/out", processes=int(sys.argv[2]))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(processes)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert child.stdout is not None
     with child.stdout:
         assert child.stdout.readline() == b"half way\n"
         child.send_signal(signal.SIGKILL)
         child.wait(timeout=30)
+    # Its processes end by themselves, and until then they write, and hold the folder's lock.
+    deadline_s = time.monotonic() + 60
+    while is_session_alive(child.pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     (left,) = (tmp_path / "targets").iterdir()
     assert left.name.startswith(".out.extracting-")
     # Young leftovers stay: they could belong to somebody who is just starting.
