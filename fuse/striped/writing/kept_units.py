@@ -40,7 +40,7 @@ class KeptUnits:
         """Whether `count` bytes may be held that nobody can make us give up; else all of the
         budget could be held by parts that wait for more. `let_go` must follow."""
         with self._lock:
-            rest_bytes = self._limit_bytes * 3 // 2 - self._set_aside_bytes
+            rest_bytes = self._limit_bytes * 7 // 4 - self._set_aside_bytes
             if self._held_bytes + count > min(self._limit_bytes, rest_bytes):
                 return False
             self._held_bytes += count

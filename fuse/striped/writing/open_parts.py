@@ -27,7 +27,7 @@ class OpenParts:
         self._budget = budget
         self._kept = kept
         # The rest is for units on their way: without any, no part would come to its end.
-        self._charged_max = budget.limit_bytes * 5 // 8
+        self._charged_max = budget.limit_bytes // 2
         self._charged_bytes = 0
         self._open_count = 0
         self._file_count = 0
@@ -58,6 +58,8 @@ class OpenParts:
             share = parts_max // max(1, self._file_count)
             fits = self._charged_bytes + self._part_bytes <= self._charged_max
             if own_count >= _PARTS_WANTED:
+                # A quarter stays for the files that come next.
+                fits = self._charged_bytes + self._part_bytes <= self._charged_max * 3 // 4
                 fits = fits and self._open_count < parts_max and own_count < share
             if own_count and not fits:
                 return None
