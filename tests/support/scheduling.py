@@ -8,7 +8,7 @@ begins first, so that no worker is left with it at the end.
 import os
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 HDFS = "hdfs"
 # More than the cores, because the tests wait for a third of their time: for a server to be up, a
@@ -54,7 +54,7 @@ def sort_long_first(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-class Scheduling(LoadGroupScheduling):
+class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
     """By file, but for the tests of a group, which have its name behind their own."""
 
     def _split_scope(self, nodeid: str) -> str:

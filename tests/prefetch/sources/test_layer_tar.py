@@ -15,6 +15,7 @@ from bootseer.errors import CorruptError
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from tests.support.images import Member, tar_of
+from tests.support.odd_tars import END, block
 
 
 def packed(members: Sequence[Member]) -> LayerTree:
@@ -237,12 +238,13 @@ def test_a_link_in_the_place_of_the_root() -> None:
 
 def test_folders_that_are_replaced_again_and_again() -> None:
     """Each replacement once went through all names of the layer, or all its links."""
-    members = [Member(f"many/{n}") for n in range(20_000)]
-    members += [Member(f"links/{n}", "h", link="below") for n in range(5_000)]
+    # By hand, which takes a quarter of the time.
+    headers = [block(b"many/%d" % n) for n in range(20_000)]
+    headers += [block(b"links/%d" % n, b"1", link=b"below") for n in range(5_000)]
     for n in range(5_000):
-        members += [Member("x/", "d"), Member("x/y", "h", link="below"), Member(f"x/{n}")]
-        members.append(Member("x", data=b"a file"))
-    layer = packed(members)
+        headers += [block(b"x/", b"5"), block(b"x/y", b"1", link=b"below"), block(b"x/%d" % n)]
+        headers.append(block(b"x", data=b"a file"))
+    layer = pack_layer(io.BytesIO(b"".join(headers) + END), io.BytesIO())
     assert len(layer.links) == 5_000
     assert layer.tree.name_count == 20_000 + 3
     assert stat.S_ISREG(layer.tree.mode(layer.tree.resolve(b"x") or 0))
