@@ -66,6 +66,7 @@ def _check(env: Path, version: str) -> None:
     assert _run("sh", "-c", activated).strip() == str(env / "bin/alpha-say")
 
 
+@pytest.mark.timeout(300)  # twenty starts of pip and interpreters
 @pytest.mark.usefixtures("pip_environ")
 def test_an_environment_and_an_upgrade_on_top(
     tmp_path: Path, make_node: MakeNode, wheels: Path
