@@ -78,8 +78,6 @@ def bootseer(store: str, *arguments: str) -> list[str]:
         f"BOOTSEER_CACHE_DIR={CACHE}",
         "BOOTSEER_RUN_DIR=/run/bootseer",
         f"BOOTSEER_TIMELINE_DIR={PLACE / 'timeline'}",
-        # An installed package has its bytecode; a checkout gets it at the first run.
-        "PYTHONDONTWRITEBYTECODE=",
     ]
     return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
 
