@@ -21,15 +21,12 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.snapshots.manifest import (
-    INDEX_BYTES_MAX,
-    MANIFEST_BYTES_MAX,
     Manifest,
     Stored,
     Target,
-    decode,
-    encode,
     is_name,
 )
+from bootseer.snapshots.manifest_codec import INDEX_BYTES_MAX, MANIFEST_BYTES_MAX, decode, encode
 from bootseer.store import Store
 from bootseer.store.uses import note_use
 

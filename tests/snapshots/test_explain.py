@@ -21,7 +21,8 @@ from bootseer.snapshots.explain import (
     explain_setup,
     nearest,
 )
-from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
+from bootseer.snapshots.manifest import Manifest, Stored, Target
+from bootseer.snapshots.manifest_codec import encode
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.snapshots.setup.request import Request

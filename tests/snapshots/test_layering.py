@@ -28,7 +28,8 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import export_snapshot
 from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.layering import RULE, Place, Rule, bytecode_then, choose_blobs
-from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
+from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target
+from bootseer.snapshots.manifest_codec import decode, encode
 from bootseer.snapshots.restoring.fetch import plan_frames
 from bootseer.snapshots.restoring.mounted import unmount_snapshot
 from bootseer.snapshots.restoring.restore import fetch_tree

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.manifest import Manifest, Stored, Target, decode, encode, target_path
+from bootseer.snapshots.manifest import Manifest, Stored, Target, target_path
+from bootseer.snapshots.manifest_codec import decode, encode
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))
