@@ -11,10 +11,12 @@ from tests.hdfs.cluster import MiniHdfs
 from tests.support import scheduling
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     return scheduling.worker_count()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config) -> scheduling.Scheduling | None:
     return scheduling.Scheduling(config) if config.getoption("dist") == "loadgroup" else None
 
