@@ -3,12 +3,16 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 from tests.support import scheduling
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -17,8 +21,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> scheduling.Scheduling | None:
-    return scheduling.Scheduling(config) if config.getoption("dist") == "loadgroup" else None
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: "Producer"
+) -> scheduling.Scheduling | None:
+    return scheduling.Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist names the groups then

@@ -8,7 +8,7 @@ begins first, so that no worker is left with it at the end.
 import os
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
+from xdist.scheduler import LoadGroupScheduling
 
 HDFS = "hdfs"
 # More than the cores, because the tests wait for a third of their time: for a server to be up, a

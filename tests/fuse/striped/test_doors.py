@@ -237,6 +237,7 @@ def test_verify_names_every_damaged_block(local: StripedStorage, tmp_path: Path)
     ]
 
 
+@pytest.mark.hdfs
 def test_verify_on_hdfs(hdfs_url: str) -> None:
     with storage_on(open_backend(hdfs_url)) as storage:
         save(storage, "d/f")
