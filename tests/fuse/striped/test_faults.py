@@ -121,7 +121,7 @@ def test_a_part_that_is_cut_short_is_an_error(world: World, tmp_path: Path) -> N
 
 
 def test_an_outage_is_tried_again(world: World) -> None:
-    outage = failing("read", lambda: UnavailableError("down"), within=PARTS_FOLDER, times=2)
+    outage = failing("read", lambda: UnavailableError("down"), within=PARTS_FOLDER, times=1)
     world.backend.rules.append(outage)
     assert world.driver.read("f") == OLD
 
