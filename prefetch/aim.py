@@ -23,15 +23,11 @@ class Aim:
     """What the kernel asked for."""
     used_bytes: int
     """In both."""
-    is_warmed: bool = False
-    """Some of it was asked for ahead of the start, by `page_warming`."""
 
     @property
     def precision(self) -> float | None:
-        """Share of the bundle that was used; the rest was wasted. None where that is not known."""
-        if self.is_warmed or not self.bundle_bytes:
-            return None
-        return self.used_bytes / self.bundle_bytes
+        """Share of the bundle that was used; the rest was wasted."""
+        return self.used_bytes / self.bundle_bytes if self.bundle_bytes else None
 
     @property
     def recall(self) -> float | None:
@@ -83,8 +79,7 @@ def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:
     Yes where it missed much. Also where it wasted much, as long as further traces can show what is
     not needed, and unless the start ended before it was ready: it may have failed half-way.
     """
-    precision = aim.precision
     if (aim.recall or 0.0) < RECALL_ENOUGH:
         return True
     settled = trace_count >= MERGED_TRACE_COUNT or ended == "unmount"
-    return not settled and precision is not None and precision < PRECISION_ENOUGH
+    return not settled and (aim.precision or 0.0) < PRECISION_ENOUGH

@@ -23,7 +23,7 @@ from bootseer.errors import (
     UnknownFormatError,
     from_oserror,
 )
-from bootseer.prefetch import hints, hot_store, hotset, relatives
+from bootseer.prefetch import hot_store, hotset, relatives
 from bootseer.prefetch.aim import aim_of, is_worthwhile
 from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
@@ -119,15 +119,7 @@ def build_bundle(
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
     digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
     pointer = HotPointer(
-        index_digest,
-        digest,
-        size_bytes,
-        header_bytes,
-        hot_digest,
-        len(traces),
-        time.time_ns(),
-        is_hinted=len(traces) < hotset.SHARED_TRACE_COUNT
-        and any(trace.ended == hints.ENDED for trace in traces),
+        index_digest, digest, size_bytes, header_bytes, hot_digest, len(traces), time.time_ns()
     )
     store.publish(
         hot_store.pointer_key(index_digest, workload),

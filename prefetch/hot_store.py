@@ -49,8 +49,6 @@ class HotPointer:
     trace_count: int
     """How many traces it was made from."""
     created_ns: int
-    is_hinted: bool = False
-    """It holds what only somebody's hints name: whether a start needs that is still to be seen."""
 
 
 def _hex(digest: str) -> str:
@@ -119,8 +117,6 @@ def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
         digest_in(document, "hotset_digest", where, SHA256),
         count_in(document, "trace_count", where),
         count_in(document, "created_ns", where, 2**63),
-        # Absent in older ones.
-        document.get("is_hinted") is True,
     )
     if pointer.index_digest != index_digest or pointer.header_bytes < HEADER_BYTES_MIN:
         raise CorruptError(f"{where} points to the bundle of another image")

@@ -29,9 +29,6 @@ MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG = 1
-_SYS_OPEN_TREE = 428
-_OPEN_TREE_CLONE = 1
-_AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -70,17 +67,6 @@ def mount(
 def unmount(target: PathLike) -> None:
     """Detach a mount. Raises: OSError."""
     _check(_libc.umount2(os.fsencode(target), MNT_DETACH), os.fsdecode(target))
-
-
-def open_mount(path: PathLike) -> int:
-    """A descriptor of a mount of its own of what is mounted on `path`, which is gone with it (Linux
-    5.2, privileged). Raises: OSError."""
-    # Not in glibc before 2.36; the same number on all architectures but alpha.
-    fd: int = _libc.syscall(
-        _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | os.O_CLOEXEC
-    )
-    _check(fd, os.fsdecode(path))
-    return fd
 
 
 def make_private() -> None:

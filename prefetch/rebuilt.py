@@ -7,6 +7,7 @@ whole sectors of contents are moved; tar headers of a changed stream are nobody'
 """
 
 import stat
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from typing import TypeAlias
 from bootseer.blob.tree import Blob, Tree
 from bootseer.prefetch.bundle import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
-from bootseer.prefetch.stream_layout import StreamLayout
 
 EXTENT_COUNT_MAX = 100_000
 """So much of a bundle is translated; the rest is left out. A second's work in a process that has
@@ -80,7 +80,7 @@ class _Places:
             )
             if offset % SECTOR_BYTES
         }
-        self._layout = StreamLayout(old)
+        self._layouts: dict[int, tuple[list[int], array[int]]] = {}
         self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
 
     def add_pieces(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
@@ -102,7 +102,7 @@ class _Places:
 
     def _add_contents(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
         columns = self._old.columns
-        starts, numbers = self._layout.of(extent.blob)
+        starts, numbers = self._layout(extent.blob)
         offset, extent_end = extent.offset, extent.offset + extent.length
         i = max(bisect_right(starts, offset) - 1, 0)
         while i < len(starts) and starts[i] < extent_end:
@@ -140,6 +140,17 @@ class _Places:
                 if low < high and self._take(blob, low + to, high - low):
                     place = position + low - shift - offset
                     pieces.append((BundleExtent(blob, low + to, high - low), place))
+
+    def _layout(self, blob: int) -> "tuple[list[int], array[int]]":
+        """Contents in an old stream, by offset: where each begins, and its extent's number."""
+        found = self._layouts.get(blob)
+        if found is None:
+            columns = self._old.columns
+            offsets = columns.extent_blob_offset
+            numbers = array("I", (n for n, b in enumerate(columns.extent_blob) if b == blob))
+            numbers = array("I", sorted(numbers, key=offsets.__getitem__))
+            found = self._layouts[blob] = [offsets[n] for n in numbers], numbers
+        return found
 
     def _target(self, inode: int) -> list[tuple[int, int, int, int]]:
         """The extents, in the new image, of a file with the content of an old one."""

@@ -80,11 +80,8 @@ class Replay:
         executor: Executor,
         *,
         lock: Path | None = None,
-        on_frame: Callable[[BundleFrame], None] | None = None,
-        on_end: Callable[[], None] | None = None,
     ) -> None:
-        """`lock`: whoever holds this file fetches the bundle for all on this node. `on_frame` hears
-        of each frame that is here, `on_end` that no other will come."""
+        """`lock`: whoever holds this file fetches the bundle for all on this node."""
         self.bundle = bundle
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
@@ -98,13 +95,10 @@ class Replay:
         self._chunks = chunks_of(bundle, digest)
         self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
         self._pending = bytearray(b"\1" * len(self._chunks))
-        self._told = bytearray(len(self._chunks))
         self._lock = threading.Lock()
         self._batch: Batch | None = None
         self._lock_path = lock
         self._lock_fd = -1
-        self._on_frame = on_frame
-        self._on_end = on_end
         self._is_following = False
         self._patience_s = _PATIENCE_S
         self._stopping = threading.Event()
@@ -141,14 +135,6 @@ class Replay:
 
     def _look_what_is_here(self) -> None:
         self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
-        for number, is_pending in enumerate(self._pending):
-            if not is_pending:
-                self._tell(number)
-
-    def _tell(self, number: int) -> None:
-        if self._on_frame is not None and not self._told[number]:
-            self._told[number] = 1
-            self._on_frame(self.bundle.frames[number])
 
     def _submit(self) -> None:
         self._look_what_is_here()
@@ -180,8 +166,6 @@ class Replay:
             self.finished_after_ns = time.monotonic_ns() - started_ns
             # Also those that somebody else brought before their turn came.
             self._pending[:] = bytes(len(self._pending))
-        if self._on_end is not None:
-            self._on_end()
 
     def _give_up(self, error: BaseException) -> None:
         with self._lock:
@@ -264,8 +248,6 @@ class Replay:
             if not cache.has(extent.offset, extent.length):
                 cache.write(extent.offset, piece)
         with self._lock:
-            if not self._pending[number]:
-                return
-            self._pending[number] = 0
-            self.fetched_bytes += frame.stream_length
-        self._tell(number)
+            if self._pending[number]:
+                self._pending[number] = 0
+                self.fetched_bytes += frame.stream_length

@@ -14,14 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from bootseer.background import Report
-from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.mount_state import remove_scratch, sweep, take_lock, write_state
-from bootseer.prefetch.page_warming import PageWarmer
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan, plan_from_json
 from bootseer.prefetch.server import ImageServer
@@ -47,11 +45,10 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         write_state(plan.state_dir, state)
         tree = load_local_tree(plan.settings, state.index_digest)
         log = AccessLog()
-        warmer = _make_warmer(plan, tree)
 
         def worker() -> TreeFileSystem:
             try:
-                return ImageServer(plan, tree, log, warmer).operations
+                return ImageServer(plan, tree, log).operations
             except (BootseerError, OSError) as error:
                 report.send_error(error)
                 raise
@@ -69,9 +66,6 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         )
 
         def ready() -> None:
-            # From now on it is the first worker's, and ends with it.
-            if warmer is not None:
-                warmer.end()
             if not report.send_ready():
                 raise UnavailableError(f"nobody waits for the mount on {state.directory} any more")
 
@@ -91,18 +85,6 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         os.close(lock)
     # Nobody waits for this: a slow disk takes its time for what a start brought.
     NodeCache(plan.settings.cache_dir).make_durable(tree.blobs)
-
-
-def _make_warmer(plan: ServePlan, tree: Tree) -> PageWarmer | None:
-    """What reads ahead for the start; None where it is not wanted: a record that somebody asked for
-    shall show what the start itself reads."""
-    if not plan.prefetch or plan.record == "always":
-        return None
-    try:
-        return PageWarmer(tree)
-    except OSError as error:
-        _log.warning("nothing is read ahead for this start: %s", error)
-        return None
 
 
 def main() -> int:

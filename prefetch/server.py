@@ -10,7 +10,7 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from bootseer.prefetch.launch_figures import (
     status_of,
 )
 from bootseer.prefetch.oci_runtime import end_left_over
-from bootseer.prefetch.page_warming import PageWarmer
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.second_source import second_source
@@ -52,14 +51,11 @@ _UNMOUNT_S = 10.0
 class ImageServer:
     """One worker's life: `operations` for the kernel, `destroyed` at its end."""
 
-    def __init__(
-        self, plan: ServePlan, tree: Tree, log: AccessLog, warmer: PageWarmer | None = None
-    ) -> None:
+    def __init__(self, plan: ServePlan, tree: Tree, log: AccessLog) -> None:
         """Raises: BootseerError, OSError."""
         self._plan = plan
         self._tree = tree
         self._log = log
-        self._warmer = warmer
         self._started_ns = time.monotonic_ns()
         self._store: Store = open_store(
             plan.settings.store_url, deadline_s=plan.settings.deadline_s
@@ -84,7 +80,6 @@ class ImageServer:
             "status": self.status,
             "ready": self._ready_command,
             "detach": self._detach_command,
-            "quiet": self._quiet_command,
         }
         self._control = ControlServer(plan.state_dir, plan.ready_name, commands)
         if plan.watch_pid is not None:
@@ -106,10 +101,7 @@ class ImageServer:
         self._control.start(
             lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
         )
-        # Before the mount is announced: it may be taken off its place soon, and the bundle shall be
-        # on its way before the first read.
-        if self._warmer is not None:
-            self._warmer.begin(Path(self._plan.state.directory))
+        # Before the mount is announced, so that the bundle is on its way before the first read.
         if self._plan.prefetch:
             threading.Thread(target=self._begin_replay, name="bundle", daemon=True).start()
         self._keeper.start(self._figures)
@@ -119,7 +111,6 @@ class ImageServer:
             self._end_record("unmount")
         except (BootseerError, OSError) as error:
             _log.warning("the record of this start is lost: %s", error)
-        self._end_warming()
         self._control.close()
         self._keeper.close()
         self._is_mounted = False
@@ -147,7 +138,6 @@ class ImageServer:
 
     def _unmount(self) -> None:
         _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
-        self._end_warming()
         end_left_over(self._plan.state_dir)
         try:
             mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
@@ -162,15 +152,6 @@ class ImageServer:
         with contextlib.suppress(InvalidInputError):
             mounts.detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
-
-    def _quiet_command(self) -> dict[str, Any]:
-        """Read nothing ahead any more: who does keeps the file system alive."""
-        self._end_warming()
-        return {"quiet": True}
-
-    def _end_warming(self) -> None:
-        if self._warmer is not None:
-            self._warmer.end()
 
     def _note_use(self) -> None:
         """Let garbage collectors know. What only this node has is not in the store."""
@@ -197,15 +178,9 @@ class ImageServer:
             )
             if found is None:
                 _log.info("no bundle for %s yet", workload)
-                self._end_warming()
                 return
             self._pointer, bundle = found
             digest = self._pointer.bundle_digest
-            warmer = self._warmer
-            if self._pointer.is_hinted:
-                # What is read ahead does not show what the start needs.
-                self._end_warming()
-                warmer = None
             replay = Replay(
                 bundle,
                 digest,
@@ -215,15 +190,12 @@ class ImageServer:
                 lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
                     digest if self._pointer.index_digest == index else index
                 ),
-                on_frame=warmer.frame_is_here if warmer else None,
-                on_end=warmer.finish if warmer else None,
             )
             # Known to faults only once it knows itself what is here already.
             replay.start()
             self._streams.replay = replay
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
-            self._end_warming()
 
     @property
     def _own_trace_count(self) -> int:
@@ -245,11 +217,8 @@ class ImageServer:
             return self._aim_at_end
         is_over = not self._log.is_open
         replay = self._streams.replay
-        aim = replace(
-            aim_of(
-                replay.bundle if replay else None, self._lengths, self._log.entries(), self._extents
-            ),
-            is_warmed=self._warmer is not None and self._warmer.has_begun,
+        aim = aim_of(
+            replay.bundle if replay else None, self._lengths, self._log.entries(), self._extents
         )
         if is_over and replay is not None:
             self._aim_at_end = aim

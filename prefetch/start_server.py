@@ -21,7 +21,7 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.control import ask, new_ready_name
+from bootseer.prefetch.control import new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
     is_alive,
@@ -40,8 +40,6 @@ from bootseer.prefetch.server_process import ServerProcess, begin_server
 _log = logging.getLogger(__name__)
 
 _FAILED_END_S = 3.0
-_QUIET_S = 1.0
-"""A server that hangs does not answer, and is unmounted all the same."""
 
 
 def serve_tree(
@@ -124,9 +122,6 @@ def check_mount_point(directory: Path) -> Path:
 def end_server(state_dir: Path, state: MountState, timeout_s: float) -> None:
     """Unmount a tree and wait for its server to end. Raises: BootseerError."""
     path = Path(state.directory)
-    with contextlib.suppress(BootseerError):
-        # What still reads ahead would keep it alive.
-        ask(state_dir, "quiet", timeout_s=min(_QUIET_S, timeout_s))
     try:
         mounts.unmount(path, timeout_s=timeout_s)
     except InvalidInputError:

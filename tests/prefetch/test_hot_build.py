@@ -14,7 +14,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
-from bootseer.prefetch import hints, hot_store, hotset
+from bootseer.prefetch import hot_store, hotset
 from bootseer.prefetch import trace as trace_format
 from bootseer.prefetch.aim import Aim, is_worthwhile
 from bootseer.prefetch.bundle import decode_frame
@@ -125,18 +125,6 @@ def test_when_a_start_is_worth_a_record() -> None:
     assert not is_worthwhile(wasteful, 1, "unmount")
     assert not is_worthwhile(wasteful, MERGED_TRACE_COUNT, "ready")
     assert is_worthwhile(Aim(0, 100, 0), 1, "ready")
-    # What was read ahead does not show what is not needed, only what was missed.
-    assert not is_worthwhile(replace(wasteful, is_warmed=True), 1, "window")
-    assert is_worthwhile(replace(missed, is_warmed=True), 1, "window")
-
-
-def test_hints_are_confirmed_by_three_starts(site: Site) -> None:
-    site.add(site.trace(*range(30), ended=hints.ENDED))
-    assert site.pointer().is_hinted
-    site.add(site.trace(0, 1, node="m"))
-    assert site.pointer().is_hinted
-    site.add(site.trace(0, 1, node="o"))
-    assert not site.pointer().is_hinted
 
 
 def test_a_hundred_nodes_at_once(site: Site) -> None:

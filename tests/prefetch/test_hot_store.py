@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,6 @@ def test_pointer(store: Store) -> None:
     assert read_pointer(store, INDEX, "w") is None
     store.publish(pointer_key(INDEX, "w"), encode_pointer(POINTER))
     assert read_pointer(store, INDEX, "w") == POINTER
-    hinted = replace(POINTER, is_hinted=True)
-    assert decode_pointer(encode_pointer(hinted), INDEX, "x") == hinted
     with pytest.raises(CorruptError, match="another image"):
         decode_pointer(encode_pointer(POINTER), "sha256:" + "9" * 64, "x")
 
