@@ -10,7 +10,6 @@ module; a `Starting` belongs to one thread.
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, Self
 import bootseer
 from bootseer.errors import DeadlineError, UnavailableError, from_oserror
 from bootseer.private import private_opener
+from bootseer.ready import wait_readable
 from bootseer.reported import error_from_json, error_to_json
 
 _REPORT_BYTES_MAX = 1 << 16
@@ -84,7 +84,7 @@ class Starting:
         data = b""
         while b"\n" not in data and len(data) < _REPORT_BYTES_MAX:
             left_s = max(deadline_s - time.monotonic(), 0.0)
-            if not select.select([self._report_fd], [], [], left_s)[0]:
+            if not wait_readable([self._report_fd], left_s):
                 raise DeadlineError(
                     f"{self._what} was not ready in {timeout_s:g} s; see {self._log}"
                 )

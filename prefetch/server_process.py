@@ -7,7 +7,6 @@ since whoever starts a server waits for what is loaded here. One thread per proc
 
 import contextlib
 import os
-import select
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +15,7 @@ from bootseer import background
 from bootseer.config import Settings
 from bootseer.errors import DeadlineError, from_oserror
 from bootseer.private import make_private_directory
+from bootseer.ready import wait_readable
 
 _START_S = 30.0
 
@@ -51,7 +51,7 @@ class ServerProcess:
             process_fd = os.pidfd_open(starting.process.pid)
             try:
                 starting.hand(document)
-                if not select.select([process_fd], [], [], _START_S)[0]:
+                if not wait_readable([process_fd], _START_S):
                     raise DeadlineError(f"{self._what} did not start in {_START_S:g} s")
             finally:
                 os.close(process_fd)

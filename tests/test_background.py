@@ -1,5 +1,7 @@
 """Real processes that report, die without a word, or say nothing."""
 
+import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,16 @@ def _await(children: list[Starting], case: str, log: Path, timeout_s: float = 60
 def test_ready(children: list[Starting], tmp_path: Path) -> None:
     _await(children, "ready", tmp_path / "log")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_caller_with_many_open_files(children: list[Starting], tmp_path: Path) -> None:
+    """select(2) cannot wait for descriptors above 1023."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
+        pytest.skip("this process may not open 1200 files")
+    with contextlib.ExitStack() as stack:
+        while stack.enter_context((tmp_path / "log").open("w")).fileno() < 1100:
+            pass
+        _await(children, "ready", tmp_path / "log")
 
 
 def test_the_first_report_counts(children: list[Starting], tmp_path: Path) -> None:

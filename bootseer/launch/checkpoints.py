@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from bootseer.errors import (
 )
 from bootseer.launch.signals import STOPS
 from bootseer.private import make_private_directory
+from bootseer.ready import wait_readable
 from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
 
@@ -193,7 +193,7 @@ class CheckpointMounts:
         return [(self._directory(n), path.directory) for n, path in enumerate(self._paths)]
 
     def _receive(self, timeout_s: float) -> None:
-        if self._reports >= 0 and select.select([self._reports], [], [], timeout_s)[0]:
+        if self._reports >= 0 and wait_readable([self._reports], timeout_s):
             piece = os.read(self._reports, _REPORT_BYTES_MAX)
             self._received += piece
             if not piece:

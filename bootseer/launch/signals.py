@@ -7,13 +7,14 @@ signal, would otherwise not even end. Main thread only.
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
+
+from bootseer.ready import wait_readable
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Python ignores these from its start on, and exec would hand that on.
@@ -73,7 +74,7 @@ class StopSignals:
         for pid, process in self._processes:
             left_s = max(0.0, deadline_s - time.monotonic())
             # Until it is readable it has not been reaped, so that its number is still its own.
-            if not select.select([process], [], [], left_s)[0]:
+            if not wait_readable([process], left_s):
                 _kill_tree(pid)
             os.close(process)
         self._processes.clear()

@@ -21,8 +21,8 @@ from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.mount import mount, set_readahead
 from bootseer.fuse.kernel.operations import Buffer, Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.session import Session
+from bootseer.ready import wait_readable
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from bootseer.fuse.kernel import control, mounts
 from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.server import Attached, Server, attach
+from bootseer.ready import wait_readable
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ page cache alone; pages always from the page cache, at the end. A `Recording` be
 import contextlib
 import logging
 import os
-import select
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from bootseer.prefetch.warm.record import (
     without,
 )
 from bootseer.prefetch.warm.residency import cached_ranges
+from bootseer.ready import wait_readable
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Recording:
         deadline_s = time.monotonic() + window_s
         watched = [self._watch.fileno()] if self._watch else []
         while (left_s := deadline_s - time.monotonic()) > 0:
-            readable, _, _ = select.select([*watched, *until], [], [], left_s)
+            readable = wait_readable([*watched, *until], left_s)
             self._take_notes()
             if any(fd in readable for fd in until):
                 return

@@ -9,7 +9,6 @@ or at a deadline. Owns the rule when to record, and what is made of a record tha
 import contextlib
 import logging
 import os
-import select
 import socket
 import sys
 import threading
@@ -32,6 +31,7 @@ from bootseer.prefetch.warm.record import (
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
+from bootseer.ready import wait_readable
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
 
@@ -108,7 +108,7 @@ def _read(
             work,
             thread_count=request.thread_count,
             deadline_s=request.read_deadline_s,
-            stop=lambda: bool(select.select(ends[:1], [], [], 0)[0]),
+            stop=lambda: bool(wait_readable(ends[:1], 0)),
         )
         span.set("bootseer.bytes", figures.read_bytes)
     node.say(action="read", cpu_s=round(time.process_time(), 3), **asdict(figures))

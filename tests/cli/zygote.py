@@ -9,11 +9,12 @@ import importlib
 import json
 import os
 import pkgutil
-import select
 import signal
 import sys
 import time
 from typing import Any, NoReturn
+
+from bootseer.ready import wait_readable
 
 _NOBODY = 65534
 _NOT_IMPORTED = (
@@ -75,7 +76,7 @@ def _serve() -> None:
         if not pid:
             _child(request)
         process = os.pidfd_open(pid)
-        in_time = bool(select.select([process], [], [], request["timeout_s"])[0])
+        in_time = bool(wait_readable([process], request["timeout_s"]))
         os.close(process)
         if not in_time:
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """A server that is begun before anybody knows what it will serve."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.prefetch.container import prepare_container
 from bootseer.prefetch.mount_state import mounts_dir
 from bootseer.prefetch.server_process import begin_server, log_path
+from bootseer.ready import wait_readable
 from tests.support.image_mounts import settings_at
 
 _END_S = 30.0
@@ -50,7 +50,7 @@ signal.pause()
         watched = os.pidfd_open(int(one.stdout.readline()))
         one.send_signal(signal.SIGKILL)
     try:
-        assert select.select([watched], [], [], _END_S)[0]
+        assert wait_readable([watched], _END_S)
     finally:
         os.close(watched)
     assert log_path(settings, "orphan").read_text() == ""

@@ -8,13 +8,14 @@ import contextlib
 import errno
 import os
 import pickle
-import select
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bootseer.ready import wait_readable
 
 _DEADLINE_S = 30.0
 
@@ -37,7 +38,7 @@ class FileAgent:
         assert stdout is not None
         pickle.dump((operation, arguments), stdin)
         stdin.flush()
-        if not select.select([stdout], [], [], _DEADLINE_S)[0]:
+        if not wait_readable([stdout.fileno()], _DEADLINE_S):
             raise TimeoutError(f"{operation}{arguments} does not end")
         return pickle.load(stdout)
 

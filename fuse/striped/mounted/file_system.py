@@ -69,6 +69,7 @@ class StripedFileSystem(NameOperations, FileOperations):
                 writer.close(_ABORT_WAIT_S)
             if handle.file is not None:
                 self._reader.close(handle.file)
+        self._nodes.close_journal()
         self._tree.close()
 
     def setattr(

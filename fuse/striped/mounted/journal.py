@@ -52,8 +52,7 @@ class Journal:
             self._give_up(error)
             yield
             return
-        if self._fd >= 0:
-            os.close(self._fd)
+        self.close()
         self._fd = fd
         self._bytes = 0
         self._fresh_bytes = None
@@ -97,11 +96,15 @@ class Journal:
             return False
         return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)
 
+    def close(self) -> None:
+        """Add no more; what is there stays. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

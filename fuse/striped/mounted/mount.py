@@ -5,7 +5,6 @@ Owns the start of the server process and its end. Functions may be called from a
 
 import contextlib
 import os
-import select
 import signal
 import time
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
 from bootseer.fuse.striped.mounted.server import SUBTYPE
 from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.private import make_private_directory
+from bootseer.ready import wait_readable
 
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.
@@ -258,7 +258,7 @@ def _end_process(pid: int, ticks: int) -> None:
             if number is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, number)
-            if select.select([process], [], [], _END_GRACE_S)[0]:
+            if wait_readable([process], _END_GRACE_S):
                 return
         raise DeadlineError(f"the server process {pid} does not end")
     finally:

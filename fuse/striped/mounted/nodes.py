@@ -183,6 +183,11 @@ class NodeTable:
                 handle.noted = None
                 self.note(handle)
 
+    def close_journal(self) -> None:
+        """Nothing more is to be told."""
+        if self._journal is not None:
+            self._journal.close()
+
     def note_node(self, node: Node) -> None:
         """A node is new, or not what it was."""
         if self._journal is not None and node is not self.root:

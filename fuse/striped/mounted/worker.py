@@ -23,7 +23,6 @@ from bootseer.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from bootseer.fuse.kernel.ready import wait_readable
 from bootseer.fuse.kernel.supervisor import HANDED_OVER
 from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mounted.control import ControlServer
@@ -42,6 +41,7 @@ from bootseer.fuse.striped.mounted.presentation import Ownership
 from bootseer.fuse.striped.mounted.status import RecentErrors, status_document
 from bootseer.fuse.striped.mounted.warm import warm_newest
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.ready import wait_readable
 from bootseer.redact import public_url
 from bootseer.store import open_backend
 

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from bootseer.ready import wait_readable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # Its modules are compiled when they are first imported, which takes a slow machine a minute.
@@ -83,7 +84,7 @@ class TorchHost:
 
     def _answer(self, timeout_s: float) -> Any:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        if not wait_readable([self._process.stdout.fileno()], timeout_s):
             raise TimeoutError("the process with torch does not answer")
         line = self._process.stdout.readline()
         if not line:
@@ -132,7 +133,7 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     codes = []
     for pid in pids:
         handle = os.pidfd_open(pid)
-        if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not wait_readable([handle], deadline - time.monotonic()):
             os.kill(pid, signal.SIGKILL)
         os.close(handle)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.supervisor import RestartPolicy
+from bootseer.ready import wait_readable
 from tests.support import fuse_mount
 
 pytestmark = pytest.mark.fuse
@@ -289,7 +289,7 @@ def test_the_worker_serves_on_when_the_supervisor_is_killed(source: Path, mountp
         pidfd = os.pidfd_open(worker)
         try:
             mounts.unmount(mountpoint)
-            assert select.select([pidfd], [], [], _DEADLINE_S)[0], "the worker does not end"
+            assert wait_readable([pidfd], _DEADLINE_S), "the worker does not end"
         finally:
             os.close(pidfd)
 

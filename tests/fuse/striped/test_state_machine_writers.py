@@ -49,8 +49,9 @@ class Restartable(Driver):
     def __init__(self, root: Path) -> None:
         super().__init__(storage_on(root / "backend"))
         path = root / "journal"
+        self.journal = Journal(path)
         self.fs = StripedFileSystem(
-            self.storage.tree, self.storage.budget, self.storage.settings, journal=Journal(path)
+            self.storage.tree, self.storage.budget, self.storage.settings, journal=self.journal
         )
         self.fs.begin(read_journal(path))
 
@@ -218,6 +219,7 @@ class Writers(RuleBasedStateMachine):
     @rule()
     def kill_and_go_on(self) -> None:
         """The process is gone, with what it had in memory; the kernel's handles are not."""
+        self.here.journal.close()
         self.before.append(self.here)
         self.here = Restartable(self.root)
         for writer in self.open:
