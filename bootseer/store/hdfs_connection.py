@@ -3,12 +3,14 @@
 Alone owns the client of hdfs-native and how its failures become ours. Any thread; survives a fork.
 """
 
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qs, urlsplit
+from weakref import WeakSet
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoSpaceError
 from bootseer.redact import public_url
@@ -112,6 +114,7 @@ class HdfsConnection:
                 }
                 try:
                     self._client_or_none = Client(self._cluster, config)
+                    _Fork.clients.add(self._client_or_none)
                 except (RuntimeError, ValueError) as error:
                     raise InvalidInputError(f"cannot use {self._cluster}: {error}") from error
             return self._client_or_none
@@ -160,10 +163,15 @@ class _Fork:
 
     parent_has_client = False
     time_s = 0.0
+    clients: ClassVar["WeakSet[Client]"] = WeakSet()
+    """This process's own, or its parent's."""
 
 
 def _note_fork() -> None:
     _Fork.time_s = time.monotonic() if _Fork.parent_has_client else 0.0
+    for client in list(_Fork.clients):
+        # Never freed here: that would wait, with the GIL, for threads that stayed in the parent.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client.inner))
 
 
 os.register_at_fork(after_in_child=_note_fork)

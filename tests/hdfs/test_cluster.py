@@ -123,6 +123,27 @@ def test_a_forked_child_connects_anew(hdfs: MiniHdfs, hdfs_url: str) -> None:
     subprocess.run([sys.executable, "-c", _FORKING, hdfs_url], check=True, timeout=60)
 
 
+_LETTING_GO = """
+import gc, os, sys, warnings
+from bootseer.store import open_store
+warnings.simplefilter("ignore")
+store = open_store(sys.argv[1])
+store.publish("parent", b"1")
+pid = os.fork()
+if pid == 0:
+    del store
+    gc.collect()
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+assert store.read("parent") == b"1"
+"""
+
+
+def test_a_forked_child_lets_go_of_its_parents_store(hdfs_url: str) -> None:
+    """It waited for ever for threads that only the parent has, with the interpreter's lock held."""
+    subprocess.run([sys.executable, "-c", _LETTING_GO, hdfs_url], check=True, timeout=60)
+
+
 def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
     backend = open_backend(hdfs_url + "?deadline_s=1.5")
     with backend.create("file") as writer:
