@@ -206,6 +206,17 @@ def note_used(store: Store, manifest: Manifest) -> None:
         note_use(store, target.index.digest, [blob.digest for blob in target.blobs])
 
 
+def find_cut_blob(store: Store, target: Target) -> Stored | None:
+    """The first of the blobs that a target is read from which does not have its size in the store.
+
+    Raises: NotFoundError where one is missing; UnavailableError.
+    """
+    for blob in target.blobs:
+        if store.size(blob_key(blob.digest)) != blob.size_bytes:
+            return blob
+    return None
+
+
 def load_tree(store: Store, target: Target) -> Tree:
     """A target's tree; see `load_encoded_tree`."""
     return load_encoded_tree(store, target)[0]

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blob.frame_writer import usable_cpus
-from bootseer.blob.keys import blob_key
 from bootseer.blob.pack import Elsewhere, Others
 from bootseer.blob.tree import Extent, Tree
 from bootseer.content_digest import ContentHasher, content_digest
@@ -121,10 +120,9 @@ def find_others(
     earlier snapshot's, where it pays. Never raises: what cannot be told is stored anew."""
     try:
         base = catalogue.load_tree(store, target)
-        for blob in target.blobs:
-            # Better than to find out on a thousand nodes.
-            if store.size(blob_key(blob.digest)) != blob.size_bytes:
-                return Others()
+        # Better than to find out on a thousand nodes.
+        if catalogue.find_cut_blob(store, target):
+            return Others()
         files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
         same = _find_same(base, host, scanned, files)
         first = {(scanned[path].device, scanned[path].inode): path for path in files}

@@ -42,8 +42,9 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
 _TRACE = re.compile(r"(\\n|\n)\s*(\\t|\t)?\s*at [\w$.]+\(.*", re.DOTALL)
 _RPC = re.compile(r'RPCError\("[\w.$]*?([\w$]+)", "(.*)', re.DOTALL)
 _REASON_MAX_CHARACTERS = 300
-# No DataNode was found for a block: all are full, or dead, or too busy. The NameNode does not say.
-_NO_DATANODE = re.compile(r"could only be written to 0 of .*?There are (\d+) datanode")
+TOO_FEW_DATANODES = "could only be written to"
+"""Too few were found for a block: the others are excluded, full, dead or too busy."""
+_NO_DATANODE = re.compile(TOO_FEW_DATANODES + r" 0 of .*?There are (\d+) datanode")
 
 
 def translate(error: BaseException, what: str) -> BootseerError:

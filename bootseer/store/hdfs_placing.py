@@ -11,12 +11,12 @@ import re
 import threading
 from collections.abc import Collection
 
+from bootseer.store.hdfs_errors import TOO_FEW_DATANODES
 from bootseer.store.hdfs_name_node import FoundNameNode
-from bootseer.store.hdfs_rpc import RpcError
+from bootseer.store.hdfs_rpc import UNANSWERED, RpcError
 
 # "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
 _OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
-_NO_OTHERS = "could only be written to"
 
 
 class HdfsPlacer:
@@ -52,8 +52,8 @@ class HdfsPlacer:
                 name_node.abandon_block(path, holder, added.block)
                 return None
         except RpcError as error:
-            return None if excluded and _NO_OTHERS in str(error) else ()
-        except (OSError, ValueError, IndexError):
+            return None if excluded and TOO_FEW_DATANODES in str(error) else ()
+        except UNANSWERED:
             return ()
         with self._lock:
             self._holder = holder
@@ -68,5 +68,5 @@ class HdfsPlacer:
             return ()
         try:
             return name_node.writing_servers(path)
-        except (RpcError, OSError, ValueError, IndexError):
+        except UNANSWERED:
             return ()

@@ -28,6 +28,10 @@ class RpcError(Exception):
     """The NameNode's answer is an exception; the text begins with its Java class."""
 
 
+UNANSWERED = (RpcError, OSError, ValueError, IndexError)
+"""What a call may end with, also where the answer is nonsense: for whom it was only a question."""
+
+
 @dataclass(frozen=True, slots=True)
 class AddedBlock:
     """A block that was allocated, and is still empty."""

@@ -5,7 +5,7 @@ import time
 
 from bootseer.store.backend import Space
 from bootseer.store.hdfs_name_node import FoundNameNode
-from bootseer.store.hdfs_rpc import RpcError
+from bootseer.store.hdfs_rpc import UNANSWERED
 
 _SPACE_S = 10.0
 # To say that a directory has no quota, the NameNode walks through it.
@@ -46,7 +46,7 @@ class HdfsSpace:
                     total_bytes, used_bytes = quota
                     left_bytes = max(0, total_bytes - used_bytes)
                     space = Space(total_bytes, min(left_bytes, space.free_bytes))
-        except (RpcError, OSError, ValueError, IndexError):
+        except UNANSWERED:
             # The last answer, or none.
             pass
         with self._lock:
@@ -65,6 +65,6 @@ class HdfsSpace:
         try:
             total_bytes, free_bytes = name_node.capacity()
             block_bytes = block_bytes or name_node.default_block_bytes()
-        except (RpcError, OSError, ValueError, IndexError):
+        except UNANSWERED:
             return False
         return total_bytes > 0 and free_bytes < datanode_count * _ROOM_BLOCKS * block_bytes

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.prefetch.server_process import ServerProcess, begin_server
+from bootseer.snapshots.restoring.modes import AUTO, MOUNT
 
 _DEVICE = "/dev/fuse"
-_MODES = ("auto", "mount")
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
     needed; None where nothing will be mounted, or none can be begun."""
     process = None
     if (
-        settings.restore_mode in _MODES
+        settings.restore_mode in (AUTO, MOUNT)
         and os.geteuid() == 0
         and os.access(_DEVICE, os.R_OK | os.W_OK)
     ):

@@ -16,7 +16,6 @@ from itertools import repeat
 from pathlib import Path
 
 from bootseer.blob import index
-from bootseer.blob.keys import blob_key
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.fuse.kernel import mounts
@@ -27,7 +26,7 @@ from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import serve_tree
 from bootseer.private import make_private_directory
-from bootseer.snapshots.catalogue import decode_tree, read_encoded_tree
+from bootseer.snapshots.catalogue import decode_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
@@ -101,10 +100,9 @@ def mount_snapshot(
 
 def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
     """Have the target's index where its server looks for it. What was fetched; None: nothing."""
-    for blob in item.target.blobs:
-        if store.size(blob_key(blob.digest)) != blob.size_bytes:
-            # Better known now than at a read of the job.
-            raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
+    # Better known now than at a read of the job.
+    if blob := find_cut_blob(store, item.target):
+        raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
     with contextlib.suppress(OSError):
         # A damaged copy is no fault of the snapshot's.

@@ -34,6 +34,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
     write_state,
 )
 from bootseer.redact import public_url
+from bootseer.store.paths import split_scheme
 
 _log = logging.getLogger(__name__)
 
@@ -135,12 +136,8 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         atomic_truncate=True,
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
         # Only files of this node can be read past us, and only root may ask for that.
-        passthrough=_is_local(spec.url) and os.geteuid() == 0,
+        passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
     )
-
-
-def _is_local(url: str) -> bool:
-    return url.startswith("file://") or "://" not in url
 
 
 @contextlib.contextmanager
