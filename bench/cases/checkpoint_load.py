@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.files import Kind, Way
+from bench.checkpoint.limits import limiter
 from bench.checkpoint.loading import DCP, SAFETENSORS, TORCH
 from bench.checkpoint.measure import (
     derive,
@@ -16,14 +17,16 @@ from bench.checkpoint.measure import (
     run_client,
     sample,
 )
-from bench.checkpoint.peers import note, program, rclone_mount
+from bench.checkpoint.peers import note, once, program, rclone_mount
 from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
+from bench.containers.services import assemble_hdfs
 from bench.model import (
     Case,
     Column,
     Figure,
     Ratio,
     Sample,
+    SkippedError,
     TakeSample,
     Variant,
     Workspace,
@@ -36,6 +39,7 @@ _DATANODES, _BYTES_PER_S = 4, 50e6
 _DEADLINE_S = 120.0
 _STRIPED = Kind("striped", Way.MOUNT)
 _ORDINARY = Kind("ordinary", Way.STREAM)
+_RCLONE = ("rclone", "rclone")
 
 Action = Callable[[Workspace, CappedHdfs, TorchEnvironment], Sample]
 
@@ -45,13 +49,18 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
     environment = TorchEnvironment(workspace.kept)
     environment.build()
-    with CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S) as cluster:
+    _fetch(workspace, environment)
+    with (
+        limiter() as limits,
+        CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S, limits) as cluster,
+    ):
         workspace.shared.update(size_bytes=size_bytes, cluster=cluster, torch=environment)
         workspace.shared["notes"] = [
             f"A model of at least {size_bytes >> 20} MiB of bfloat16 as {SAFETENSORS}, {TORCH} "
             f"(torch.save) and {DCP} (torch.distributed.checkpoint, one rank), on a real HDFS with "
             f"{_DATANODES} DataNodes of {_BYTES_PER_S / 1e6:g} MB/s each way, replication 1: "
             "striped for bootseer mount, ordinary files for the others",
+            f"Of the DataNodes, {limits.note}",
             "Loaded to the CPU by a process of its own from a mount of its own, imports not "
             "counted; each page of each tensor is touched",
             "runai-model-streamer and fastsafetensors read file systems and object stores, not "
@@ -66,6 +75,20 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             _copy_in(workspace, cluster, saved)
         shutil.rmtree(saved)
         yield
+
+
+def _fetch(workspace: Workspace, environment: TorchEnvironment) -> None:
+    """Have what comes from outside; what cannot be had is missed by those who need it."""
+    assemble_hdfs()
+    with contextlib.suppress(SkippedError):
+        program(workspace, *_RCLONE)
+    for requirement in (RUNAI, FASTSAFETENSORS):
+        with contextlib.suppress(SkippedError):
+            _add(workspace, environment, requirement)
+
+
+def _add(workspace: Workspace, environment: TorchEnvironment, requirement: str) -> None:
+    once(workspace, requirement, lambda: environment.add(requirement))
 
 
 def _copy_in(workspace: Workspace, cluster: CappedHdfs, saved: Path) -> None:
@@ -88,7 +111,7 @@ def _variant(
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         environment: TorchEnvironment = workspace.shared["torch"]
         if requirement is not None:
-            environment.add(requirement)
+            _add(workspace, environment, requirement)
             note(workspace, requirement.replace("==", " "))
 
         def take() -> Sample:
@@ -127,7 +150,7 @@ def _mounted(action: str) -> Action:
 
 def _rclone_mounted(action: str) -> Action:
     def take(workspace: Workspace, cluster: CappedHdfs, environment: TorchEnvironment) -> Sample:
-        rclone = program(workspace, "rclone", "rclone")
+        rclone = program(workspace, *_RCLONE)
         mountpoint = fresh_mountpoint(workspace)
         folder = f"/{_ORDINARY.folder}"
         with rclone_mount(
@@ -154,7 +177,7 @@ def _ratio(top: str, bottom: str) -> Ratio:
     return Ratio(f"{top} / {bottom}, time", Figure(top, "wall_s"), Figure(bottom, "wall_s"))
 
 
-_OURS, _RCLONE = "through bootseer mount", "through rclone mount"
+_OURS, _THEIRS = "through bootseer mount", "through rclone mount"
 
 CASE = Case(
     name="checkpoint-load",
@@ -182,20 +205,20 @@ CASE = Case(
         _variant("stream", "read by one stream of hdfs-native, then load", _stream),
         _variant(
             "rclone safetensors",
-            f"load_file (mmap) {_RCLONE}",
+            f"load_file (mmap) {_THEIRS}",
             _rclone_mounted("safetensors_load_file"),
         ),
-        _variant("rclone torch.load", f"torch.load {_RCLONE}", _rclone_mounted("torch_load")),
+        _variant("rclone torch.load", f"torch.load {_THEIRS}", _rclone_mounted("torch_load")),
         _variant(
-            "rclone runai", f"runai-model-streamer {_RCLONE}", _rclone_mounted("runai"), RUNAI
+            "rclone runai", f"runai-model-streamer {_THEIRS}", _rclone_mounted("runai"), RUNAI
         ),
         _variant(
             "rclone fastsafetensors",
-            f"fastsafetensors (nogds) {_RCLONE}",
+            f"fastsafetensors (nogds) {_THEIRS}",
             _rclone_mounted("fastsafetensors"),
             FASTSAFETENSORS,
         ),
-        _variant("rclone dcp", f"FileSystemReader {_RCLONE}", _rclone_mounted("dcp")),
+        _variant("rclone dcp", f"FileSystemReader {_THEIRS}", _rclone_mounted("dcp")),
     ),
     ratios=(
         _ratio("safetensors", "stream"),

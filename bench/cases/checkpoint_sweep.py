@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.files import NAME, STRIPED, ensure, write
+from bench.checkpoint.limits import limiter
 from bench.checkpoint.measure import derive, our_mount, run_client, sample
+from bench.containers.services import assemble_hdfs
 from bench.model import (
     Case,
     Column,
@@ -30,12 +32,17 @@ _DEFAULT = "4 MiB x 8"
 def _prepare(workspace: Workspace) -> Iterator[None]:
     size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
     workspace.shared["size_bytes"] = size_bytes
-    with CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S) as cluster:
+    assemble_hdfs()
+    with (
+        limiter() as limits,
+        CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S, limits) as cluster,
+    ):
         workspace.shared["cluster"] = cluster
         ensure(workspace, cluster, STRIPED)  # lets the JVM compile what it will need
         workspace.shared["notes"] = [
-            f"Real HDFS with {_DATANODES} DataNodes of {_BYTES_PER_S / 1e6:g} MB/s each way, "
-            f"replication 1; a file of {size_bytes >> 20} MiB is written through the mount and "
+            f"Real HDFS with {_DATANODES} DataNodes of {_BYTES_PER_S / 1e6:g} MB/s each way: "
+            f"{limits.note}",
+            f"Replication 1; a file of {size_bytes >> 20} MiB is written through the mount and "
             "read through another one",
             "Placement allows: the bytes of the busiest DataNode over its rate, as share of the "
             "time taken; evenly: all bytes over all rates",

@@ -40,7 +40,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["size_bytes"] = size_bytes
     with (
         tmpfs(workspace.directory, 3 * size_bytes) as memory,
-        CappedHdfs(workspace.directory / "hdfs", _DATANODES, None) as cluster,
+        CappedHdfs(workspace.directory / "hdfs", _DATANODES) as cluster,
     ):
         workspace.shared.update(memory=memory, cluster=cluster)
         workspace.shared["notes"] = [

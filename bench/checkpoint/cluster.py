@@ -1,7 +1,6 @@
 """A real HDFS whose DataNodes are all capped, and what is done to its files beside a measurement.
 
-Owns the JVM, the relays before the DataNodes and their rates. An HDFS without a limit has no relays
-either, which cost CPU. One thread at a time.
+Owns the JVM and the rates of the DataNodes. One thread at a time.
 """
 
 import contextlib
@@ -11,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.checkpoint.limits import Limiter, Links
 from bench.checkpoint.placement import Moved
 from bench.model import SkippedError
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.relay import Relays
 
 _REQUEST_DEADLINE_S = 30
 _CONF = {
@@ -30,18 +29,27 @@ _CONF = {
 
 
 class CappedHdfs:
-    """One NameNode and `count` DataNodes of `bytes_per_s` each way.
+    """One NameNode and `count` DataNodes, limited by `limiter` to `bytes_per_s` each way.
 
-    None: no limit for ever; nothing can be slowed down or counted then.
+    Neither of them: no limit for ever; nothing can be slowed down or counted then.
     """
 
-    def __init__(self, home: Path, count: int, bytes_per_s: float | None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        count: int,
+        bytes_per_s: float | None = None,
+        limiter: Limiter | None = None,
+    ) -> None:
+        assert (bytes_per_s is None) == (limiter is None), "a rate and who keeps to it"
         self.count = count
         self.bytes_per_s = bytes_per_s
         self.rates: list[float | None] = [bytes_per_s] * count
-        apart = bytes_per_s is not None
+        apart = limiter is not None and limiter.apart
         self._hdfs = MiniHdfs(home, datanode_count=count, conf=_CONF, apart=apart, heap="768m")
-        self._relays: Relays | None = None
+        self._limiter = limiter
+        self._links: Links | None = None
+        self._stack = contextlib.ExitStack()
         self._client: Any = None
         self.written: dict[str, int] = {}
         """Sizes of the files that were written, by path."""
@@ -67,18 +75,15 @@ class CappedHdfs:
 
     def moved(self) -> Moved:
         """Bytes over each DataNode's link so far."""
-        if self._relays is None:
+        if self._links is None:
             return Moved((0,) * self.count, (0,) * self.count)
-        relays, each = self._relays, range(self.count)
-        return Moved(tuple(map(relays.read_bytes, each)), tuple(map(relays.written_bytes, each)))
+        return self._links.moved()
 
     def set_rates(self, rates: Sequence[float | None]) -> None:
         """In bytes/s, from now on."""
-        if self._relays is None:
-            return
-        self.rates = list(rates)
-        for index, rate in enumerate(rates):
-            self._relays.set_rate(index, rate)
+        if self._links is not None:
+            self._links.set_rates(rates)
+            self.rates = list(rates)
 
     @contextlib.contextmanager
     def at_rates(self, rates: Sequence[float | None]) -> Iterator[None]:
@@ -129,12 +134,12 @@ class CappedHdfs:
             raise SkippedError(f"no HDFS: {error}") from error
         except RuntimeError as error:
             raise SkippedError(f"HDFS did not start: {str(error)[:300]}") from error
-        try:
-            if self.bytes_per_s is not None:
-                self._relays = Relays(self._hdfs.datanode_ports, self.bytes_per_s)
-        except BaseException:
-            self._hdfs.stop()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._hdfs.stop)
+            if self._limiter is not None and self.bytes_per_s is not None:
+                links = self._limiter.links(self._hdfs.datanode_ports, self.bytes_per_s)
+                self._links = stack.enter_context(links)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -143,6 +148,4 @@ class CappedHdfs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._relays is not None:
-            self._relays.close()
-        self._hdfs.stop()
+        self._stack.close()

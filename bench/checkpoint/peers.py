@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.containers.packages import Packages
 from bench.model import SkippedError, Workspace
@@ -27,7 +28,8 @@ _STEP_DEADLINE_S = 240.0
 
 def program(workspace: Workspace, package: str, name: str) -> Path:
     """The program `name` of a Debian package. Raises: SkippedError."""
-    folder = Packages(workspace.kept / "packages").unpacked(_SUITE, package)
+    packages = Packages(workspace.kept / "packages")
+    folder: Path = once(workspace, package, lambda: packages.unpacked(_SUITE, package))
     note(workspace, f"{name} is that of Debian {_SUITE}'s package {package} {_version(folder)}")
     return folder / "usr/bin" / name
 
@@ -40,6 +42,22 @@ def _version(folder: Path) -> str:
         if found:
             return found[1]
     return "of unknown version"
+
+
+def once(workspace: Workspace, name: str, bring: Callable[[], Any]) -> Any:
+    """What `bring` brought from outside when it was first called with this name.
+
+    A case may later be in a network that leads nowhere. Raises: SkippedError, the same each time.
+    """
+    brought: dict[str, Any] = workspace.shared.setdefault("brought", {})
+    if name not in brought:
+        try:
+            brought[name] = bring()
+        except SkippedError as reason:
+            brought[name] = reason
+    if isinstance(brought[name], SkippedError):
+        raise brought[name]
+    return brought[name]
 
 
 def note(workspace: Workspace, line: str) -> None:
@@ -67,9 +85,20 @@ def rclone_mount(
 
 def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
     """What pyarrow needs to find libhdfs, the JVM and Hadoop's jars. Raises: SkippedError."""
-    folder = workspace.kept / "libhdfs"
+    folder: Path = once(workspace, "libhdfs", lambda: _libhdfs(workspace.kept))
+    note(workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars")
+    return {
+        "ARROW_LIBHDFS_DIR": str(folder),
+        "CLASSPATH": ":".join(map(str, classpath())),
+        "JAVA_HOME": str(_java_home()),
+    }
+
+
+def _libhdfs(kept: Path) -> Path:
+    """The folder with libhdfs. Raises: SkippedError."""
+    folder = kept / "libhdfs"
     if not (folder / "libhdfs.so").exists():
-        work = workspace.kept / "libhdfs-work"
+        work = kept / "libhdfs-work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         try:
@@ -78,12 +107,7 @@ def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
             (work / "built").rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    note(workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars")
-    return {
-        "ARROW_LIBHDFS_DIR": str(folder),
-        "CLASSPATH": ":".join(map(str, classpath())),
-        "JAVA_HOME": str(_java_home()),
-    }
+    return folder
 
 
 def _java_home() -> Path:

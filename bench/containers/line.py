@@ -31,7 +31,7 @@ class Line:
         )  # fmt: skip
         if mbit_per_s is not None:
             bucket = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _LATENCY]
-            _run(["tc", "qdisc", "add", "dev", "lo", "root", *bucket])
+            configure(["tc", "qdisc", "add", "dev", "lo", "root", *bucket])
 
     def received_bytes(self) -> int:
         """What came through so far, both ways, headers included."""
@@ -56,7 +56,7 @@ def own_network() -> Iterator[Line]:
         if library.unshare(_CLONE_NEWNET) != 0:
             raise SkippedError(f"no network of its own: {os.strerror(ctypes.get_errno())}")
         try:
-            _run(["ip", "link", "set", "lo", "up"])
+            configure(["ip", "link", "set", "lo", "up"])
             yield Line()
         finally:
             library.setns(before, _CLONE_NEWNET)
@@ -64,9 +64,16 @@ def own_network() -> Iterator[Line]:
         os.close(before)
 
 
-def _run(command: list[str]) -> None:
+def configure(command: list[str], text: str = "") -> str:
+    """What a command prints that sets up or shows the thread's network, with `text` as its input.
+
+    Raises: SkippedError.
+    """
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False
-    )
+        command, input=text, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S,
+        check=False,
+    )  # fmt: skip
     if done.returncode != 0:
-        raise SkippedError(f"{' '.join(command)}: {done.stderr.strip()}")
+        words = done.stderr.strip().splitlines() or ["it failed"]
+        raise SkippedError(f"{' '.join(command)}: {words[0]}")
+    return done.stdout
