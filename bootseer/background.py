@@ -21,8 +21,8 @@ from typing import Any, Self
 import bootseer
 from bootseer.errors import DeadlineError, UnavailableError, from_oserror
 from bootseer.private import private_opener
-from bootseer.ready import wait_readable
 from bootseer.reported import error_from_json, error_to_json
+from bootseer.waiting import wait_readable
 
 _REPORT_BYTES_MAX = 1 << 16
 _LOG_TAIL_BYTES = 2000

@@ -15,7 +15,7 @@ from bootseer import background
 from bootseer.config import Settings
 from bootseer.errors import DeadlineError, from_oserror
 from bootseer.private import make_private_directory
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 _START_S = 30.0
 

@@ -30,9 +30,9 @@ from bootseer.errors import (
 )
 from bootseer.launch.signals import STOPS
 from bootseer.private import make_private_directory
-from bootseer.ready import wait_readable
 from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
+from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -22,7 +22,7 @@ from bootseer.fuse.kernel.mount import mount, set_readahead
 from bootseer.fuse.kernel.operations import Buffer, Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.session import Session
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server, attach
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 log = logging.getLogger(__name__)
 

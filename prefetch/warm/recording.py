@@ -24,7 +24,7 @@ from bootseer.prefetch.warm.record import (
     without,
 )
 from bootseer.prefetch.warm.residency import cached_ranges
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

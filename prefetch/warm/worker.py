@@ -31,9 +31,9 @@ from bootseer.prefetch.warm.record import (
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
-from bootseer.ready import wait_readable
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
+from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.prefetch.container import prepare_container
 from bootseer.prefetch.mount_state import mounts_dir
 from bootseer.prefetch.server_process import begin_server, log_path
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 from tests.support.image_mounts import settings_at
 
 _END_S = 30.0

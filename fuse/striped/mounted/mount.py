@@ -37,7 +37,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
 from bootseer.fuse.striped.mounted.server import SUBTYPE
 from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.private import make_private_directory
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.

@@ -41,9 +41,9 @@ from bootseer.fuse.striped.mounted.presentation import Ownership
 from bootseer.fuse.striped.mounted.status import RecentErrors, status_document
 from bootseer.fuse.striped.mounted.warm import warm_newest
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.ready import wait_readable
 from bootseer.redact import public_url
 from bootseer.store import open_backend
+from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

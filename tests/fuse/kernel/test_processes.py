@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.supervisor import RestartPolicy
-from bootseer.ready import wait_readable
+from bootseer.waiting import wait_readable
 from tests.support import fuse_mount
 
 pytestmark = pytest.mark.fuse
