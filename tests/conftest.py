@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
@@ -13,6 +14,10 @@ from tests.support import scheduling
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
+
+# How long an example takes to draw says only how busy the machine is.
+settings.register_profile("bootseer", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("bootseer")
 
 
 @pytest.hookimpl(optionalhook=True)
