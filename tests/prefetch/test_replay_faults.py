@@ -214,7 +214,7 @@ def begin_two(
     gate = Gate(image)
     first = image.replay(streams, *bundle, lock)
     first.start()
-    other = image.streams(cache_dir)
+    other = image.streams(cache_dir, deadline_s=60)
     second = image.replay(other, *bundle, lock)
     second.start()
     return gate, first, second, other
