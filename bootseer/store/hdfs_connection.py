@@ -15,6 +15,7 @@ from weakref import WeakSet
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoSpaceError
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.hdfs_datanode import DataNodes
 from bootseer.store.hdfs_errors import refused_datanode_count, translate
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_placing import HdfsPlacer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
+# A DataNode that hangs is left in time for hdfs-native to try, and then for another replica.
+_SILENCES_PER_DEADLINE = 4
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
 # hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
@@ -57,6 +60,17 @@ class HdfsConnection:
         self._lock = threading.Lock()
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
         self._client_or_none: Client | None = None
+        self._data_nodes = DataNodes(self.deadline_s / _SILENCES_PER_DEADLINE)
+
+    @property
+    def data_nodes(self) -> DataNodes:
+        """To read from without hdfs-native."""
+        self._notice_fork()
+        return self._data_nodes
+
+    def _notice_fork(self) -> None:
+        if self._pid != os.getpid():
+            self._connect()  # the parent's threads and connections stayed there
 
     def create_raw(self, path: str, *, overwrite: bool, replication: int | None = None) -> Any:
         """A new file as hdfs-native's own writer, for `HdfsWriter`."""
@@ -75,8 +89,7 @@ class HdfsConnection:
 
     def run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
         """As `call`, for work that reports its progress."""
-        if self._pid != os.getpid():
-            self._connect()  # forked: the parent's threads and connections stayed there
+        self._notice_fork()
         what = f"{verb} {self.name(path)}"
 
         def translated(call: Call[Result]) -> Result:
@@ -155,6 +168,7 @@ class HdfsConnection:
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
         self._caller.close()
+        self._data_nodes.close()
         self._client_or_none = None
 
 

@@ -59,7 +59,8 @@ def _find(cluster: str, deadline_s: float) -> NameNode | None:
         found = [_address(config[key]) for key in keys if key in config]
     else:
         found = [(host, parts.port or _DEFAULT_PORT)]
-    return NameNode(tuple(found), user, deadline_s) if found else None
+    by_name = config.get("dfs.client.use.datanode.hostname") == "true"
+    return NameNode(tuple(found), user, deadline_s, by_name) if found else None
 
 
 def _address(text: str) -> tuple[str, int]:

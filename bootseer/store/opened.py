@@ -14,7 +14,7 @@ from bootseer.store.backend import Backend, FileInfo
 class Attempt:
     """One try to fill a buffer, which its owner may give up at any moment."""
 
-    __slots__ = ("done_bytes", "is_given_up", "lock")
+    __slots__ = ("done_bytes", "is_checked", "is_given_up", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -22,6 +22,9 @@ class Attempt:
         self.is_given_up = False
         self.done_bytes = 0
         """How much is in the buffer; grows while the reader is at work."""
+        self.is_checked = False
+        """Whether its owner checks the bytes, and asks again where they are wrong: a reader may
+        leave out checks of its own."""
 
     def give_up(self) -> None:
         """Let the reader stop as soon as it can."""

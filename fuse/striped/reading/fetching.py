@@ -204,6 +204,8 @@ class Fetcher:
                 fetch.span.length, self._deadline_s, lambda: fetch.is_decided
             )
         run = Run(fetch, buffer, number, reader.has_replicas, is_second)
+        # Later attempts need the storage's own checks, which find a replica that is well.
+        run.attempt.is_checked = fetch.file.view.layout is not None and not fetch.tried
         with fetch.lock:
             if fetch.is_decided:
                 return None
@@ -222,7 +224,6 @@ class Fetcher:
     def _win(self, fetch: Fetch, run: Run) -> None:
         if not fetch.decide(run.buffer):
             return
-        view = fetch.file.view
         seconds = self._late.won(run)
         self._counters.add(
             fetched_bytes=fetch.span.length,
@@ -231,7 +232,7 @@ class Fetcher:
             late_won_count=1 if run.is_second else 0,
         )
         self._counters.add_for(
-            view.source_name(fetch.span),
+            fetch.file.view.source_name(fetch.span),
             read_bytes=fetch.span.length,
             read_count=1,
             read_busy_ns=int(seconds * 1e9),
@@ -279,8 +280,7 @@ class Fetcher:
                 late = [other for other in fetch.runs if other.was_late]
                 if late:
                     # Two that are late share what one slow DataNode has: the better one stays.
-                    worst = min((*late, run), key=lambda one: one.attempt.done_bytes)
-                    worst.attempt.give_up()
+                    min((*late, run), key=lambda one: one.attempt.done_bytes).attempt.give_up()
                 run.was_late = True
                 fetch.buffer = buffer
         if is_needed:

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from bootseer.store import open_backend
-from bootseer.store.hdfs_rpc import NameNode, _number, _text
+from bootseer.store.hdfs_protobuf import number, text
+from bootseer.store.hdfs_rpc import NameNode
 
 # Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
 _DONT_SET = 2**63 - 1
@@ -22,9 +23,7 @@ def set_space_quota(url: str, quota_bytes: int) -> None:
         os.environ.get("HADOOP_USER_NAME") or getpass.getuser(),
         20.0,
     )
-    name_node._call(
-        "setQuota", _text(1, parts.path) + _number(2, _DONT_SET) + _number(3, quota_bytes)
-    )
+    name_node._call("setQuota", text(1, parts.path) + number(2, _DONT_SET) + number(3, quota_bytes))
 
 
 @pytest.mark.hdfs

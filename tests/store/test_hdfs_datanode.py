@@ -1,0 +1,149 @@
+"""Reads straight from DataNodes: the bytes are right, or somebody else is left to read them."""
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bootseer.store.hdfs import HdfsBackend
+from bootseer.store.hdfs_datanode import DataNodes, _headers
+from bootseer.store.hdfs_rpc import StoredBlock
+from bootseer.store.opened import Attempt
+
+KIB = 1024
+BLOCK = 1024 * KIB
+CONTENT = random.Random(5).randbytes(3 * BLOCK + 777)
+
+
+@pytest.fixture(scope="module")
+def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
+    url = request.getfixturevalue("hdfs").url
+    backend = HdfsBackend(f"{url}/datanode?block_size_bytes={BLOCK}")
+    writer = backend.create("f")
+    writer.write(CONTENT)
+    writer.close()
+    yield backend
+    backend.close()
+
+
+@pytest.mark.hdfs
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 4 * KIB),
+        (512, 64 * KIB),
+        (64 * KIB, 300 * KIB),
+        (BLOCK - 4 * KIB, 8 * KIB),
+        (0, len(CONTENT)),
+        (3 * BLOCK, 777),
+    ],
+)
+def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, length: int) -> None:
+    blocks = stored.stored_blocks("f", len(CONTENT))
+    assert [block.length for block in blocks] == [BLOCK, BLOCK, BLOCK, 777]
+    buffer = bytearray(length)
+    for _ in range(2):  # the second time on a connection that is kept
+        assert stored.data_nodes.read_into(blocks, offset, memoryview(buffer), Attempt()) == length
+        assert buffer == CONTENT[offset : offset + length]
+        buffer[:] = bytes(length)
+
+
+@pytest.mark.hdfs
+def test_what_datanodes_do_not_send_exactly_is_left_to_the_library(stored: HdfsBackend) -> None:
+    blocks = stored.stored_blocks("f", len(CONTENT))
+    buffer = bytearray(1000)
+    assert stored.data_nodes.read_into(blocks, 3, memoryview(buffer), Attempt()) == 0
+    attempt = Attempt()
+    attempt.is_checked = True
+    assert stored.open_reader("f").read_into(3, memoryview(buffer), attempt) == 1000
+    assert buffer == CONTENT[3:1003]
+
+
+@pytest.mark.hdfs
+def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> None:
+    blocks = stored.stored_blocks("f", len(CONTENT))
+    buffer = bytearray(BLOCK)
+    attempt = Attempt()
+    attempt.stop()
+    assert stored.data_nodes.read_into(blocks, 0, memoryview(buffer), attempt) == 0
+    assert not any(buffer)
+
+
+# BlockOpResponseProto: success; checksums of no kind, 512 bytes each, from offset 0.
+_BODY = b"\x08\x00\x22\x09\x0a\x05\x08\x00\x10\x80\x04\x10\x00"
+_RESPONSE = bytes([len(_BODY)]) + _BODY
+_GOOD = _headers(0, 1024, 512)
+_HEADER_BYTES = len(_GOOD) // 3
+
+
+def _packets(headers: bytes) -> bytes:
+    parts = [headers[at : at + _HEADER_BYTES] for at in range(0, len(headers), _HEADER_BYTES)]
+    return parts[0] + b"a" * 512 + parts[1] + b"b" * 512 + parts[2]
+
+
+@contextlib.contextmanager
+def _served(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
+    """The address of a DataNode that gives `answer` to the first request, then no more."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            answer(connection)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (_RESPONSE + _packets(_GOOD), 1024),
+        (b"", 0),
+        (b"\xff" * 64, 0),
+        (b"\x02\x08\x05", 0),
+        (_RESPONSE, 0),
+        (_RESPONSE.replace(b"\x08\x00\x10\x80", b"\x08\x02\x10\x80") + _packets(_GOOD), 0),
+        (_RESPONSE + _packets(_headers(512, 1024, 512)), 0),
+        (_RESPONSE + _packets(_GOOD)[:600], 0),
+        (_RESPONSE + _packets(_GOOD[:-1] + b"\1"), 0),
+        (_RESPONSE + b"\x7f" * 2000, 0),
+    ],
+    ids=[
+        "right",
+        "nothing",
+        "no-response",
+        "refused",
+        "no-packet",
+        "with-checksums",
+        "elsewhere",
+        "cut-short",
+        "wrong-end",
+        "nonsense",
+    ],
+)
+def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
+    with _served(lambda connection: connection.sendall(answer)) as address:
+        nodes = DataNodes(0.5)
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (address,))]
+        assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
+        assert nodes._is_shunned(address) == (count == 0)
+        nodes.close()
+
+
+def test_a_datanode_that_hangs_is_left_in_time() -> None:
+    gone = threading.Event()
+    with _served(lambda _: gone.wait(20)) as address:
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (address,))]
+        assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
+        gone.set()
