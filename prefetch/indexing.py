@@ -157,8 +157,8 @@ def describe_image(
 
 
 def _content_bytes(tree: Tree) -> int:
-    inodes = (tree.inode(number) for number in range(tree.inode_count))
-    return sum(inode.size_bytes for inode in inodes if stat.S_ISREG(inode.mode))
+    modes, sizes = tree.columns.mode, tree.columns.size_bytes
+    return sum(size for mode, size in zip(modes, sizes, strict=True) if stat.S_ISREG(mode))
 
 
 def _index_layers(

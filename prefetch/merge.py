@@ -28,6 +28,7 @@ _BOOKKEEPING = b".wh..wh."
 """Aufs's own files (`.wh..wh.plnk`); no tool that applies layers shows them."""
 _TRUSTED = b"trusted."
 
+_LINK_MODE = stat.S_IFLNK | 0o777
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)
 
 
@@ -187,9 +188,9 @@ def _unpacked(inode: Inode, path: bytes) -> Inode:
         # Overlayfs, under which images are mounted, would take its own for orders.
         kept = tuple(xattr for xattr in inode.xattrs if not xattr[0].startswith(_TRUSTED))
         inode = replace(inode, xattrs=kept)
-    if stat.S_ISLNK(inode.mode):
+    if stat.S_ISLNK(inode.mode) and inode.mode != _LINK_MODE:
         # Linux keeps no permissions of a symbolic link, whatever a tar says.
-        inode = replace(inode, mode=stat.S_IFLNK | 0o777)
+        inode = replace(inode, mode=_LINK_MODE)
     return inode
 
 

@@ -205,6 +205,11 @@ class Columns:
     def name_inode(self) -> "array[int]":
         return self.ints("name_inode", self.name_count)
 
+    def check_values(self) -> None:
+        """Raises CorruptError unless each attribute of every inode can be decoded."""
+        for column in ("uid", "gid", "mtime_ns", "size_bytes", "rdev", "link", "xattr", "digest"):
+            getattr(self, column)
+
 
 def _split(heap: bytes, section: str) -> list[bytes]:
     """The NUL-terminated strings of a heap."""

@@ -2,7 +2,7 @@
 
 Alone owns the frames' compression and the seek table. The output depends on the stream, the
 level and the cuts, never on the number of threads. One caller; its own worker threads. At most
-a few frames per thread are in memory.
+a few batches of frames per thread are in memory.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import zstandard
 
@@ -30,12 +30,25 @@ SEEK_TABLE_FRAMES_MAX = 2**27
 """ZSTD_SEEKABLE_MAXFRAMES: what readers of the seekable format accept."""
 
 FRAME_BYTES = 128 * 1024
-_FRAMES_IN_FLIGHT_PER_THREAD = 8
+_BATCH_BYTES = 1024 * 1024
+"""Of the stream, handed to a thread at once: a hand-over costs as much as a small frame."""
+_BATCHES_IN_FLIGHT_PER_THREAD = 2
+
+_Frame = list[bytes]
+"""The pieces that one frame holds."""
 
 
 def usable_cpus() -> int:
     """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+class _Batch(NamedTuple):
+    """Frames that were handed to the threads."""
+
+    stream_lengths: list[int]
+    compressed: Future[list[tuple[bytes, bytes]]]
+    hashed: Future[None] | None
 
 
 class FrameWriter:
@@ -70,17 +83,17 @@ class FrameWriter:
         self._level = level
         self._on_progress = on_progress
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
-        self._in_flight_max = threads * _FRAMES_IN_FLIGHT_PER_THREAD
-        self._in_flight: deque[tuple[int, Future[tuple[bytes, bytes]], Future[None] | None]] = (
-            deque()
-        )
+        self._in_flight_max = threads * _BATCHES_IN_FLIGHT_PER_THREAD
+        self._in_flight: deque[_Batch] = deque()
         self._stream_digest = stream_digest
         self._stream_hash = ContentHasher()
         # One thread: pieces must be hashed in order.
         self._hash_pool = ThreadPoolExecutor(1, thread_name_prefix="blob-hash")
         self._local = threading.local()
-        self._pieces: list[bytes] = []
+        self._pieces: _Frame = []
         self._pieces_bytes = 0
+        self._batch: list[_Frame] = []
+        self._batch_lengths: list[int] = []
         self._lengths = array("I")
         self._stream_lengths = array("I")
         self._digests = bytearray()
@@ -116,19 +129,29 @@ class FrameWriter:
         """End the current frame, if it holds anything."""
         if not self._pieces_bytes:
             return
-        while len(self._in_flight) >= self._in_flight_max:
-            self._drain_one()
-        hashed = None
-        if self._stream_digest is None:
-            hashed = self._hash_pool.submit(self._hash_stream, self._pieces)
-        compressed = self._pool.submit(self._compress, self._pieces)
-        self._in_flight.append((self._pieces_bytes, compressed, hashed))
+        self._batch.append(self._pieces)
+        self._batch_lengths.append(self._pieces_bytes)
         self._pieces = []
         self._pieces_bytes = 0
+        if sum(self._batch_lengths) >= _BATCH_BYTES:
+            self._submit()
+
+    def _submit(self) -> None:
+        while len(self._in_flight) >= self._in_flight_max:
+            self._drain_one()
+        batch, lengths = self._batch, self._batch_lengths
+        self._batch, self._batch_lengths = [], []
+        hashed = None
+        if self._stream_digest is None:
+            hashed = self._hash_pool.submit(self._hash_stream, batch)
+        compressed = self._pool.submit(self._compress, batch)
+        self._in_flight.append(_Batch(lengths, compressed, hashed))
 
     def finish(self) -> Blob:
         """Write what remains and the seek table. Raises: OSError of the sink."""
         self.cut()
+        if self._batch:
+            self._submit()
         while self._in_flight:
             self._drain_one()
         self._put(_seek_table(self._lengths, self._stream_lengths))
@@ -137,35 +160,38 @@ class FrameWriter:
         digest = f"sha256:{self._hash.hexdigest()}"
         return Blob(digest, self._size, frames, stream_digest, self.position)
 
-    def _hash_stream(self, pieces: list[bytes]) -> None:
-        for piece in pieces:
-            self._stream_hash.update(piece)
+    def _hash_stream(self, batch: list[_Frame]) -> None:
+        for pieces in batch:
+            for piece in pieces:
+                self._stream_hash.update(piece)
 
-    def _compress(self, pieces: list[bytes]) -> tuple[bytes, bytes]:
+    def _compress(self, batch: list[_Frame]) -> list[tuple[bytes, bytes]]:
+        """Each frame, and its digest."""
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
             # The content checksum lets `zstd -d` alone notice damage.
             compressor = self._local.compressor = zstandard.ZstdCompressor(
                 level=self._level, write_checksum=True, write_content_size=True
             )
-        compressed = compressor.compress(b"".join(pieces))
-        return compressed, content_digest(compressed)
+        frames = [compressor.compress(b"".join(pieces)) for pieces in batch]
+        return [(frame, content_digest(frame)) for frame in frames]
 
     def _drain_one(self) -> None:
-        stream_length, future, hashed = self._in_flight.popleft()
-        compressed, digest = future.result()
-        if hashed is not None:
-            hashed.result()
-        if len(self._lengths) == SEEK_TABLE_FRAMES_MAX:
+        batch = self._in_flight.popleft()
+        frames = batch.compressed.result()
+        if batch.hashed is not None:
+            batch.hashed.result()
+        if len(self._lengths) + len(frames) > SEEK_TABLE_FRAMES_MAX:
             raise UnsupportedError(
                 f"a blob holds at most {SEEK_TABLE_FRAMES_MAX} frames: use larger ones"
             )
-        self._lengths.append(len(compressed))
-        self._stream_lengths.append(stream_length)
-        self._digests += digest
-        self._put(compressed)
+        for compressed, digest in frames:
+            self._lengths.append(len(compressed))
+            self._digests += digest
+        self._stream_lengths.extend(batch.stream_lengths)
+        self._put(b"".join(compressed for compressed, _ in frames))
         if self._on_progress:
-            self._on_progress(stream_length)
+            self._on_progress(sum(batch.stream_lengths))
 
     def _put(self, data: bytes) -> None:
         self._hash.update(data)

@@ -16,7 +16,7 @@ from bootseer.blob.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
 from bootseer.blob.tar_header import BLOCK
 from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.content_digest import ContentHasher
+from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import CorruptError, InvalidInputError
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
@@ -28,6 +28,7 @@ _STEPS_MAX = 4096
 _MEMORY_BYTES_MAX = 4 * 2**30
 """What the names and attributes of one archive may take while it is read: some four million files,
 or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
+_EMPTY_DIGEST = content_digest(b"")
 _NAME_COST_BYTES = 800
 _EXTENT_COST_BYTES = 160
 _XATTR_COST_BYTES = 200
@@ -75,16 +76,19 @@ def copy_member(
     is_small = member.segments is None and stored < writer.frame_bytes
     writer.reserve(len(member.raw) + (padded if is_small else 0))
     extents = extents_of(member, writer.position + len(member.raw))
-    segments = member.segments if member.segments is not None else [(0, stored)]
     if is_small:
         content = reader.take(padded)
         writer.write(member.raw + content)
-        pieces: Iterable[bytes] = (content[:stored],)
-    else:
-        writer.write(member.raw)
-        writer.cut()
-        pieces = _copied_pieces(reader, writer, stored, segments)
+        return extents, _digest_of_small(content, stored)
+    writer.write(member.raw)
+    writer.cut()
+    segments = member.segments if member.segments is not None else [(0, stored)]
+    pieces = _copied_pieces(reader, writer, stored, segments)
     return extents, _digest(pieces, segments, member.size_bytes)
+
+
+def _digest_of_small(content: bytes, length: int) -> bytes:
+    return content_digest(memoryview(content)[:length]) if length else _EMPTY_DIGEST
 
 
 def extents_of(member: Member, start: int) -> tuple[Extent, ...]:

@@ -7,8 +7,7 @@ caller can copy an archive unchanged. Reads forward only, with bounded memory. O
 
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bootseer.blob import tar_fields, tar_sparse
 from bootseer.blob.tar_header import BLOCK
@@ -46,8 +45,7 @@ class Readable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member, except for its content, which follows in the stream."""
 
     raw: bytes
@@ -78,8 +76,11 @@ class TarReader:
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
-        self._buffer = memoryview(b"")
-        self._position = 0
+        self._buffer = b""
+        self._taken = 0
+        """Of the buffer."""
+        self._buffer_start = 0
+        """In the stream."""
         self.rest = b""
         """After the last member: the block or blocks that ended the archive."""
 
@@ -87,53 +88,47 @@ class TarReader:
         """The next `count` bytes. Raises: CorruptError where the archive is cut off."""
         data = self.take_up_to(count)
         if len(data) != count:
-            raise CorruptError(f"the tar archive is cut off at byte {self._position}")
+            raise CorruptError(f"the tar archive is cut off at byte {self.position}")
         return data
 
     def take_up_to(self, count: int) -> bytes:
         """The next `count` bytes, fewer only at the end of the stream."""
-        if len(self._buffer) >= count:
-            data = bytes(self._buffer[:count])
-            self._buffer = self._buffer[count:]
-        else:
-            pieces = [bytes(self._buffer)]
-            missing = count - len(self._buffer)
-            self._buffer = memoryview(b"")
-            while missing:
-                piece = self._stream.read(max(missing, _READ_BYTES))
-                if not piece:
-                    break
-                if len(piece) > missing:
-                    self._buffer = memoryview(piece)[missing:]
-                    piece = piece[:missing]
-                pieces.append(piece)
-                missing -= len(piece)
-            data = b"".join(pieces)
-        self._position += len(data)
-        return data
+        start = self._taken
+        end = start + count
+        if end <= len(self._buffer):
+            self._taken = end
+            return self._buffer[start:end]
+        pieces = [self._buffer[start:]]
+        missing = count - len(pieces[0])
+        while missing and self._refill(missing):
+            self._taken = min(missing, len(self._buffer))
+            pieces.append(self._buffer[: self._taken])
+            missing -= self._taken
+        return b"".join(pieces)
 
     def skip(self, count: int) -> None:
         """Go past the next `count` bytes. Raises: CorruptError where the archive is cut off."""
-        left = count - len(self._buffer)
-        if left < 0:
-            self._buffer = self._buffer[count:]
-        else:
-            self._buffer = memoryview(b"")
-            while left:
-                piece = self._stream.read(max(left, _READ_BYTES))
-                if not piece:
-                    raise CorruptError(
-                        f"the tar archive is cut off at byte {self._position + count - left}"
-                    )
-                if len(piece) > left:
-                    self._buffer = memoryview(piece)[left:]
-                left -= min(len(piece), left)
-        self._position += count
+        left = self._taken + count - len(self._buffer)
+        if left <= 0:
+            self._taken += count
+            return
+        while left > 0:
+            if not self._refill(left):
+                raise CorruptError(f"the tar archive is cut off at byte {self.position}")
+            self._taken = min(left, len(self._buffer))
+            left -= self._taken
+
+    def _refill(self, wanted: int) -> bool:
+        """Replace the buffer, of which all has been taken; False at the end of the stream."""
+        self._buffer_start += len(self._buffer)
+        self._buffer = self._stream.read(max(wanted, _READ_BYTES))
+        self._taken = 0
+        return bool(self._buffer)
 
     @property
     def position(self) -> int:
         """Offset in the stream of the next byte."""
-        return self._position
+        return self._buffer_start + self._taken
 
     def __iter__(self) -> Iterator[Member]:
         raw: list[bytes] = []
@@ -146,13 +141,13 @@ class TarReader:
             if not block or block == _ZERO_BLOCK:
                 if raw:
                     raise CorruptError("the tar archive ends after an extended header")
-                if not block and not self._position:
+                if not block and not self.position:
                     raise CorruptError("not a tar archive: it is empty")
                 self.rest = block
                 return
             if len(block) < BLOCK:
-                raise CorruptError(f"the tar archive is cut off at byte {self._position}")
-            tar_fields.verify_checksum(block, self._position - BLOCK)
+                raise CorruptError(f"the tar archive is cut off at byte {self.position}")
+            tar_fields.verify_checksum(block, self.position - BLOCK)
             raw.append(block)
             kind = block[156:157]
             if kind in b"xXgLK":
@@ -162,7 +157,7 @@ class TarReader:
                 extended_bytes += BLOCK + size
                 if extended_bytes > EXTENDED_BYTES_MAX:
                     raise CorruptError(
-                        f"the extended tar headers at byte {self._position} are too long"
+                        f"the extended tar headers at byte {self.position} are too long"
                     )
                 raw.append(self.take(size + -size % BLOCK))
                 body = raw[-1][:size]

@@ -14,6 +14,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, islice
+from operator import ne
 from typing import TYPE_CHECKING
 
 from bootseer.blob.columns import Columns
@@ -288,5 +290,12 @@ class Tree:
 
     def validate(self) -> None:
         """Decode and check everything, contents included. Raises: CorruptError."""
-        for number in range(self.inode_count):
-            self.inode(number)
+        c = self.columns
+        c.check_values()
+        links = frozenset(filter(stat.S_ISLNK, set(c.mode)))
+        is_link = map(links.__contains__, c.mode)
+        for number in compress(range(self.inode_count), map(ne, map(bool, c.link), is_link)):
+            self.link_target(number)
+        starts = c.extent_start
+        for number in compress(range(self.inode_count), map(ne, starts, islice(starts, 1, None))):
+            self.extents(number)
