@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-# One part at a time is placed, so that each choice knows those before it; nobody waits for longer.
+# One part at a time is placed, so that each choice knows those before it. The others wait as long
+# as one after another is: on a busy node eight were seen to take longer than a single one may.
 _TURN_MAX_S = 2.0
 # How long it is believed that there are no other servers than those known.
 _ALL_KNOWN_S = 60.0
@@ -33,11 +34,12 @@ class Placement:
         self._all_known_until_s = 0.0
         self._replica_count = 1
         self._turn = threading.Lock()
+        self._turn_count = 0
         self._lock = threading.Lock()
 
     def choose(self, place: Place) -> tuple[str, ...]:
         """The servers of a new part, counted until `release`; empty where nobody says."""
-        if not self._turn.acquire(timeout=_TURN_MAX_S):
+        if not self._wait_for_turn():
             return ()
         try:
             for avoid in self._wishes():
@@ -50,6 +52,16 @@ class Placement:
             return ()
         finally:
             self._turn.release()
+
+    def _wait_for_turn(self) -> bool:
+        """Whether this part is the one to be placed now; no, where the storage does not answer."""
+        while True:
+            turn_count = self._turn_count
+            if self._turn.acquire(timeout=_TURN_MAX_S):
+                self._turn_count += 1
+                return True
+            if self._turn_count == turn_count:
+                return False
 
     def settle(self, chosen: tuple[str, ...], actual: tuple[str, ...]) -> tuple[str, ...]:
         """Count the part where it has come to lie in the end; returns that."""

@@ -1,8 +1,12 @@
 """Where parts are placed: evenly, whatever the storage draws, and never on fewer replicas."""
 
+import contextlib
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +74,39 @@ def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
     assert Counter([others[0], *chosen]) == dict.fromkeys(others, 3)
 
 
+def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy node eight placements took longer than one may: the last ones were left to chance,
+    two of eight DataNodes had none of the file, and two had twice their share."""
+    monkeypatch.setattr("bootseer.fuse.striped.writing.placement._TURN_MAX_S", 1.0)
+    drawing, placement = Drawing(8, 1, 0), Placement()
+
+    def place(avoid: Collection[str]) -> tuple[str, ...] | None:
+        time.sleep(0.2)
+        return drawing.place(avoid)
+
+    with ThreadPoolExecutor(8) as pool:
+        chosen = list(pool.map(lambda _: placement.choose(place), range(8)))
+    assert sorted(chosen) == sorted((server,) for server in drawing.servers)
+
+
+def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.fuse.striped.writing.placement._TURN_MAX_S", 0.05)
+    placement, over = Placement(), threading.Event()
+
+    def hang(avoid: Collection[str]) -> tuple[str, ...] | None:
+        over.wait(60)
+        return ()
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(placement.choose, hang)
+        while not placement._turn.locked():
+            time.sleep(0.001)
+        assert placement.choose(lambda avoid: ("s0",)) == ()
+        over.set()
+        assert first.result() == ()
+    assert placement.choose(lambda avoid: ("s0",)) == ("s0",)
+
+
 def test_a_storage_that_says_nothing() -> None:
     placement = Placement()
     assert placement.choose(lambda avoid: ()) == ()
@@ -126,6 +163,15 @@ def test_a_striped_file_lies_evenly_on_all_datanodes(
     stored = source.read_bytes()
     marks = [stored[part * MIB : part * MIB + 64] for part in range(part_count)]
     for datanode in range(hdfs.datanode_count):
-        blocks = (hdfs.home / f"datanode{datanode}").rglob("blk_*")
-        beginnings = [block.read_bytes()[:64] for block in blocks if block.suffix != ".meta"]
+        beginnings = _beginnings(hdfs.home / f"datanode{datanode}")
         assert sum(mark in beginnings for mark in marks) == 2
+
+
+def _beginnings(home: Path) -> set[bytes]:
+    """Of all blocks of a DataNode."""
+    found = set()
+    for block in home.rglob("blk_*"):
+        # Those of files that other tests removed go in the background.
+        with contextlib.suppress(FileNotFoundError), block.open("rb") as file:
+            found.add(file.read(64))
+    return found
