@@ -13,8 +13,7 @@ and continued from there. A writer belongs to one thread.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from bootseer.errors import (
@@ -24,7 +23,8 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
-from bootseer.store.backend import Writer
+from bootseer.store.backend import Piece, Writer
+from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class HdfsWriter(Writer):
         self._path = path
         self._full = full
         self._writer: Any = None
-        self._tail: deque[bytes] = deque()
+        self._tail: deque[Piece] = deque()
         self._tail_bytes = 0
         self._size_bytes = 0
         self._wanted_replication: int | None = None
@@ -61,24 +61,48 @@ class HdfsWriter(Writer):
         self._writer = self._connection.create_raw(self._path, overwrite=overwrite)
         return self
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Piece) -> None:
+        if not isinstance(data, bytes | bytearray):
+            data = bytes(data)  # hdfs-native is fast for these alone
+        if len(data) <= _PIECE_BYTES:
+            self._write([data])
+            return
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._write([data[start : start + _PIECE_BYTES]])
+
+    def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
+        # One call, and so one change of threads, for all of them.
+        self._write(pieces, note_progress)
+
+    def _write(
+        self, pieces: Sequence[Piece], note_progress: Callable[[], None] = lambda: None
+    ) -> None:
         if self._writer is None:
             raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
-        data = bytes(data)  # a no-op for bytes, for which alone hdfs-native is fast
-        for start in range(0, len(data), _PIECE_BYTES):
-            self._write_piece(data[start : start + _PIECE_BYTES])
-
-    def _write_piece(self, piece: bytes) -> None:
-        self._tail.append(piece)
-        self._tail_bytes += len(piece)
-        self._size_bytes += len(piece)
+        self._tail.extend(pieces)
+        count = sum(map(len, pieces))
+        self._tail_bytes += count
+        self._size_bytes += count
         try:
-            self._call(partial(self._writer.write, piece))
+            self._send(pieces, note_progress)
         except UnavailableError as error:
             self._try_again(error, close=False)
         # Only now: the failure of a piece may concern those before it.
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
+
+    def _send(self, pieces: Iterable[Piece], note_progress: Callable[[], None]) -> None:
+        writer = self._writer
+
+        def work(call: Call[None]) -> None:
+            for piece in pieces:
+                if call.abandoned:
+                    return
+                writer.write(piece)
+                call.progress_count += 1
+                note_progress()
+
+        self._call(work)
 
     def _try_again(self, cause: UnavailableError, *, close: bool) -> None:
         """Bring the file to where it should be, and close it or leave it open."""
@@ -90,10 +114,9 @@ class HdfsWriter(Writer):
             try:
                 waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
                 single = attempt >= _SINGLE_REPLICA_ATTEMPT and not waiting
-                for piece in self._missing(self._reopen(single=single)):
-                    self._call(partial(self._writer.write, piece))
+                self._send(self._missing(self._reopen(single=single)), lambda: None)
                 if close:
-                    self._call(self._writer.close)
+                    self._close_raw()
                 return
             except UnavailableError as error:
                 cause = error
@@ -134,7 +157,7 @@ class HdfsWriter(Writer):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
 
-    def _missing(self, size_bytes: int) -> Iterator[bytes]:
+    def _missing(self, size_bytes: int) -> list[Piece]:
         """What was given to `write` from `size_bytes` on."""
         position = self._size_bytes - self._tail_bytes
         if not position <= size_bytes <= self._size_bytes:
@@ -142,15 +165,21 @@ class HdfsWriter(Writer):
                 f"cannot write {self._connection.name(self._path)}: after a failure it has "
                 f"{size_bytes} of {self._size_bytes} bytes"
             )
-        for piece in list(self._tail):
+        missing: list[Piece] = []
+        for piece in self._tail:
             end = position + len(piece)
             if end > size_bytes:
-                yield piece[max(0, size_bytes - position) :]
+                missing.append(piece[max(0, size_bytes - position) :])
             position = end
+        return missing
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _close_raw(self) -> None:
+        writer = self._writer
+        self._call(lambda _: writer.close())
+
+    def _call(self, work: Callable[[Call[None]], None]) -> None:
         try:
-            self._connection.run(lambda _: function(), "write", self._path)
+            self._connection.run(work, "write", self._path)
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
 
@@ -159,7 +188,7 @@ class HdfsWriter(Writer):
             return
         try:
             try:
-                self._call(self._writer.close)
+                self._close_raw()
             except UnavailableError as error:
                 self._try_again(error, close=True)
         except BootseerError:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.redact import public_url
-from bootseer.store.backend import Backend, FileInfo, Space, Writer
+from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
 SLICE_BYTES = 256 << 10
@@ -176,7 +176,7 @@ class _LimitedWriter(Writer):
         self._meter = meter
         self._path = path
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Piece) -> None:
         self._meter.move("w", self._path, len(data))
         self._inner.write(data)
 

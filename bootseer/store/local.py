@@ -24,7 +24,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
-from bootseer.store.backend import FileInfo, Space, Writer
+from bootseer.store.backend import FileInfo, Piece, Space, Writer
 from bootseer.store.beneath import (
     file_mode,
     make_directory,
@@ -284,7 +284,7 @@ class _LocalWriter(Writer):
         if mode != 0o600:
             os.fchmod(self._fd, mode)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Piece) -> None:
         if self._fd < 0:
             raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
         view = memoryview(data).cast("B")

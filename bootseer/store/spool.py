@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import IO
 
 from bootseer.errors import InvalidInputError, from_oserror
-from bootseer.store.backend import Writer
+from bootseer.store.backend import Piece, Writer
 
 # An object up to this size is kept in memory; a larger one lies in an unnamed temporary file.
 SPOOL_BYTES = 64 << 20
@@ -25,7 +25,7 @@ class SpoolingWriter(Writer):
         # Closed by `close` or `abort`, which a writer's owner has to call in any case.
         self._spool: IO[bytes] | None = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Piece) -> None:
         if self._spool is None:
             raise InvalidInputError(f"cannot write {self._name}: closed")
         try:

@@ -244,9 +244,16 @@ class Operations:
         raise _refuse(errno.EIO)
 
     def write(
-        self, caller: Caller, node: int, handle: int, offset: int, data: memoryview, flags: int
+        self,
+        caller: Caller,
+        node: int,
+        handle: int,
+        offset: int,
+        data: bytearray | memoryview,
+        flags: int,
     ) -> int:
-        """Returns how many bytes were taken. `data` is only valid during the call."""
+        """Returns how many bytes were taken. `data` is only valid during the call if it is a
+        memoryview; a bytearray is given away, so that much data need not be copied."""
         raise _refuse(errno.EROFS)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:

@@ -8,7 +8,6 @@ reply with ENOENT, so the watchdog needs no lock and costs the fast path one sto
 
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.connection import Connection
 from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
+from bootseer.fuse.kernel.request_buffer import RequestBuffer
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,6 @@ _CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
 # A reply that nobody waits for any more, or a connection that is gone.
 _UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
 _IOV_MAX = 1024
-# Resident from the start, also after a fork: if this process is killed while the kernel faults in
-# a page to copy a request to, the request fails with EIO instead of going to our successor
-# (fuse_dev_do_read).
-_BUFFER_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 _UNNOTED_PAUSE_S = 0.001
 # A deadline is noticed within a quarter of itself.
 _WATCHDOG_TICKS = 4
@@ -69,7 +65,7 @@ class Session:
         thread failed (why); it must make sure that the connection is aborted."""
         self._device = device
         self._dispatcher = dispatcher
-        self._buffer_bytes = connection.max_write_bytes + wire.REQUEST_OVERHEAD_BYTES
+        self._max_write_bytes = connection.max_write_bytes
         self._thread_count = threads
         self._request_deadline_s = request_deadline_s
         self._on_end = on_end
@@ -140,8 +136,8 @@ class Session:
 
     def _serve(self, slot: _Slot) -> None:
         device = self._device
-        view = memoryview(mmap.mmap(-1, self._buffer_bytes, flags=_BUFFER_FLAGS))
-        into = [view]
+        buffer = RequestBuffer(self._max_write_bytes)
+        head = buffer.head
         out = bytearray(wire.OUT_HEADER_BYTES)
         readv, writev = os.readv, os.writev
         unpack, pack_into = wire.FAST_IN.unpack_from, wire.OUT_HEADER.pack_into
@@ -152,14 +148,14 @@ class Session:
         vector: Sequence[Buffer]
         while True:
             try:
-                length = readv(device, into)
+                length = readv(device, buffer.into)
             except OSError as error:
                 if error.errno in _READ_AGAIN:
                     continue
                 if error.errno in _CONNECTION_ENDED:
                     return
                 raise
-            _, opcode, unique, node, uid, gid, pid, handle, offset, size = unpack(view)
+            _, opcode, unique, node, uid, gid, pid, handle, offset, size = unpack(head)
             slot.unique = unique
             caller = Caller(uid, gid, pid, unique, interrupts)
             if opcode == read_opcode:
@@ -184,9 +180,9 @@ class Session:
                 # The buffers belong to the operation: a thread that waits must not pin them.
                 data, vector = b"", ()
             elif opcode == write_opcode:
-                self._write(caller, node, handle, offset, size, view)
+                self._write(caller, node, handle, offset, size, buffer)
             else:
-                self._other(opcode, caller, node, view[wire.IN_HEADER_BYTES : length])
+                self._other(opcode, caller, node, buffer.body(length))
             slot.unique = 0
             if interrupts:
                 interrupts.discard(unique)
@@ -194,11 +190,11 @@ class Session:
                 return
 
     def _write(
-        self, caller: Caller, node: int, handle: int, offset: int, size: int, view: memoryview
+        self, caller: Caller, node: int, handle: int, offset: int, size: int, buffer: RequestBuffer
     ) -> None:
-        (flags,) = wire.IO_FLAGS_IN.unpack_from(view, wire.IN_HEADER_BYTES)
-        data = view[wire.WRITE_DATA_OFFSET : wire.WRITE_DATA_OFFSET + size]
+        (flags,) = wire.IO_FLAGS_IN.unpack_from(buffer.head, wire.IN_HEADER_BYTES)
         try:
+            data = buffer.data(size)
             taken = self._dispatcher.operations.write(caller, node, handle, offset, data, flags)
             body = wire.WRITE_OUT.pack(taken, 0)
         except BaseException as error:

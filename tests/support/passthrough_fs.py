@@ -195,7 +195,13 @@ class PassthroughFileSystem(Operations):
         return os.pread(handle, length, offset)
 
     def write(
-        self, caller: Caller, node: int, handle: int, offset: int, data: memoryview, flags: int
+        self,
+        caller: Caller,
+        node: int,
+        handle: int,
+        offset: int,
+        data: bytearray | memoryview,
+        flags: int,
     ) -> int:
         return os.pwrite(handle, data, offset)
 

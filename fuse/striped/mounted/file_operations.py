@@ -200,7 +200,13 @@ class FileOperations(MountTables):
         return head + (writer.read(sent, length - len(head)) or b"")
 
     def write(
-        self, caller: Caller, node: int, handle: int, offset: int, data: memoryview, flags: int
+        self,
+        caller: Caller,
+        node: int,
+        handle: int,
+        offset: int,
+        data: bytearray | memoryview,
+        flags: int,
     ) -> int:
         opened = self._handle(handle)
         if not opened.is_writable:

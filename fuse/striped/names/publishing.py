@@ -29,7 +29,7 @@ from bootseer.fuse.striped.writing.kept_units import KeptUnits
 from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.fuse.striped.writing.segment_writer import new_generation
-from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.backend import Backend, FileInfo, Piece
 from bootseer.store.joining import joiner
 
 
@@ -94,7 +94,7 @@ class Publishing:
         info = self._commit(path, expected, commit, named)
         return FileView(path, layout.generation, layout.size_bytes, info.modified_ns, layout)
 
-    def publish_plain(self, path: str, pieces: list[bytes], expected: str | None) -> FileView:
+    def publish_plain(self, path: str, pieces: list[Piece], expected: str | None) -> FileView:
         """Make an ordinary file of `pieces` the file at `path`, in one step."""
         if not self.backend.has_atomic_rename:
             return self._commit_plain(
@@ -170,7 +170,7 @@ class Publishing:
             self._retire(old, keep=named)
             return self.backend.stat(path)
 
-    def _store(self, path: str, pieces: list[bytes], *, overwrite: bool = False) -> None:
+    def _store(self, path: str, pieces: list[Piece], *, overwrite: bool = False) -> None:
         with self.backend.create(path, overwrite=overwrite) as writer:
             for piece in pieces:
                 writer.write(piece)

@@ -10,8 +10,10 @@ from typing import Protocol
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter
+from bootseer.fuse.striped.writing.dealing import Dealing
+from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.backend import Piece
 
 
 class Body(Protocol):
@@ -25,7 +27,7 @@ class Body(Protocol):
         """How many they are."""
         ...
 
-    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         """Take the next unit; full, unless `publish` follows. Raises: as `SegmentWriter.send`."""
         ...
 

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.store.backend import Piece
 
 
 class Unit:
@@ -15,8 +16,8 @@ class Unit:
 
     __slots__ = ("first_block", "length", "pieces")
 
-    def __init__(self, pieces: list[bytes], length: int, first_block: int) -> None:
-        self.pieces: list[bytes] | None = pieces
+    def __init__(self, pieces: list[Piece], length: int, first_block: int) -> None:
+        self.pieces: list[Piece] | None = pieces
         """None once the memory was given back."""
         self.length = length
         self.first_block = first_block

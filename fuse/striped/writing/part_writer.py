@@ -30,7 +30,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.placement import Placement
-from bootseer.store.backend import Backend, Writer
+from bootseer.store.backend import Backend, Piece, Writer
 from bootseer.store.placing import PlacesFiles
 
 _log = logging.getLogger(__name__)
@@ -185,9 +185,7 @@ class PartWriter:
             pieces = unit.pieces or self._recall(unit)
             writer = self._writer or self._create()
             start_ns = time.monotonic_ns()
-            for piece in pieces:
-                writer.write(piece)
-                group.note_progress()
+            writer.write_all(pieces, group.note_progress)
             busy_ns = time.monotonic_ns() - start_ns
             group.counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
             group.counters.add_for(self._source, written_bytes=unit.length, write_count=1)
@@ -248,7 +246,7 @@ class PartWriter:
         self._recent.clear()
         self._recent_bytes = 0
 
-    def _recall(self, unit: Unit) -> list[bytes]:
+    def _recall(self, unit: Unit) -> list[Piece]:
         """The content of a unit that was given up, from a file that failed later."""
         group = self._group
         offset = self._sent_count * group.unit_bytes
@@ -276,7 +274,7 @@ class PartWriter:
         self.checksums.update(_checksums(unit.pieces, unit.first_block, self._group.block_bytes))
 
 
-def _checksums(pieces: list[bytes], block: int, block_bytes: int) -> list[tuple[int, int]]:
+def _checksums(pieces: list[Piece], block: int, block_bytes: int) -> list[tuple[int, int]]:
     """The number and checksum of each block, from number `block` on."""
     found = []
     room = block_bytes

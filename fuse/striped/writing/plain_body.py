@@ -11,8 +11,10 @@ from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
-from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter
+from bootseer.fuse.striped.writing.dealing import Dealing
+from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.backend import Piece
 from bootseer.store.joining import joiner
 
 RUN_UNITS = 8
@@ -42,7 +44,7 @@ class PlainBody(Body):
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
-    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:
             self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing())

@@ -11,19 +11,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Part, Segment, pack_checksums
+from bootseer.fuse.striped.layout import Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
+from bootseer.fuse.striped.writing.dealing import Dealing
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.part_writer import PartWriter
 from bootseer.fuse.striped.writing.placement import Placement
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, Piece
 
 _POLL_S = 0.2
 
@@ -33,21 +33,6 @@ Result = TypeVar("Result")
 def new_generation() -> str:
     """A name that no other writer, on any node, chooses."""
     return secrets.token_hex(16)
-
-
-@dataclass(frozen=True, slots=True)
-class Dealing:
-    """How the units of a segment are dealt to its parts."""
-
-    unit_bytes: int
-    block_bytes: int
-    writers_max: int
-    """How many parts are written at once, where there is memory for so many."""
-    run_units: int | None = None
-    """None: units are dealt in turn to all parts. Else each part is a run of so many units, and is
-    finished as soon as it has them."""
-    parts_max: int | None = None
-    """A segment of runs is full when it has so many parts."""
 
 
 class SegmentWriter:
@@ -93,18 +78,11 @@ class SegmentWriter:
     @property
     def is_full(self) -> bool:
         """Whether the next unit must go to another segment."""
-        dealing = self._dealing
-        limit_bytes = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
-        if self.placement.block_bytes:
-            # A part of one block stays on the server that was chosen for it, and an HDFS client has
-            # the fewest ways to fail.
-            units = max(1, self.placement.block_bytes // self.unit_bytes)
-            limit_bytes = min(limit_bytes, units * self.unit_bytes * self._writers_max)
-        if dealing.run_units is not None and dealing.parts_max is not None:
-            limit_bytes = dealing.parts_max * dealing.run_units * dealing.unit_bytes
-        return self.size_bytes >= limit_bytes
+        return self.size_bytes >= self._dealing.limit_bytes(
+            self.placement.block_bytes, self._writers_max
+        )
 
-    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         """Hand over the next unit; full, but for the last one of the segment.
 
         Waits while the mount's memory is used up. Raises what a part failed with, DeadlineError,
@@ -122,8 +100,7 @@ class SegmentWriter:
             raise
         self.size_bytes += length
         part.queue.put(unit)
-        run = self._dealing.run_units
-        if run is not None and self.size_bytes % (run * self.unit_bytes) == 0:
+        if self._dealing.ends_part(self.size_bytes):
             part.queue.put(None)
 
     def seal(self) -> None:
@@ -222,14 +199,14 @@ class SegmentWriter:
     def _part_of_next(self, cancelled: Callable[[], bool]) -> PartWriter:
         """The part that the next unit belongs to; begins it where the unit is its first."""
         number = self.size_bytes // self.unit_bytes
-        run = self._dealing.run_units
-        if run is None and len(self._parts) == number < self._writers_max:
+        deals_in_turn = self._dealing.run_units is None
+        if deals_in_turn and len(self._parts) == number < self._writers_max:
             charge_bytes = self._charge(number, cancelled)
             if charge_bytes is not None:
                 return self._begin_part(charge_bytes)
             # No memory for another one: units are dealt to those that there are.
             self._writers_max = number
-        index = number % self._writers_max if run is None else number // run
+        index = self._dealing.part_of(number, self._writers_max)
         if index == len(self._parts):
             return self._begin_part(self._wait_for_a_place(cancelled))
         return self._parts[index]

@@ -14,8 +14,10 @@ from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
-from bootseer.fuse.striped.writing.segment_writer import Dealing, SegmentWriter, new_generation
+from bootseer.fuse.striped.writing.dealing import Dealing
+from bootseer.fuse.striped.writing.segment_writer import SegmentWriter, new_generation
 from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.backend import Piece
 
 
 class StripedBody(Body):
@@ -43,7 +45,7 @@ class StripedBody(Body):
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
-    def send(self, pieces: list[bytes], length: int, cancelled: Callable[[], bool]) -> None:
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         if not self._open or self._open[-1].is_full:
             sealed = self._open[-1] if self._open else None
             if sealed is not None:

@@ -1,45 +1,66 @@
 """The end of a file that is being written: bytes not yet sent, still open to change.
 
-Pure data structure, not thread-safe. Keeps what comes in large pieces as it is, so that they reach
-the backend with one copy in all, and joins small ones, so that a million tiny writes stay cheap.
+Pure data structure, not thread-safe. Takes a whole buffer over as it is, so that its bytes reach
+the backend without a copy, and joins small writes, so that a million tiny ones stay cheap.
 """
+
+from bootseer.store.backend import Piece
+
+Data = Piece | memoryview
+"""What is written. Who is given a bytearray owns it; anything else is copied."""
 
 _LARGE_BYTES = 128 * 2**10
 _JOINED_BYTES = 256 * 2**10
+_PIECE_BYTES = 2**20
 
 
 class Tail:
     """Append, patch and cut bytes."""
 
-    __slots__ = ("_pieces", "_small", "length")
+    __slots__ = ("_last", "_pieces", "_room_bytes", "length")
 
     def __init__(self, data: bytes = b"") -> None:
-        self._pieces: list[bytes] = [data] if data else []
-        self._small = bytearray()
+        self._pieces: list[Piece] = [data] if data else []
+        """Never changed again: they may be on their way."""
+        self._last = bytearray()
+        """Follows them, and grows."""
+        self._room_bytes = _JOINED_BYTES
+        """How much it may still grow."""
         self.length = len(data)
 
-    def append(self, data: bytes | memoryview) -> None:
-        """Add `data` at the end; it is copied."""
-        self.length += len(data)
-        if len(data) >= _LARGE_BYTES:
+    def append(self, data: Data) -> None:
+        """Add `data` at the end."""
+        count = len(data)
+        self.length += count
+        if isinstance(data, bytearray):
             self._settle()
-            self._pieces.append(bytes(data))
-            return
-        self._small += data
-        if len(self._small) >= _JOINED_BYTES:
+            self._last = data
+            # What the kernel cut off because the writer's buffer was not aligned fits behind it.
+            self._room_bytes = _PIECE_BYTES - count
+        else:
+            if count > self._room_bytes or count >= _LARGE_BYTES:
+                self._settle()
+            if count >= _LARGE_BYTES:
+                self._pieces.append(bytes(data))
+                return
+            self._last += data
+            self._room_bytes -= count
+        if self._room_bytes <= 0:
             self._settle()
 
     def patch(self, offset: int, data: bytes | memoryview) -> None:
         """Replace the bytes from `offset`; beyond the end, `data` is appended."""
-        joined = bytearray(self.join())
-        joined[offset : offset + len(data)] = data
-        self._replace(joined)
+        self._open()
+        self._last[offset : offset + len(data)] = data
+        self.length = len(self._last)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` bytes."""
-        self._replace(bytearray(self.join()[:length]))
+        self._open()
+        del self._last[length:]
+        self.length = len(self._last)
 
-    def pieces(self) -> list[bytes]:
+    def pieces(self) -> list[Piece]:
         """The content, in order."""
         self._settle()
         return list(self._pieces)
@@ -47,21 +68,28 @@ class Tail:
     def join(self) -> bytes:
         """The content in one piece."""
         self._settle()
-        if len(self._pieces) > 1:
-            self._pieces = [b"".join(self._pieces)]
-        return self._pieces[0] if self._pieces else b""
+        if len(self._pieces) == 1 and isinstance(self._pieces[0], bytes):
+            return self._pieces[0]
+        joined = b"".join(self._pieces)
+        self._pieces = [joined]
+        return joined
 
     def clear(self) -> None:
         """Forget everything."""
-        self._replace(bytearray())
+        self._pieces = []
+        self._last = bytearray()
+        self._room_bytes = _JOINED_BYTES
+        self.length = 0
 
     def _settle(self) -> None:
-        if self._small:
-            self._pieces.append(bytes(self._small))
-            self._small = bytearray()
+        if self._last:
+            self._pieces.append(self._last)
+            self._last = bytearray()
+        self._room_bytes = _JOINED_BYTES
 
-    def _replace(self, data: bytearray) -> None:
-        # Random writes into one small file come in runs: keep the content mutable.
-        self._pieces = []
-        self._small = data
-        self.length = len(data)
+    def _open(self) -> None:
+        """Make all of the content mutable; random writes into one small file come in runs."""
+        if self._pieces:
+            self._last = bytearray(self.join())
+            self._pieces = []
+            self._room_bytes = _JOINED_BYTES - self.length

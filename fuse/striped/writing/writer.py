@@ -15,7 +15,7 @@ from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView, moved_identity
 from bootseer.fuse.striped.writing.bodies import begin_body, continue_body, looks_like_layout
 from bootseer.fuse.striped.writing.body import Body
-from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.fuse.striped.writing.tail import Data, Tail
 
 __all__ = ["FileWriter", "StripeSettings"]
 
@@ -110,15 +110,14 @@ class FileWriter:
 
     # ---- writing --------------------------------------------------------------------------
 
-    def append(self, data: bytes | memoryview, cancelled: Callable[[], bool] = _never) -> int:
+    def append(self, data: Data, cancelled: Callable[[], bool] = _never) -> int:
         """Write at the end, whatever the caller thinks the offset is."""
         with self._lock:
             return self.write(self.size_bytes, data, cancelled)
 
-    def write(
-        self, offset: int, data: bytes | memoryview, cancelled: Callable[[], bool] = _never
-    ) -> int:
-        """Take `data` at `offset`: at the end, or within what has not been sent yet.
+    def write(self, offset: int, data: Data, cancelled: Callable[[], bool] = _never) -> int:
+        """Take `data` at `offset`: at the end, or within what has not been sent yet. A bytearray
+        is this writer's from then on.
 
         Anything else is EOPNOTSUPP. Waits while the mount's memory is used up. Raises NoSpaceError,
         DeadlineError, UnavailableError, ...: then, as after EOPNOTSUPP, the file has failed for
@@ -126,10 +125,11 @@ class FileWriter:
         """
         with self._lock:
             self._check()
-            if not len(data):
+            count = len(data)
+            if not count:
                 return 0
             gap = offset - self._end
-            with self._failing():
+            with _Failing(self):
                 if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
                     raise UnsupportedError(
                         f"{self.path}: a striped file is written from start to end; what lies "
@@ -138,13 +138,13 @@ class FileWriter:
                 if gap > 0:
                     self._add(bytes(gap), cancelled)
                 within = self._end - offset
-                rest = memoryview(data)
                 if within:
-                    self._tail.patch(offset - self.sent_bytes, rest[:within])
-                    rest = rest[within:]
+                    data = memoryview(data)
+                    self._tail.patch(offset - self.sent_bytes, data[:within])
+                    data = data[within:]
                 self._note_change()
-                self._add(rest, cancelled)
-            return len(data)
+                self._add(data, cancelled)
+            return count
 
     def truncate(self, size_bytes: int) -> None:
         """Cut to nothing, or within what has not been sent yet, else EOPNOTSUPP; or grow.
@@ -192,7 +192,7 @@ class FileWriter:
             self._check()
             if not self._is_dirty or self._is_detached:
                 return
-            with self._failing():
+            with _Failing(self):
                 self._fill_up(cancelled)
                 if self._fits_a_plain_file():
                     view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
@@ -239,16 +239,19 @@ class FileWriter:
         self._add(bytes(gap), cancelled)
         self._announced_bytes = 0
 
-    def _add(self, data: bytes | memoryview, cancelled: Callable[[], bool]) -> None:
+    def _add(self, data: Data, cancelled: Callable[[], bool]) -> None:
         unit_bytes = self._settings.stripe_unit_bytes
-        rest = memoryview(data)
-        while len(rest):
+        while len(data):
             # A full unit is sent when the next byte comes: a file of exactly one unit stays whole.
             if self._tail.length == unit_bytes:
                 self._send_tail(cancelled)
             room = unit_bytes - self._tail.length
-            self._tail.append(rest[:room])
-            rest = rest[room:]
+            if len(data) <= room:
+                self._tail.append(data)
+                return
+            data = memoryview(data)
+            self._tail.append(data[:room])
+            data = data[room:]
 
     def _send_tail(self, cancelled: Callable[[], bool]) -> None:
         body = self._body or self._begin_body()
@@ -277,9 +280,6 @@ class FileWriter:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _failing(self) -> "_Failing":
-        return _Failing(self)
 
     def fail(self, error: BaseException) -> None:
         """Remember `error` for every later call, and give up what was written."""

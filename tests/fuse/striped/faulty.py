@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from bootseer.store.backend import Backend, FileInfo, Space, Writer
+from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 
 Rule = Callable[[str, str], None]
 """Called with (operation, path) before it; raises, waits, or does nothing."""
@@ -74,13 +74,13 @@ class FaultyBackend:
         self.inner.close()
 
 
-class _FaultyWriter:
+class _FaultyWriter(Writer):
     def __init__(self, backend: FaultyBackend, path: str, inner: Writer) -> None:
         self._backend = backend
         self._path = path
         self._inner = inner
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Piece) -> None:
         self._backend.note("write", self._path)
         self._inner.write(data)
 
@@ -97,15 +97,6 @@ class _FaultyWriter:
     @property
     def held_bytes(self) -> int:
         return self._inner.held_bytes
-
-    def __enter__(self) -> "_FaultyWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def failing(

@@ -200,6 +200,8 @@ def test_reads_that_overtake_each_other_stay_one_stream() -> None:
     st.lists(
         st.one_of(
             st.tuples(st.just("append"), st.integers(0, 400_000)),
+            st.tuples(st.just("give"), st.sampled_from([2**20, 2**20 - 48, 2**17])),
+            st.tuples(st.just("append"), st.sampled_from([48, 2**18])),
             st.tuples(st.just("patch"), st.integers(0, 10**6)),
             st.tuples(st.just("cut"), st.integers(0, 10**6)),
         ),
@@ -209,9 +211,9 @@ def test_reads_that_overtake_each_other_stay_one_stream() -> None:
 def test_a_tail_is_a_bytearray(steps: list[tuple[str, int]]) -> None:
     tail, model = Tail(), bytearray()
     for number, (what, value) in enumerate(steps):
-        if what == "append":
+        if what in ("append", "give"):
             data = bytes([number]) * value
-            tail.append(data)
+            tail.append(bytearray(data) if what == "give" else data)
             model += data
         elif what == "patch" and model:
             at = value % len(model)

@@ -14,6 +14,7 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.store.backend import Piece
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
@@ -139,7 +140,7 @@ def test_a_short_write_is_written_again(saving: Saving) -> None:
         writer = inner_create(path, overwrite=overwrite)
         whole = writer.write
 
-        def write(data: bytes) -> None:
+        def write(data: Piece) -> None:
             if PARTS_FOLDER in path and torn:
                 torn.pop()
                 whole(data[: len(data) // 2])

@@ -1,0 +1,58 @@
+"""What one server thread reads its requests into.
+
+Owns where the bytes of a request come to lie: those of a write apart from all else, so that the
+operation can keep them as they are. Belongs to one thread.
+"""
+
+import mmap
+
+from bootseer.fuse.kernel import wire
+
+# Resident from the start, also after a fork: if this process is killed while the kernel faults in
+# a page to copy a request to, the request fails with EIO instead of going to our successor
+# (fuse_dev_do_read).
+_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+# A write that fills its buffer, but for what is not aligned, is given away with it, if so large.
+_GIVEN_MIN_BYTES = 64 * 1024
+
+
+class RequestBuffer:
+    """Holds one request: `readv` from the device to `into`."""
+
+    __slots__ = ("_overflow", "_written", "head", "into")
+
+    def __init__(self, max_write_bytes: int) -> None:
+        view = memoryview(mmap.mmap(-1, wire.REQUEST_OVERHEAD_BYTES, flags=_FLAGS))
+        self.head = view[: wire.WRITE_DATA_OFFSET]
+        """The headers of a read or write, or the beginning of any other request."""
+        self._overflow = view[wire.WRITE_DATA_OFFSET :]
+        self._put(max_write_bytes)
+
+    def _put(self, size: int) -> None:
+        # Resident as well: it is filled with zeros.
+        self._written = bytearray(size)
+        self.into = (self.head, self._written, self._overflow)
+
+    def body(self, length: int) -> memoryview:
+        """What follows the header of a request of `length` bytes."""
+        head, beyond_head = self.head[wire.IN_HEADER_BYTES : length], length - len(self.head)
+        if beyond_head <= 0:
+            return head
+        body = bytearray(head)
+        with memoryview(self._written) as view:
+            body += view[:beyond_head]
+        body += self._overflow[: max(0, beyond_head - len(self._written))]
+        return memoryview(body)
+
+    def data(self, size: int) -> bytearray | memoryview:
+        """The `size` bytes of a write: a bytearray is the caller's, a memoryview is valid until the
+        next request. Raises: MemoryError."""
+        written = self._written
+        if size < max(_GIVEN_MIN_BYTES, len(written) - wire.PAGE_BYTES):
+            return memoryview(written)[:size]
+        self._put(len(written))
+        try:
+            del written[size:]
+        except BufferError:  # the traceback of an earlier error has a view of it
+            return written[:size]
+        return written

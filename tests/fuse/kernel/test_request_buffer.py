@@ -1,0 +1,50 @@
+"""Where the bytes of a request come to lie."""
+
+import os
+
+import pytest
+
+from bootseer.fuse.kernel import wire
+from bootseer.fuse.kernel.request_buffer import RequestBuffer
+
+MAX_WRITE_BYTES = 2**18
+
+
+def _take(buffer: RequestBuffer, request: bytes) -> None:
+    """Have it read into `buffer`, as from the device."""
+    file = os.memfd_create("request")
+    try:
+        os.pwrite(file, request, 0)
+        assert os.preadv(file, buffer.into, 0) == len(request)
+    finally:
+        os.close(file)
+
+
+@pytest.mark.parametrize("max_write_bytes", [4096, MAX_WRITE_BYTES])
+@pytest.mark.parametrize("length", [40, 41, 79, 80, 81, 300, 4176, 4177, 9000])
+def test_a_body_is_what_follows_the_header(length: int, max_write_bytes: int) -> None:
+    buffer = RequestBuffer(max_write_bytes)
+    request = os.urandom(length)
+    _take(buffer, request)
+    assert bytes(buffer.body(length)) == request[wire.IN_HEADER_BYTES :]
+
+
+def test_a_write_that_fills_the_buffer_is_given_away() -> None:
+    buffer = RequestBuffer(MAX_WRITE_BYTES)
+    written = [os.urandom(size) for size in (MAX_WRITE_BYTES, MAX_WRITE_BYTES - 48, 100)]
+    taken = []
+    for data in written:
+        _take(buffer, bytes(wire.WRITE_DATA_OFFSET) + data)
+        taken.append(buffer.data(len(data)))
+    assert taken == written
+    assert [type(data) for data in taken] == [bytearray, bytearray, memoryview]
+
+
+def test_a_view_that_an_error_keeps_does_no_harm() -> None:
+    """A refused write's traceback has a view of the buffer, which so cannot change its size."""
+    buffer = RequestBuffer(MAX_WRITE_BYTES)
+    kept = buffer.data(100)
+    data = os.urandom(MAX_WRITE_BYTES - 48)
+    _take(buffer, bytes(wire.WRITE_DATA_OFFSET) + data)
+    assert buffer.data(len(data)) == data
+    assert len(kept) == 100
