@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import bootseer
+from bootseer.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError, from_oserror
 from bootseer.private import private_opener
 from bootseer.reported import error_from_json, error_to_json
@@ -30,7 +30,7 @@ _LOG_TAIL_BYTES = 2000
 _FAILED_END_S = 15.0
 
 
-class Starting:
+class Starting(Closing):
     """A process from its start to its report. Leaving a `with` block closes the pipe only."""
 
     def __init__(
@@ -103,17 +103,6 @@ class Starting:
         except OSError:
             tail = ""
         return f"{self._log}: {tail}" if tail else f"see {self._log}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def start(module: str, document: str, *, what: str, log: Path, append: bool = False) -> Starting:

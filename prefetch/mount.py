@@ -5,9 +5,9 @@ The caller's side of `prefetch.serve`. `MountedImage` may be used from any threa
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from bootseer.closing import Closing
 from bootseer.config import Settings
 from bootseer.errors import (
     BusyError,
@@ -34,7 +34,7 @@ from bootseer.prefetch.start_server import (
 
 
 @dataclass(frozen=True, slots=True)
-class MountedImage:
+class MountedImage(Closing):
     """An image's tree, mounted and served by a process of its own."""
 
     settings: Settings
@@ -65,17 +65,6 @@ class MountedImage:
         """Unmount and wait for the server to end. Idempotent. Raises: BootseerError."""
         if self.state_dir.exists():
             end_server(self.state_dir, self.state, timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def mount_image(

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, cast
 
+from bootseer.closing import Closing
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,
@@ -70,7 +70,7 @@ class Document:
     data: bytes
 
 
-class RegistryClient:
+class RegistryClient(Closing):
     """One repository. Close it, or use it as a context manager."""
 
     def __init__(
@@ -330,17 +330,6 @@ class RegistryClient:
     def close(self) -> None:
         """Close idle connections. Idempotent."""
         self._servers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_registry_client(

@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from bootseer.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.lease import Lease, acquire
@@ -28,7 +27,7 @@ KEY_MAX_BYTES = 1024
 STALE_AFTER_S = 24 * 3600
 
 
-class Store:
+class Store(Closing):
     """Objects under keys in one backend."""
 
     def __init__(self, backend: Backend) -> None:
@@ -161,17 +160,6 @@ class Store:
     def close(self) -> None:
         """Release the backend. Idempotent."""
         self.backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def check_key(key: str) -> str:

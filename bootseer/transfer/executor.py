@@ -9,9 +9,8 @@ make it in the process that uses it.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
+from bootseer.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.transfer.engine import Engine, Reader
 from bootseer.transfer.flight import Deliver, Ticket
@@ -60,7 +59,7 @@ class Batch:
                 self._ticket.fail(UnavailableError("the transfer was cancelled"))
 
 
-class Executor:
+class Executor(Closing):
     """Reads ranges of stored objects on behalf of many callers. Thread-safe."""
 
     def __init__(
@@ -165,14 +164,3 @@ class Executor:
         in a read is left behind as a daemon and ends when the read does.
         """
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -4,9 +4,7 @@ Owns the parts' assembly and their end: backend, memory, threads, reader, tree. 
 functions and the warm-up all stand on it. Thread-safe as its parts are.
 """
 
-from types import TracebackType
-from typing import Self
-
+from bootseer.closing import Closing
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.tree import StripedTree
@@ -24,7 +22,7 @@ DEFAULT_GRACE_S = 30.0
 _MIN_UNITS = 16
 
 
-class StripedStorage:
+class StripedStorage(Closing):
     """Striped files over one backend, which is closed with it."""
 
     def __init__(
@@ -69,14 +67,3 @@ class StripedStorage:
         self.tree.close()
         self._pool.close()
         self.backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol
 
 from bootseer.blob.tar_reader import Readable
+from bootseer.closing import Closing
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.merge import LayerTree
@@ -118,7 +118,7 @@ class TarLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSource:
+class ImageSource(Closing):
     """An opened image. Close it: an engine's image lies in a temporary file until then."""
 
     reference: str
@@ -135,17 +135,6 @@ class ImageSource:
     def close(self) -> None:
         """Give up files and connections."""
         self.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def name_of(path: Path) -> str:

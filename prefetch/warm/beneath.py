@@ -6,16 +6,15 @@ planted link nor a planted record leads elsewhere. A `Beneath` belongs to one th
 
 import os
 import stat
-from types import TracebackType
-from typing import Self
 
+from bootseer.closing import Closing
 from bootseer.store.beneath import open_directory
 
 # A pipe or device that takes a file's place must not hold us up.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class Beneath:
+class Beneath(Closing):
     """Opens files below `root`. Keeps the folder that was used last open: paths that follow each
     other often share it."""
 
@@ -54,14 +53,3 @@ class Beneath:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -11,13 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
-from typing import Self
 
 from bootseer.blob.extract_plan import PART_BYTES
 from bootseer.blob.frames import frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
+from bootseer.closing import Closing
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.store import Store
@@ -81,7 +80,7 @@ def plan_frames(tree: Tree) -> FramePlan:
     )
 
 
-class FrameSource:
+class FrameSource(Closing):
     """The `read` callable of `blob.extract` for blobs of the store.
 
     One for each extraction."""
@@ -245,14 +244,3 @@ class FrameSource:
     def close(self) -> None:
         """Stop fetching. Idempotent."""
         self._executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
