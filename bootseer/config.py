@@ -181,16 +181,28 @@ def variable_of(setting: str) -> str:
     return "BOOTSEER_" + short.upper()
 
 
+def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
+    """The login's folder for sockets, if it is this user's. `su` and `sudo -E` keep the variable of
+    whoever was logged in, who could then do with it as they like, and whose logout removes it."""
+    named = environ.get("XDG_RUNTIME_DIR")
+    try:
+        if named and os.stat(named).st_uid == os.geteuid():
+            return Path(named)
+    except OSError:
+        pass
+    return None
+
+
 def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
     home = Path(environ.get("HOME") or "/")
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
     data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share") / "bootseer"
     state = Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "bootseer"
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    if os.geteuid() == 0 and not runtime:
-        run = Path("/run/bootseer")
+    runtime = _own_runtime_dir(environ)
+    if runtime is not None:
+        run = runtime / "bootseer"
     else:
-        run = Path(runtime) / "bootseer" if runtime else cache / "run"
+        run = Path("/run/bootseer") if os.geteuid() == 0 else cache / "run"
     node = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "node"
     return {
         "store_url": (data / "store").as_uri(),

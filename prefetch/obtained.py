@@ -6,10 +6,16 @@ be used, and until what was pulled here is published. Thread-safe: functions and
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+)
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.catalogue import check_blobs, check_reference, find_image, have_index
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
@@ -31,6 +37,8 @@ class ObtainedImage:
     """Its index lies in the node's cache; its bytes in the store, or in the node's cache."""
     streams: tuple[StreamCache, ...] = ()
     """Kept open, so that the cache does not remove what only this node has."""
+    store_is_silent: bool = False
+    """It was waited for in vain, for a whole deadline."""
 
     @property
     def record(self) -> ImageRecord:
@@ -68,7 +76,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
         if found is None:
             raise
         say(f"warning: starting image {name} with what this node has of it: {error}")
-        return found
+        return replace(found, store_is_silent=isinstance(error, DeadlineError))
 
 
 def _stored(

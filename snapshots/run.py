@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.1
 _POLL_MAX_S = 2.0
+# What a start waits at most, once more, for a store that it has waited for in vain: long for one
+# question, and little beside a deadline.
+_PROBE_S = 2.0
 
 
 def run_setup(
@@ -52,20 +55,23 @@ def run_setup(
     wait_s: float = 1800.0,
     lease_s: float = 30.0,
     until_exit: bool = False,
+    store_is_silent: bool = False,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
     `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
     bounds the wait for another process or node that is running the same set-up; `lease_s` is how
     long a node that died holds the others up. `until_exit`: what is mounted goes when
-    this process ends, whatever program it is by then; else it stays.
+    this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
+    has just waited for the store in vain; it is asked briefly whether it answers by now.
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used.
     """
     started = time.monotonic()
     sweep_covers(settings)
-    run = _Run(Attempt(settings, request, report, started, until_exit), wait_s, lease_s)
+    attempt = Attempt(settings, request, report, started, until_exit)
+    run = _Run(attempt, wait_s, lease_s, store_is_silent)
     try:
         resolved = resolve(request, report)
     except (InvalidInputError, NotFoundError):
@@ -80,12 +86,15 @@ def run_setup(
 class _Run:
     """Uses what there is, waits for whoever is making it, or makes it."""
 
-    def __init__(self, attempt: Attempt, wait_s: float, lease_s: float) -> None:
+    def __init__(
+        self, attempt: Attempt, wait_s: float, lease_s: float, store_is_silent: bool
+    ) -> None:
         self.attempt = attempt
         self.settings = attempt.settings
         self.report = attempt.report
         self.wait_s = wait_s
         self.lease_s = lease_s
+        self.store_is_silent = store_is_silent
         self.end = attempt.started + wait_s
         self.is_locked = False
 
@@ -105,6 +114,8 @@ class _Run:
                 self.is_locked = True
                 mounted.recover(self.settings, hosts)
                 working.recover(hosts, attempt.note)
+                if self.store_is_silent:
+                    self._probe()
                 store = stack.enter_context(
                     open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
                 )
@@ -125,6 +136,12 @@ class _Run:
                 return self.ordinary(reason)
         self.report(f"warning: the set-up ran but was not stored: {reason}")
         return attempt.result("ran", setup_s=setup_s)
+
+    def _probe(self) -> None:
+        """Raises: DeadlineError where the store still does not answer."""
+        deadline_s = min(_PROBE_S, self.settings.deadline_s)
+        with open_store(self.settings.store_url, deadline_s=deadline_s) as store:
+            catalogue.exists(store, "0" * 64)
 
     def ordinary(self, reason: str) -> SetupResult:
         """The command, as without Bootseer."""

@@ -1,5 +1,6 @@
 """Settings: their strength order, parsing and errors."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,18 @@ def test_metrics_are_off_unless_they_have_a_folder() -> None:
     assert load_config({}, environ).settings.metrics_dir is None
     environ["BOOTSEER_METRICS_DIR"] = "/var/lib/metrics"
     assert load_config({}, environ).settings.metrics_dir == Path("/var/lib/metrics")
+
+
+def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+    """`su` and `sudo -E` keep the variable of who was logged in."""
+    environ = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    assert _defaults(environ)["run_dir"] == str(tmp_path / "bootseer")
+    without = _defaults({"HOME": str(tmp_path)})["run_dir"]
+    gone = {**environ, "XDG_RUNTIME_DIR": str(tmp_path / "gone")}
+    assert _defaults(gone)["run_dir"] == without
+    # This folder is root's, or of another user than root.
+    others = Path("/")
+    if os.geteuid() == 0:
+        others = tmp_path
+        os.chown(tmp_path, 4321, 4321)
+    assert _defaults({**environ, "XDG_RUNTIME_DIR": str(others)})["run_dir"] == without

@@ -29,9 +29,10 @@ _TIMELINE = "/run/bootseer/timeline.jsonl"
 
 def open_image(
     settings: Settings, image: str, binds: Sequence[str], timeline: Timeline, say: Say
-) -> "Container":
+) -> "tuple[Container, bool]":
     """A container of `image`: a name in the store, or a source, of which what the store lacks is
-    pulled. It is published in the background, if the settings say so.
+    pulled. It is published in the background, if the settings say so. Also whether the store was
+    waited for in vain.
 
     Raises: BootseerError where the image cannot be had at all.
     """
@@ -57,7 +58,7 @@ def open_image(
             span.set("bootseer.fallback", "extracted")
             container = prepare_extracted(settings, obtained, binds=binds)
         _show_timeline(container, timeline.path)
-        return container
+        return container, obtained.store_is_silent
 
 
 def container_environment(container: "Container") -> dict[str, str]:

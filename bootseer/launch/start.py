@@ -94,6 +94,7 @@ class _Start:
         self._say = say
         self._checkpoints = CheckpointMounts(settings, job.checkpoints, aside=bool(job.image))
         self._container: Container | None = None
+        self._store_is_silent = False
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -119,7 +120,7 @@ class _Start:
         if self._job.image:
             from bootseer.launch.image import open_image
 
-            self._container = open_image(
+            self._container, self._store_is_silent = open_image(
                 self._settings, self._job.image, self._job.binds, timeline, self._say
             )
             # Once it is entered, no mount of the host comes in any more.
@@ -149,7 +150,15 @@ class _Start:
         if self._container is not None:
             request = _inside(self._container, request)
         # The job that this process becomes is who uses what is mounted.
-        result = run_setup(self._settings, request, report=self._say, until_exit=True)
+        result = run_setup(
+            self._settings,
+            request,
+            report=self._say,
+            until_exit=True,
+            store_is_silent=self._store_is_silent,
+        )
+        # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
+        self._store_is_silent |= result.how == "ran"
         if result.ready_names:
             known = os.environ.get(READY_VARIABLE, "").split(",")
             names = [*filter(None, known), *result.ready_names]
