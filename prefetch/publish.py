@@ -220,6 +220,8 @@ def main(directory: Path) -> int:
 
             publish_node_image(settings, job["image"])
         else:
+            # Else pyarrow loads it where there is one, which takes longer than all that is to do.
+            sys.modules["numpy"] = None  # type: ignore[assignment]
             entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
             publish_record(settings, RecordInfo(**job["info"]), entries)
     except BootseerError as error:

@@ -107,7 +107,7 @@ class World:
         roots = [self.plan.folder / "root" / name for name in ("base", "packages")]
         for root in roots:
             root.mkdir(parents=True)
-        root_file_system.build_base(roots[0])
+        root_file_system.build_base(roots[0], root_file_system.installed_packages())
         root_file_system.build_packages(roots[1])
         environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         self.image_bytes = image.write_layout(self.layout, roots, environment)

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import UnsupportedError, from_oserror
@@ -63,7 +63,7 @@ def _is_elf(path: Path) -> bool:
         return False
 
 
-def _shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
+def shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
     """The files that the dynamic linker would load for `binaries`, from the host."""
     pending = list(binaries)
     environ = {**os.environ, "LC_ALL": "C"}
@@ -91,8 +91,9 @@ def _copy(source: Path, root: Path) -> None:
         shutil.copy2(source.resolve(), target)
 
 
-def build_base(root: Path) -> None:
-    """The interpreter, its standard library, a few commands and their libraries, in `root`.
+def build_base(root: Path, packages: Sequence[Path] = ()) -> None:
+    """The interpreter, its standard library and a few commands, in `root`, with the libraries that
+    they and what lies in the folders `packages` need.
 
     Raises: UnsupportedError where a needed tool is missing; NoSpaceError and others as the disk.
     """
@@ -113,9 +114,9 @@ def build_base(root: Path) -> None:
             if command is not None:
                 _copy(Path(command), root)
                 binaries.append(Path(command))
-        packages = [path for folder in installed_packages() for path in folder.rglob("*.so*")]
-        inside = tuple(str(folder) for folder in installed_packages())
-        for path in _shared_libraries([*binaries, *filter(_is_elf, packages)]):
+        modules = [path for folder in packages for path in folder.rglob("*.so*")]
+        inside = tuple(str(folder) for folder in packages)
+        for path in shared_libraries([*binaries, *filter(_is_elf, modules)]):
             # Packages carry libraries of their own; those come with the packages.
             if not str(path).startswith(inside) and path.exists():
                 _copy(path, root)

@@ -58,15 +58,15 @@ def test_recorded_once_and_replayed_on_another_node(
         assert "image pull" not in spans
         assert attribute(spans["image served"], "bootseer.hit") is True
         moved = int(attribute(spans["image served"], "bootseer.bytes"))
-        assert (
-            0
-            < moved
-            < sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*")) / 2
-        )
+        whole = sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*"))
+        assert 0 < moved < whole * 2 / 3
 
 
-def test_what_the_command_gets(node: Node, image: Image, tmp_path: Path) -> None:
-    job = ("--image", image.source, "--bind", f"{tmp_path}:/data", "--", "python3", "-c", SHOW)
+def test_what_the_command_gets(node: Node, known_image: Image, tmp_path: Path) -> None:
+    job = (
+        *("--image", known_image.source, "--bind", f"{tmp_path}:/data"),
+        *("--", "python3", "-c", SHOW),
+    )
     variables = {"RANK": "3", "MASTER_ADDR": "host", "VIRTUAL_ENV": "/host"}
     process = node.start(*job, stdin=subprocess.PIPE, variables=variables)
     out, err = process.communicate("for the job", timeout=60)
@@ -89,19 +89,19 @@ def test_what_the_command_gets(node: Node, image: Image, tmp_path: Path) -> None
     node.wait_clean()
 
 
-def test_exit_codes_and_signals(node: Node, image: Image) -> None:
+def test_exit_codes_and_signals(node: Node, known_image: Image) -> None:
     for command, code in (
         (["sh", "-c", "exit 7"], 7),
         (["no-such-program"], 127),
         (["/etc/passwd"], 126),
         (["sh", "-c", "kill -KILL $$"], -signal.SIGKILL),
     ):
-        done = node.run("--image", image.source, "--", *command)
+        done = node.run("--image", known_image.source, "--", *command)
         assert done.returncode == code, done.stderr
     node.wait_clean()
     for number in (signal.SIGTERM, signal.SIGKILL):
         waiting = "import time; print('up', flush=True); time.sleep(600)"
-        with node.start("--image", image.source, "--", "python3", "-c", waiting) as process:
+        with node.start("--image", known_image.source, "--", "python3", "-c", waiting) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
             process.send_signal(number)
@@ -122,9 +122,9 @@ def test_a_signal_while_the_image_is_pulled(node: Node, image: Image) -> None:
     node.wait_clean()
 
 
-def test_kill_9_at_any_moment(node: Node, image: Image, tmp_path: Path) -> None:
+def test_kill_9_at_any_moment(node: Node, shell_image: Image, tmp_path: Path) -> None:
     job = (
-        *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--image", shell_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "echo data > env", "--target", "/job", "--", "cat", "env"),
     )
     for delay_s in (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3):
@@ -137,10 +137,10 @@ def test_kill_9_at_any_moment(node: Node, image: Image, tmp_path: Path) -> None:
     node.wait_clean()
 
 
-def test_setup_and_checkpoint_inside(node: Node, image: Image, tmp_path: Path) -> None:
+def test_setup_and_checkpoint_inside(node: Node, known_image: Image, tmp_path: Path) -> None:
     """As the image's root, before the job, which is an ordinary user, gets the result."""
     job = (
-        *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "echo from-setup > env; echo ran; ls /ckpt"),
         *("--target", "/job", "--", "sh", "-c"),
     )
@@ -156,11 +156,11 @@ def test_setup_and_checkpoint_inside(node: Node, image: Image, tmp_path: Path) -
         second.wait_clean()
 
 
-def test_a_setup_inside_is_linked_at_later_starts(node: Node, image: Image) -> None:
+def test_a_setup_inside_is_linked_at_later_starts(node: Node, known_image: Image) -> None:
     """Extracted once on the node; what a job writes goes with it."""
     code = "import os; os.umask(0); os.mkdir('env'); open('env/file', 'w').write('from-setup\\n')"
     job = (
-        *("--image", image.source, "--mode", "link", "--target", "/job/env"),
+        *("--image", known_image.source, "--mode", "link", "--target", "/job/env"),
         *("--setup", f'python3 -c "{code}"'),
         *("--", "sh", "-c", "cat env/file; echo written > env/file; echo x > env/new"),
     )
@@ -176,10 +176,10 @@ def test_a_setup_inside_is_linked_at_later_starts(node: Node, image: Image) -> N
     assert [path.name for path in tree.iterdir()] == ["file"]
 
 
-def test_a_setup_that_fails_inside(node: Node, image: Image, tmp_path: Path) -> None:
+def test_a_setup_that_fails_inside(node: Node, known_image: Image, tmp_path: Path) -> None:
     """The mounts of the host go, too, although the set-up was in a namespace of its own."""
     done = node.run(
-        *("--image", image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "exec 9> /ckpt/open; (sleep 2 <&9 >/dev/null 2>&1 & ); exit 9"),
         *("--target", "/job/env", "--", "true"),
     )
@@ -187,9 +187,9 @@ def test_a_setup_that_fails_inside(node: Node, image: Image, tmp_path: Path) -> 
     node.wait_clean()
 
 
-def test_a_mount_that_fails_beside_the_image(node: Node, image: Image) -> None:
+def test_a_mount_that_fails_beside_the_image(node: Node, known_image: Image) -> None:
     done = node.run(
-        *("--image", image.source, "--checkpoint", "file:///proc/self/status:/ckpt"),
+        *("--image", known_image.source, "--checkpoint", "file:///proc/self/status:/ckpt"),
         *("--setup", "true", "--target", "/job/env", "--", "true"),
     )
     assert done.returncode == 2
@@ -198,9 +198,9 @@ def test_a_mount_that_fails_beside_the_image(node: Node, image: Image) -> None:
     node.wait_clean()
 
 
-def test_a_tag_that_moves(node: Node, image: Image, tmp_path: Path) -> None:
+def test_a_tag_that_moves(node: Node, shell_image: Image, tmp_path: Path) -> None:
     moving = Image(tmp_path / "moving", tmp_path / "root")
-    shutil.copytree(image.root, moving.root, symlinks=True)
+    shutil.copytree(shell_image.root, moving.root, symlinks=True)
     for text in ("one", "one", "two"):
         (moving.root / "version").write_text(text)
         shutil.rmtree(moving.directory, ignore_errors=True)
@@ -209,24 +209,20 @@ def test_a_tag_that_moves(node: Node, image: Image, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, text), done.stderr
 
 
-def test_a_layer_that_the_store_has_lost(node: Node, image: Image, tmp_path: Path) -> None:
-    job = ("--image", image.source, "--", "cat", "/etc/passwd")
-    assert node.run(*job).returncode == 0
-    node.wait_clean()
+def test_a_layer_that_the_store_has_lost(node: Node, known_image: Image, tmp_path: Path) -> None:
     for name in ("blobs", "bundles", "hot"):
         shutil.rmtree(tmp_path / "store" / name, ignore_errors=True)
-    with node_at(tmp_path / "second", node.store) as second:
-        done = second.run(*job)
-        assert done.returncode == 0, done.stderr
-        assert "is missing in" in done.stderr
-        assert "pulling what the store lacks of image" in done.stderr
-        second.wait_clean()
+    done = node.run("--image", known_image.source, "--", "cat", "/etc/passwd")
+    assert done.returncode == 0, done.stderr
+    assert "is missing in" in done.stderr
+    assert "pulling what the store lacks of image" in done.stderr
+    node.wait_clean()
 
 
-def test_a_directory_that_changes(node: Node, image: Image, tmp_path: Path) -> None:
+def test_a_directory_that_changes(node: Node, shell_image: Image, tmp_path: Path) -> None:
     roots = [tmp_path / "a" / "root", tmp_path / "b" / "root"]
     for root in roots:
-        shutil.copytree(image.root, root, symlinks=True)
+        shutil.copytree(shell_image.root, root, symlinks=True)
         (root / "version").write_text(str(root))
         done = node.run("--image", root, "--", "cat", "/version")
         # Not the one of the same last name.
@@ -239,8 +235,8 @@ def test_a_directory_that_changes(node: Node, image: Image, tmp_path: Path) -> N
     assert "has changed" in changed.stderr
 
 
-def test_the_timeline_is_the_images_users_to_write(node: Node, image: Image) -> None:
-    done = node.run("--image", image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
+def test_the_timeline_is_the_images_users_to_write(node: Node, known_image: Image) -> None:
+    done = node.run("--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
     assert done.stdout == "/run/bootseer/timeline.jsonl\n"
     (file,) = (node.base / "timeline").rglob("*.jsonl")
     assert file.stat().st_uid == 1000
@@ -248,15 +244,15 @@ def test_the_timeline_is_the_images_users_to_write(node: Node, image: Image) -> 
     node.wait_clean()
     shutil.rmtree(node.base / "timeline")
     (node.base / "timeline").write_text("in the way")
-    done = node.run("--image", image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
+    done = node.run("--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
-def test_two_starts_at_once(node: Node, image: Image, tmp_path: Path) -> None:
+def test_two_starts_at_once(node: Node, shell_image: Image, tmp_path: Path) -> None:
     """Of one job on one node: each has its own mounts, both see the same folder."""
     ckpt = tmp_path / "ckpt"
     job = (
-        *("--image", image.source, "--checkpoint", f"{ckpt.as_uri()}:/ckpt", "--"),
+        *("--image", shell_image.source, "--checkpoint", f"{ckpt.as_uri()}:/ckpt", "--"),
         *(
             "sh",
             "-c",
@@ -271,7 +267,7 @@ def test_two_starts_at_once(node: Node, image: Image, tmp_path: Path) -> None:
     node.wait_clean()
 
 
-def test_a_killed_image_server_is_not_the_end(node: Node, image: Image) -> None:
+def test_a_killed_image_server_is_not_the_end(node: Node, known_image: Image) -> None:
     """Its supervisor replaces it while the job reads."""
     code = """
 import pathlib, time
@@ -284,7 +280,7 @@ import email.message, decimal
     out.mkdir(mode=0o777)
     out.chmod(0o777)
     with node.start(
-        *("--image", image.source, "--bind", f"{out}:/out", "--", "python3", "-c", code)
+        *("--image", known_image.source, "--bind", f"{out}:/out", "--", "python3", "-c", code)
     ) as process:
         wait_for(out / "up")
         servers = [pid for pid, line in node.processes().items() if "prefetch.serve" in line]

@@ -18,11 +18,11 @@ def stored(store: Path) -> list[str]:
 
 
 def test_a_setup_in_it_is_restored_once_it_is_published(
-    node: Node, image: Image, tmp_path: Path
+    node: Node, shell_image: Image, tmp_path: Path
 ) -> None:
     """The image's index is another one then, but the image is the same."""
     job = (
-        *("--image", image.source, "--setup", "echo set-up > env", "--target", "/job"),
+        *("--image", shell_image.source, "--setup", "echo set-up > env", "--target", "/job"),
         *("--", "cat", "env"),
     )
     first = node.run(*job)
@@ -38,14 +38,14 @@ def test_a_setup_in_it_is_restored_once_it_is_published(
         second.wait_clean()
 
 
-def test_no_index_leaves_the_store_as_it_is(node: Node, image: Image, tmp_path: Path) -> None:
-    job = ("--image", image.source, "--", "cat", "/etc/passwd")
+def test_no_index_leaves_the_store_as_it_is(node: Node, shell_image: Image, tmp_path: Path) -> None:
+    job = ("--image", shell_image.source, "--", "cat", "/etc/passwd")
     for arguments, variables in (
         (("--no-index", *job), {}),
         (job, {"BOOTSEER_AUTO_INDEX": "off"}),
     ):
         done = node.run(*arguments, variables=variables)
-        assert (done.returncode, done.stdout) == (0, (image.root / "etc/passwd").read_text())
+        assert (done.returncode, done.stdout) == (0, (shell_image.root / "etc/passwd").read_text())
         node.wait_clean()
         assert stored(tmp_path / "store") == []
     assert node.run(*job).returncode == 0
@@ -53,33 +53,30 @@ def test_no_index_leaves_the_store_as_it_is(node: Node, image: Image, tmp_path: 
     assert stored(tmp_path / "store") == ["img%3Atrain.json"]
 
 
-def test_on_layers_that_the_store_has(node: Node, image: Image, tmp_path: Path) -> None:
+def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: Path) -> None:
     """One tree, some of whose files are fetched and some are here: the base, and a new top."""
-    assert node.run("--image", image.source, "--", "sh", "-c", ":").returncode == 0
-    node.wait_clean()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(image.root, ".")
+        archive.add(known_image.root, ".")
     layout = Layout(tmp_path / "top" / "img")
     top = tar_of([Member("job/new", data=b"new" * 100_000), Member("etc/.wh.passwd")])
     run = {"WorkingDir": "/job", "Env": [f"PATH={IMAGE_PATH}"]}
     layout.add_image([buffer.getvalue(), top], tag="train", compression="zstd", run=run)
     code = "import decimal, os; print(len(open('new').read()), os.path.exists('/etc/passwd'))"
-    with node_at(tmp_path / "second", node.store) as second:
-        job = ("--image", f"oci:{layout.directory}:train", "--", "python3", "-c", code)
-        done = second.run(*job)
-        assert (done.returncode, done.stdout) == (0, "300000 False\n"), done.stderr
-        second.wait_clean()
-        spans = second.spans()
-        # What was pulled is the top only; the base came as it was read.
-        pulled = int(attribute(spans["image pull"], "bootseer.bytes"))
-        assert pulled == sum(
-            layer.stat().st_size
-            for layer in layout.directory.rglob("blobs/sha256/*")
-            if layer.stat().st_size < 10_000 and layer.read_bytes()[:2] == b"\x28\xb5"
-        )
-        assert int(attribute(spans["image served"], "bootseer.bytes")) > 0
-        again = second.run(*job)
-        assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
-        assert attribute(second.spans()["image"], "bootseer.from") == "store"
-        second.wait_clean()
+    job = ("--image", f"oci:{layout.directory}:train", "--", "python3", "-c", code)
+    done = node.run(*job)
+    assert (done.returncode, done.stdout) == (0, "300000 False\n"), done.stderr
+    node.wait_clean()
+    spans = node.spans()
+    # What was pulled is the top only; the base came as it was read.
+    pulled = int(attribute(spans["image pull"], "bootseer.bytes"))
+    assert pulled == sum(
+        layer.stat().st_size
+        for layer in layout.directory.rglob("blobs/sha256/*")
+        if layer.stat().st_size < 10_000 and layer.read_bytes()[:2] == b"\x28\xb5"
+    )
+    assert int(attribute(spans["image served"], "bootseer.bytes")) > 0
+    again = node.run(*job)
+    assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
+    assert attribute(node.spans()["image"], "bootseer.from") == "store"
+    node.wait_clean()

@@ -2,10 +2,8 @@
 
 import random
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,6 @@ from tests.support.fuse_mount import require_fuse, require_root
 SLEEPING_SETUP = "touch started; sh -c 'touch deeper; sleep 600; true'; true"
 SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@pytest.fixture
-def silent_url() -> Iterator[str]:
-    """A NameNode that accepts and never says anything."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"hdfs://127.0.0.1:{server.getsockname()[1]}/ckpt"
 
 
 def finish(process: "subprocess.Popen[str]") -> str:

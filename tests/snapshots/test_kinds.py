@@ -107,12 +107,16 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
+def _pip(env: Path, *arguments: str | Path) -> str:
+    """What pip says about the environment, which need not have one."""
+    return _run(sys.executable, "-m", "pip", "--python", env / "bin/python", *arguments)
+
+
 def _check(env: Path) -> None:
     """Everything that a user would do with the environment works, and its records are right."""
     assert _run(env / "bin/alpha-say") == "alpha 42\n"
     assert _run(env / "bin/python", "-c", "import sys; print(sys.prefix)").strip() == str(env)
-    pip = (sys.executable, "-m", "pip", "--python", env / "bin/python")
-    assert "No broken requirements" in _run(*pip, "check")
+    assert "No broken requirements" in _pip(env, "check")
     _check_records(env)
 
 
@@ -176,13 +180,12 @@ def _both_ways(settings: Settings, key: str, env: Path, other: Path) -> list[str
 
 
 def test_venv_and_pip(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
+    """Of an environment without a pip of its own; virtualenv makes one with it."""
     env, other = tmp_path / "env", tmp_path / "another/place/for.it"
-    _run(sys.executable, "-m", "venv", env)
-    _run(env / "bin/pip", "install", "--no-index", "--find-links", wheels, "alpha")
+    _run(sys.executable, "-m", "venv", "--without-pip", env)
     _make_project(env / "src/project")
-    _run(
-        env / "bin/pip", "install", "--no-index", "--no-build-isolation", "-e", env / "src/project"
-    )
+    project = ("--no-build-isolation", "-e", env / "src/project")
+    _pip(env, "install", "--no-index", "--find-links", wheels, "alpha", *project)
     _run(env / "bin/project-say")
     (env / "absolute").symlink_to(env / "bin/alpha-say")
     create_snapshot(make_node("a"), [str(env)], "env")
@@ -209,8 +212,7 @@ def test_venv_to_a_path_that_is_too_long_for_first_lines(
 ) -> None:
     env, other = tmp_path / "env", tmp_path / ("long-" * 30) / "env"
     _run(sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", env)
-    pip = (sys.executable, "-m", "pip", "--python", env / "bin/python")
-    _run(*pip, "install", "--no-index", "--find-links", wheels, "alpha")
+    _pip(env, "install", "--no-index", "--find-links", wheels, "alpha")
     create_snapshot(make_node("a"), [str(env)], "env")
     _both_ways(make_node("b"), "env", env, other)
     assert (other / "bin/alpha-say").read_bytes().startswith(b"#!/bin/sh\n'''exec' /")
@@ -372,8 +374,6 @@ def _check_conda(env: Path) -> None:
     assert library.endswith(b"\0next\0")
     if (env / "bin/where").exists():
         assert _run(env / "bin/where") == f"{env}/share\n"
-    pip = (sys.executable, "-m", "pip", "--python", env / "bin/python")
-    assert "No broken requirements" in _run(*pip, "check")
     for record in env.glob("conda-meta/*.json"):
         for entry in json.loads(record.read_text())["paths_data"]["paths"]:
             if entry["path_type"] != "softlink":
@@ -415,6 +415,7 @@ def test_conda(tmp_path: Path, make_node: MakeNode) -> None:
     create_snapshot(make_node("a"), [str(short)], "short")
     restore_snapshot(make_node("b"), "short", env, relocates=True)
     _check_conda(env)
+    assert "No broken requirements" in _pip(env, "check")
 
 
 def test_conda_to_a_path_without_room_changes_nothing(tmp_path: Path, make_node: MakeNode) -> None:

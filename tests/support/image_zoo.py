@@ -432,11 +432,11 @@ def random_stacks(work: Path) -> Layers:
 
 
 def many_files(work: Path) -> Layers:
-    """8,000 files in a folder; some change, some go."""
+    """3,000 files in a folder; some change, some go."""
     lower = block(b"many/", b"5", mode=0o755)
-    lower += b"".join(block(b"many/%05d" % n, data=b"%d" % n) for n in range(8_000))
-    upper = b"".join(block(b"many/%05d" % n, data=b"new") for n in range(0, 8_000, 400))
-    upper += b"".join(block(b"many/.wh.%05d" % n) for n in range(1, 8_000, 400))
+    lower += b"".join(block(b"many/%05d" % n, data=b"%d" % n) for n in range(3_000))
+    upper = b"".join(block(b"many/%05d" % n, data=b"new") for n in range(0, 3_000, 150))
+    upper += b"".join(block(b"many/.wh.%05d" % n) for n in range(1, 3_000, 150))
     return [(lower + END, "zstd"), (upper + END, "gzip")]
 
 

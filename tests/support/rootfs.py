@@ -1,50 +1,58 @@
 """Image root file systems for tests, and trees with one of everything.
 
-`python_root` is a real, small root: the running interpreter with its standard library, a shell,
-and the packages asked for. `odd_tree` has every kind of name and attribute. `tree_of` is what one
+`python_root` is a real, small root: the running interpreter with some of its standard library, and
+a shell. `odd_tree` has every kind of name and attribute. `tree_of` is what one
 compares: each path's attributes and content.
 """
 
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import subprocess
-import sysconfig
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
-from bootseer.demo.root_file_system import build_base, site_packages_in_image
+from bootseer.demo.root_file_system import build_base, shared_libraries
 
-# Half of what an interpreter brings: every test that starts an image on a fresh node reads it all.
+# Most of what an interpreter brings: every test that starts an image on a fresh node reads it all.
 _UNUSED = (
-    *("**/ensurepip", "**/lib2to3", "**/pydoc_data", "**/tkinter", "**/turtledemo"),
-    *("**/lib-dynload/_codecs_*", "**/lib-dynload/_test*", "**/lib-dynload/_tkinter*"),
-    *("**/lib-dynload/_sqlite3*", "**/libsqlite3*", "**/libtcl*", "**/libtk*", "**/libX*"),
+    *("**/asyncio", "**/concurrent", "**/curses", "**/distutils", "**/ensurepip", "**/lib2to3"),
+    *("**/multiprocessing", "**/pydoc_data", "**/sqlite3", "**/tkinter", "**/turtledemo"),
+    *("**/unittest", "**/xml", "**/xmlrpc"),
+)
+# Extension modules that small programs import.
+_USED = re.compile(
+    "array|binascii|fcntl|grp|math|mmap|select|zlib|"
+    "_(bisect|blake2|contextvars|datetime|decimal|heapq|json|md5|opcode|pickle|posixsubprocess|"
+    "random|sha.*|socket|statistics|struct|typing)"
 )
 
 
-def python_root(root: Path, packages: Sequence[str] = ()) -> Path:
-    """A small root file system in which `python3` runs and can import `packages`."""
+def python_root(root: Path) -> Path:
+    """A small root file system in which `python3` runs, and imports what small programs do."""
     root.mkdir(parents=True, exist_ok=True)
     build_base(root)
     for path in [path for pattern in _UNUSED for path in root.glob(pattern)]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        shutil.rmtree(path)
+    modules = []
+    for path in root.rglob("lib-dynload/*.so"):
+        if _USED.fullmatch(path.name.partition(".")[0]):
+            modules.append(path)
         else:
             path.unlink()
-    for library in root.rglob("libpython*.so.*"):
-        # Some are built with three times their size in what only debuggers read.
-        if shutil.which("strip") and not library.is_symlink():
-            subprocess.run(["strip", "--strip-unneeded", library], check=True, timeout=60)
-    target = root / site_packages_in_image().relative_to("/")
-    target.mkdir(parents=True, exist_ok=True)
-    installed = Path(sysconfig.get_path("platlib"))
-    for package in packages:
-        for folder in (installed / package, installed / f"{package}.libs"):
-            if folder.is_dir():
-                shutil.copytree(folder, target / folder.name, symlinks=True)
+    interpreter = root / Path(sys.executable).resolve().relative_to("/")
+    binaries = [*modules, interpreter, *root.glob("usr/bin/*"), *root.glob("bin/*")]
+    needed = {root / path.relative_to("/") for path in shared_libraries(binaries)}
+    libraries = set(root.rglob("*.so*")).difference(modules)
+    for path in libraries - needed:
+        path.unlink()
+    # Some come with several times their size in what only debuggers read.
+    if shutil.which("strip"):
+        files = [*modules, *(libraries & needed), interpreter]
+        subprocess.run(["strip", "--strip-unneeded", *files], check=True, timeout=60)
     return root
 
 
