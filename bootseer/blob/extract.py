@@ -16,12 +16,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bootseer.blob.extract_plan import plan_extraction, worker_columns
+from bootseer.blob.extract_pool import FILES_MAX
 from bootseer.blob.extract_tasks import carry_out, start_pool
 from bootseer.blob.extract_writer import Settings, Writer
 from bootseer.blob.read import ReadBlob
@@ -60,6 +61,7 @@ def extract(
     *,
     processes: int | None = None,
     is_verified: bool = False,
+    files: Sequence[int] = (),
     owners: bool | None = None,
     allow_devices: bool = False,
     in_place: bool = False,
@@ -72,6 +74,8 @@ def extract(
 
     `processes`: how many write files; None: as many as there are processors, or for a small tree
     only this one. `is_verified`: `read` gives whole frames whose digests have been found right.
+    `files`: descriptors of the files that hold the blobs, one for each, on a disk of this node; the
+    processes read them by themselves, so that `read` is called only where this one does it alone.
     `owners`: restore user and group; None: when running as root. Without, set-user-ID and
     set-group-ID bits survive only on files that were ours already. `in_place` fills the empty
     directory itself instead of replacing it (a mount point; then a killed process leaves what it
@@ -84,6 +88,10 @@ def extract(
     """
     if processes is not None and processes < 1:
         raise InvalidInputError(f"processes is {processes}, not 1 or more")
+    if len(files) not in (0, len(tree.blobs)):
+        raise InvalidInputError(f"{len(files)} files for {len(tree.blobs)} blobs")
+    if len(files) > FILES_MAX:
+        files = ()
     content_bytes = sum(tree.columns.extent_length)
     # resolve() would follow a final link.
     target = Path(os.path.abspath(target))
@@ -109,18 +117,18 @@ def extract(
         )
         with ExitStack() as stack:
             # They load what they need while this process plans.
-            pool = start_pool(tree, processes, root_fd)
+            pool = start_pool(tree, processes, root_fd, files)
             if pool is not None:
                 stack.callback(pool.close)
             plan = plan_extraction(
                 tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
             )
-            columns = worker_columns(tree, plan, asdict(settings) | {"is_verified": is_verified})
+            more = {"is_verified": is_verified, "file_count": len(files)}
+            columns = worker_columns(tree, plan, asdict(settings) | more)
             writer = Writer(tree, plan, columns, root_fd, settings)
             stack.callback(writer.close)
-            writer.make_directories()
             writer.make_large_files()
-            carry_out(tree, plan, columns, read, pool, writer, root_fd, on_progress)
+            carry_out(tree, plan, columns, read, pool, writer, root_fd, files, on_progress)
             writer.finish()
         if durable:
             os.sync()

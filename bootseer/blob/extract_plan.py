@@ -7,7 +7,7 @@ cut where a frame begins, so that groups can be written by several workers.
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,11 +57,31 @@ class Plan:
         """Groups, then parts."""
         return len(self.group_start) - 1 + len(self.parts)
 
-    def tasks(self) -> Iterable[int]:
+    def tasks(self) -> list[int]:
         """In the order in which they should be begun: the longest first, so that no worker is
         left with one at the end."""
         groups = len(self.group_start) - 1
-        return chain(range(groups, groups + len(self.parts)), range(groups))
+        return [*range(groups, groups + len(self.parts)), *range(groups)]
+
+    def strands(self, count: int) -> list[list[int]]:
+        """The tasks, for workers that go on one beside the other: each has its own directories and
+        large files, on whose locks the others do not wait."""
+        groups = len(self.group_start) - 1
+        strands: list[list[int]] = [[] for _ in range(count)]
+        for first, end in ((groups, groups + len(self.parts)), (0, groups)):
+            for number, strand in enumerate(strands):
+                length = end - first
+                strand += range(
+                    first + length * number // count, first + length * (number + 1) // count
+                )
+        return strands
+
+    def names(self, task: int) -> Sequence[int]:
+        """Of the files that a task writes."""
+        groups = len(self.group_start) - 1
+        if task >= groups:
+            return (self.parts[task - groups][0],)
+        return self.files[self.group_start[task] : self.group_start[task + 1]]
 
     def places(self, tree: Tree, task: int) -> Iterator[Place]:
         """What a task writes."""
@@ -70,7 +90,7 @@ class Plan:
             yield from self.parts[task - groups][1]
             return
         c = tree.columns
-        for i in self.files[self.group_start[task] : self.group_start[task + 1]]:
+        for i in self.names(task):
             number = c.name_inode[i]
             for k in range(c.extent_start[number], c.extent_start[number + 1]):
                 yield (

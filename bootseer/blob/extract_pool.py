@@ -9,11 +9,13 @@ import contextlib
 import fcntl
 import json
 import os
+import queue
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import zstandard
 from bootseer.blob import extract_worker as worker
 from bootseer.errors import UnavailableError
 
-# Tasks that are ready or under way, for each worker: enough that none waits for the next.
+# Tasks that are ready or under way, for each worker: enough that it never waits for the next.
 _AHEAD = 3
 _FEEDER_FAILED = 2**32 - 1
 _READ_BYTES = 1 << 16
 # Above all that a worker's own may be.
 _HIGH_FD = 64
+FILES_MAX = _HIGH_FD - worker.FILES_FD
 _STARTER = "import sys; sys.path += sys.argv[1:]; import extract_worker; extract_worker.main()"
 
 OnReport = Callable[[int, dict[str, Any]], None]
@@ -37,29 +40,34 @@ OnReport = Callable[[int, dict[str, Any]], None]
 class Pool:
     """Some worker processes."""
 
-    def __init__(self, count: int, root_fd: int) -> None:
-        """Start `count` of them, which load what they need. Raises: OSError."""
+    def __init__(self, count: int, root_fd: int, files: Sequence[int]) -> None:
+        """Start `count` of them, which load what they need. `files`: descriptors that they get,
+        too, at most FILES_MAX. Raises: OSError."""
+        self.count = count
         self._pids: dict[int, int] = {}
         self._feeder: threading.Thread | None = None
         self._feeder_error: BaseException | None = None
         self._is_stopped = False
-        self._slots = threading.Semaphore(count * _AHEAD)
+        # The number of a worker, for each task that it has room for.
+        self._room: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open: list[int] = []
+        self._tasks: list[int] = []
         try:
             self.columns_fd = self._own(os.memfd_create("bootseer-extract-plan"))
             self.stored_fd = self._own(os.memfd_create("bootseer-extract-blob"))
-            tasks, self._tasks = map(self._own, os.pipe2(os.O_CLOEXEC))
             self._results, self._reports = map(self._own, os.pipe2(os.O_CLOEXEC))
-            given = (tasks, self._reports, self.columns_fd, self.stored_fd, root_fd)
+            given = (self._reports, self.columns_fd, self.stored_fd, root_fd, *files)
             for _ in range(count):
-                pid = _spawn(given)
+                tasks, end = map(self._own, os.pipe2(os.O_CLOEXEC))
+                self._tasks.append(end)
+                pid = _spawn((tasks, *given))
+                # Held by the worker alone, so that it ends with us.
+                self._disown(tasks)
                 self._pids[pid] = -1
                 self._pids[pid] = self._own(os.pidfd_open(pid))
         except BaseException:
             self.close()
             raise
-        # Held by the workers alone, so that they end with us.
-        self._disown(tasks)
 
     def _own(self, fd: int) -> int:
         self._open.append(fd)
@@ -69,16 +77,27 @@ class Pool:
         self._open.remove(fd)
         os.close(fd)
 
-    def run(self, tasks: Iterable[int], bring: Callable[[int], None], on_report: OnReport) -> None:
+    def run(
+        self,
+        strands: Sequence[Iterable[int]],
+        bring: Callable[[int], None],
+        on_report: OnReport,
+    ) -> None:
         """Carry out tasks, each after `bring` has brought what it needs; `on_report` is called
-        for each with what the worker says. The columns have been written.
+        for each with what the worker says. Each worker has a strand of its own, and at its end
+        goes on with the longest of the others; of one strand all take. The columns have been
+        written.
 
         Raises: what `bring` and `on_report` raise; UnavailableError when a worker ends early.
         """
-        remaining = list(tasks)
-        count = len(remaining)
+        remaining = [deque(strand) for strand in strands]
+        count = sum(map(len, remaining))
+        for _ in range(_AHEAD):
+            for worker_number in range(len(self._tasks)):
+                self._room.put(worker_number)
+        workers: dict[int, int] = {}
         self._feeder = threading.Thread(
-            target=self._feed, args=(remaining, bring), name="blob-extract", daemon=True
+            target=self._feed, args=(remaining, workers, bring), name="blob-extract", daemon=True
         )
         self._feeder.start()
         for task, report in self._read_reports():
@@ -86,19 +105,28 @@ class Pool:
                 assert self._feeder_error is not None
                 raise self._feeder_error
             on_report(task, report)
-            self._slots.release()
+            self._room.put(workers.pop(task))
             count -= 1
             if not count:
                 return
 
-    def _feed(self, tasks: Iterable[int], bring: Callable[[int], None]) -> None:
+    def _feed(
+        self, strands: list[deque[int]], workers: dict[int, int], bring: Callable[[int], None]
+    ) -> None:
         try:
-            for task in tasks:
-                self._slots.acquire()
+            while any(strands):
+                number = self._room.get()
                 if self._is_stopped:
                     return
+                own = strands[number % len(strands)]
+                # Of another worker's the last, as far as can be from what that one does.
+                task = own.popleft() if own else max(strands, key=len).pop()
                 bring(task)
-                os.write(self._tasks, worker.TASK.pack(task))
+                workers[task] = number
+                try:
+                    os.write(self._tasks[number], worker.TASK.pack(task))
+                except BrokenPipeError:
+                    raise _killed() from None
         except BaseException as error:
             self._feeder_error = error
             os.write(self._reports, worker.RESULT.pack(0, _FEEDER_FAILED))
@@ -112,7 +140,7 @@ class Pool:
         while True:
             ready = {fd for fd, _ in poller.poll()}
             if self._results not in ready:
-                raise UnavailableError("a process that writes files was killed")
+                raise _killed()
             data += os.read(self._results, _READ_BYTES)
             while len(data) >= worker.RESULT.size:
                 length, task = worker.RESULT.unpack_from(data)
@@ -125,7 +153,7 @@ class Pool:
     def close(self) -> None:
         """Nothing is written any more when this returns. Idempotent."""
         self._is_stopped = True
-        self._slots.release()
+        self._room.put(0)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,6 +167,10 @@ class Pool:
         for fd in self._open:
             os.close(fd)
         self._open.clear()
+
+
+def _killed() -> UnavailableError:
+    return UnavailableError("a process that writes files was killed")
 
 
 def _spawn(given: Iterable[int]) -> int:

@@ -1,7 +1,8 @@
 """The stored frames that the tasks of an extraction need, while they need them.
 
-Alone owns the content of the file in memory that worker processes map: blob after blob, each frame
-at its own place, so that nothing must be told but the number of a task. `have` is called from one
+Where workers read the blobs' files by themselves, the kernel is told ahead (`ReadAhead`). Else
+`Supply` alone owns the content of the file in memory that they map: blob after blob, each frame at
+its own place, so that nothing must be told but the number of a task. `have` is called from one
 thread, `release` from another. Of what no task needs any more the memory is given back.
 """
 
@@ -30,6 +31,31 @@ Unit = tuple[int, int]
 """(blob, number of a frame, or of a cell)"""
 Run = tuple[int, int, int]
 """(blob, first unit, the one behind the last)"""
+
+
+class ReadAhead:
+    """Of blobs in files of this node: a hint to the kernel before each task."""
+
+    def __init__(self, tree: Tree, plan: Plan, files: Sequence[int]) -> None:
+        self._tree = tree
+        self._plan = plan
+        self._files = files
+
+    def have(self, task: int) -> None:
+        """The disk has been told what the task will read. Raises: OSError."""
+        for blob, start, end in _ranges(self._tree, self._plan, task):
+            stored = self._tree.blobs[blob]
+            if stored.frames:
+                numbers = frames_for(stored, start, end - start)
+                first, last = stored.frames[numbers[0]], stored.frames[numbers[-1]]
+                start, end = first.offset, last.offset + last.length
+            os.posix_fadvise(self._files[blob], start, end - start, os.POSIX_FADV_WILLNEED)
+
+    def release(self, task: int) -> None:
+        """The task is done. It stays in the kernel's cache for who restores it next."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class Supply:
@@ -61,7 +87,8 @@ class Supply:
         """Returns when all that the task needs is in the file. Raises: what `read` raises."""
         missing = []
         users = self._users
-        runs = self._runs[task] = _joined(self._ranges(task))
+        found = _ranges(self._tree, self._plan, task)
+        runs = self._runs[task] = _joined(self._units(*range_) for range_ in found)
         with self._lock:
             for blob, first, end in runs:
                 for unit in zip(repeat(blob), range(first, end)):
@@ -89,19 +116,6 @@ class Supply:
             length = self._place(blob, end) // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
                 self._memory.madvise(mmap.MADV_REMOVE, start, length)
-
-    def _ranges(self, task: int) -> Iterator[Run]:
-        """The units that a task needs, in the order of its places."""
-        blob = start = end = -1
-        for _, place_blob, offset, length in self._plan.places(self._tree, task):
-            if place_blob == blob and 0 <= offset - end < _GAP_BYTES:
-                end = offset + length
-                continue
-            if blob >= 0:
-                yield self._units(blob, start, end)
-            blob, start, end = place_blob, offset, offset + length
-        if blob >= 0:
-            yield self._units(blob, start, end)
 
     def _units(self, blob: int, start: int, end: int) -> Run:
         if not self._tree.blobs[blob].frames:
@@ -131,6 +145,20 @@ class Supply:
                     f"{position - start} bytes at offset {offset}"
                 )
             os.pwrite(self._fd, data, start)
+
+
+def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
+    """(blob, start, end) in their streams that a task needs, in the order of its places."""
+    blob = start = end = -1
+    for _, place_blob, offset, length in plan.places(tree, task):
+        if place_blob == blob and 0 <= offset - end < _GAP_BYTES:
+            end = offset + length
+            continue
+        if blob >= 0:
+            yield blob, start, end
+        blob, start, end = place_blob, offset, offset + length
+    if blob >= 0:
+        yield blob, start, end
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:

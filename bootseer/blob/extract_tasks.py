@@ -3,12 +3,12 @@
 import logging
 import os
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_pool import Pool
-from bootseer.blob.extract_source import Supply
+from bootseer.blob.extract_source import ReadAhead, Supply
 from bootseer.blob.extract_worker import (
     SETTINGS,
     DamagedError,
@@ -30,8 +30,10 @@ _SMALL_BYTES = 16 * 1024 * 1024
 _PROCESSES_MAX = 8
 
 
-def start_pool(tree: Tree, processes: int | None, root_fd: int) -> Pool | None:
-    """Processes to write the tree's files; None: this one does it."""
+def start_pool(
+    tree: Tree, processes: int | None, root_fd: int, files: Sequence[int]
+) -> Pool | None:
+    """Processes to write the tree's files; None: this one does it. `files`: see `extract`."""
     if processes is None:
         content_bytes = sum(tree.columns.extent_length)
         if tree.name_count < _SMALL_NAMES and content_bytes < _SMALL_BYTES:
@@ -40,7 +42,7 @@ def start_pool(tree: Tree, processes: int | None, root_fd: int) -> Pool | None:
     if processes == 1:
         return None
     try:
-        return Pool(processes, root_fd)
+        return Pool(processes, root_fd, files)
     except OSError as error:
         _log.warning("writing files with one process, since others cannot be started: %s", error)
         return None
@@ -54,6 +56,7 @@ def carry_out(
     pool: Pool | None,
     writer: Writer,
     root_fd: int,
+    files: Sequence[int],
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """All tasks, each once; `on_progress` gets content bytes. Raises: BootseerError."""
@@ -67,7 +70,7 @@ def carry_out(
     if pool is None:
         _alone(tree, plan, columns, read, writer, root_fd, count)
     elif plan.task_count:
-        _together(tree, plan, columns, read, pool, writer, count)
+        _together(tree, plan, columns, read, pool, writer, files, count)
 
 
 def _alone(
@@ -88,6 +91,7 @@ def _alone(
     worker = Worker({**columns, "name_list": tree.columns.names}, stored, root_fd)
     try:
         for task in plan.tasks():
+            writer.make_directories(task)
             try:
                 worker.run(task)
             except DamagedError as error:
@@ -108,14 +112,23 @@ def _together(
     read: ReadBlob,
     pool: Pool,
     writer: Writer,
+    files: Sequence[int],
     count: Callable[[int], None],
 ) -> None:
     # A worker creates with exactly the mode that it is told.
     settings = array("q", columns["settings"])
     settings[SETTINGS.index("umask")] = 0
-    supply = Supply(tree, plan, read, columns, pool.stored_fd)
+    supply: Supply | ReadAhead
+    if files:
+        supply = ReadAhead(tree, plan, files)
+    else:
+        supply = Supply(tree, plan, read, columns, pool.stored_fd)
     try:
         write_columns(pool.columns_fd, {**columns, "settings": settings})
+
+        def bring(task: int) -> None:
+            writer.make_directories(task)
+            supply.have(task)
 
         def on_report(task: int, report: dict[str, Any]) -> None:
             if "damage" in report:
@@ -123,12 +136,17 @@ def _together(
             if "errno" in report:
                 error = OSError(report["errno"], os.strerror(report["errno"]))
                 raise writer.error_at(report["name"], error)
+            if "unread" in report:
+                why = os.strerror(report["unread"])
+                raise UnavailableError(f"cannot read a blob's file: {why}")
             if report:
                 raise UnavailableError(f"a process that writes files failed: {report['failure']}")
             supply.release(task)
             count(task)
 
-        pool.run(plan.tasks(), supply.have, on_report)
+        # What is sent for comes in one order.
+        strands = plan.strands(pool.count) if files else [plan.tasks()]
+        pool.run(strands, bring, on_report)
     finally:
         # Nobody brings anything any more.
         pool.close()

@@ -3,8 +3,9 @@
 A worker process imports nothing else of Bootseer, so that it is there within some 30 ms: it gets
 columns of the tree as plain arrays in a file in memory (`SECTIONS`), the numbers of tasks through
 a pipe that all workers read, and the stored frames in a second file in memory, which its parent
-fills. It reports each task through another pipe, and ends when the first one is closed, so also
-when its parent is killed. A small extraction uses a `Worker` in its own process.
+fills, or the files that hold them. It reports each task through another pipe, and ends when the
+first one is closed, so also when its parent is killed. A small extraction uses a `Worker` in its
+own process.
 
 Few system calls per file, and no objects but its descriptor: what the kernel does is most of it.
 """
@@ -50,7 +51,7 @@ SECTIONS = {
     "part_start": "I",
     "places": "Q",
 }
-SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified")
+SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified", "file_count")
 
 Section: TypeAlias = "array[int] | bytes"
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
@@ -62,7 +63,8 @@ RESULT = Struct("<II")
 _LENGTH = Struct("<Q")
 
 # What a worker's descriptors are.
-TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, ROOT_FD = range(3, 8)
+TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, ROOT_FD, FILES_FD = range(3, 9)
+"""The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,6 +75,14 @@ _MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in o
 
 class DamagedError(Exception):
     """A stored frame is not what the tree says; the message says how."""
+
+
+class UnreadError(Exception):
+    """The file of a blob cannot be read; `error` says why."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.error = error
 
 
 class StoppedError(Exception):
@@ -106,18 +116,13 @@ class Directories:
         while number and number not in fds:
             missing.append(number)
             number = self._parents[self._name_of[number]]
-        fd = fds[number] if number else self._root_fd
-        temporary = -1
+        fd = self._root_fd
+        if number:
+            fd = fds[number] = fds.pop(number)
         for below in reversed(missing):
-            try:
-                fd = os.open(self._names[self._name_of[below]], _DIRECTORY, dir_fd=fd)
-            finally:
-                if temporary >= 0:
-                    os.close(temporary)
-            temporary = fd
-        fds[missing[0]] = fd
-        if len(fds) > _OPEN_DIRECTORIES:
-            os.close(fds.pop(next(iter(fds))))
+            fd = fds[below] = os.open(self._names[self._name_of[below]], _DIRECTORY, dir_fd=fd)
+            if len(fds) > _OPEN_DIRECTORIES:
+                os.close(fds.pop(next(iter(fds))))
         return fd
 
     def close(self) -> None:
@@ -302,8 +307,25 @@ def _read_columns(data: memoryview) -> dict[str, Any]:
     return columns
 
 
+def _from_files(bases: "array[int]") -> Stored:
+    """What stores all blobs, read from their files."""
+
+    def stored(offset: int, length: int) -> bytes:
+        blob = bisect_right(bases, offset) - 1
+        try:
+            # Into fresh memory that the allocator has had before: a mapping would fault on each of
+            # its pages, and end this process where somebody cuts the file.
+            return os.pread(FILES_FD + blob, length, offset - bases[blob])
+        except OSError as error:
+            raise UnreadError(error) from error
+
+    return stored
+
+
 def _worker() -> Worker:
     columns = _read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
+    if columns["settings"][SETTINGS.index("file_count")]:
+        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD)
     frames = memoryview(mmap.mmap(STORED_FD, 0, prot=mmap.PROT_READ))
     return Worker(columns, lambda offset, length: frames[offset : offset + length], ROOT_FD)
 
@@ -321,6 +343,8 @@ def main() -> None:
             worker.run(task)
         except DamagedError as error:
             report = {"damage": str(error)[:_MESSAGE_CHARS_MAX]}
+        except UnreadError as error:
+            report = {"unread": error.error.errno or errno.EIO}
         except OSError as error:
             current = worker.current if worker is not None else 0
             report = {"errno": error.errno or errno.EIO, "name": current}

@@ -1,7 +1,8 @@
 """What one process does of an extraction: directories, large files' lengths, and at last links,
 special files, and attributes that come last.
 
-`make_directories` and `make_large_files` before the tasks, `finish` after them. For one thread.
+`make_large_files` before the tasks, `make_directories` before each of them, `finish` after them.
+For one thread at a time.
 """
 
 import errno
@@ -66,6 +67,9 @@ class Writer:
         self._modes = columns["mode"]
         name_of = columns["directory_name"]
         assert not isinstance(name_of, bytes)
+        self._name_of = name_of
+        self._is_made = bytearray(tree.inode_count)
+        self._is_made[0] = 1
         self._directories = Directories(c.names, c.name_parent, name_of, root_fd)
         if not settings.owners:
             own = (settings.uid, settings.gid)
@@ -78,16 +82,29 @@ class Writer:
         """Close all directories."""
         self._directories.close()
 
-    def make_directories(self) -> None:
-        """All of them, private for now."""
-        for i in self._plan.directories:
+    def make_directories(self, task: int) -> None:
+        """Those that a task writes into, private for now."""
+        for i in self._plan.names(task):
+            if not self._is_made[self._parents[i]]:
+                self._make_directory(self._parents[i])
+
+    def _make_directory(self, number: int) -> None:
+        """With all above it that are missing."""
+        missing = []
+        while not self._is_made[number]:
+            missing.append(number)
+            number = self._parents[self._name_of[number]]
+        for number in reversed(missing):
+            i = self._name_of[number]
             with self.naming(i):
                 os.mkdir(self._names[i], 0o700, dir_fd=self._directories.get(self._parents[i]))
+            self._is_made[number] = 1
 
     def make_large_files(self) -> None:
         """The files whose parts come later, at their full length."""
         sizes = self._tree.columns.size_bytes
         for i in self._plan.large:
+            self._make_directory(self._parents[i])
             with self.naming(i):
                 directory = self._directories.get(self._parents[i])
                 fd = os.open(self._names[i], _CREATE, 0o600, dir_fd=directory)
@@ -97,8 +114,10 @@ class Writer:
                     os.close(fd)
 
     def finish(self) -> None:
-        """Attributes of large files; links and special files; last the directories' attributes,
-        the innermost first."""
+        """Directories that hold no files; attributes of large files; links and special files; last
+        the directories' attributes, the innermost first."""
+        for i in self._plan.directories:
+            self._make_directory(self._inodes[i])
         for i in self._plan.large:
             self._finish_name(i)
         for i in self._plan.with_xattrs:

@@ -6,7 +6,6 @@ holds the locks of the targets and has called `work.recover`.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,14 +126,21 @@ def fetch_tree(store: Store, target: Target, tree: Tree, directory: Path, deadli
     from bootseer.blob.extract import extract
     from bootseer.progress import Progress
     from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
+    from bootseer.snapshots.restoring.near import near_blobs
 
-    with ExitStack() as stack:
-        label = f"restoring {text_of(target.path)}"
-        plan = plan_frames(tree)
-        progress = stack.enter_context(Progress(label, plan.wanted_bytes))
-        source = stack.enter_context(
-            FrameSource(store, plan, deadline_s=deadline_s, on_progress=progress.advance)
-        )
+    label = f"restoring {text_of(target.path)}"
+    near = near_blobs(store, tree)
+    if near is not None:
+        with Progress(label, sum(tree.columns.extent_length)) as progress:
+            extract(tree, near.read, directory, files=near.files, on_progress=progress.advance)
+        if len(tree.blobs) == 1:
+            return tree.blobs[0].size_bytes
+        return plan_frames(tree).wanted_bytes
+    plan = plan_frames(tree)
+    with (
+        Progress(label, plan.wanted_bytes) as progress,
+        FrameSource(store, plan, deadline_s=deadline_s, on_progress=progress.advance) as source,
+    ):
         extract(tree, source.read, directory, is_verified=True)
     return plan.wanted_bytes
 

@@ -154,6 +154,33 @@ def test_processes_share_the_work_and_are_gone_afterwards(tmp_path: Path) -> Non
     assert sum(asked) < 1.2 * len(blob)
 
 
+def test_a_file_of_this_node_is_read_by_the_workers(tmp_path: Path) -> None:
+    _many_files(tmp_path / "in")
+    (tmp_path / "in/empty/within").mkdir(parents=True)
+    tree, blob = packed(tmp_path / "in")
+    (tmp_path / "blob").write_bytes(blob)
+    with (tmp_path / "blob").open("rb") as file:
+        extract(tree, unused, tmp_path / "out", processes=3, files=[file.fileno()])
+    assert state(tmp_path / "out") == state(tmp_path / "in")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "unreadable"])
+def test_a_damaged_file_of_this_node_leaves_nothing(tmp_path: Path, damage: str) -> None:
+    _many_files(tmp_path / "in")
+    tree, blob = packed(tmp_path / "in")
+    damaged = bytearray(blob)
+    damaged[len(blob) // 2] ^= 1
+    content = {"cut": blob[: len(blob) // 2], "flipped": damaged}.get(damage, blob)
+    (tmp_path / "blob").write_bytes(content)
+    expected = UnavailableError if damage == "unreadable" else CorruptError
+    with (
+        (tmp_path / "blob").open("ab" if damage == "unreadable" else "rb") as file,
+        pytest.raises(expected),
+    ):
+        extract(tree, unused, tmp_path / "out", processes=2, files=[file.fileno()])
+    assert sorted(os.listdir(tmp_path)) == ["blob", "in"]
+
+
 def test_a_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     _many_files(tmp_path / "in")
     tree, blob = packed(tmp_path / "in")

@@ -12,8 +12,11 @@ from bootseer.config import Settings
 from bootseer.errors import CorruptError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.restoring import near
 from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
+from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
+from tests.blob.trees import state
 from tests.snapshots.conftest import MakeNode
 
 
@@ -87,3 +90,22 @@ def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> N
         pytest.raises(CorruptError),
     ):
         source.read(0, frame.offset, frame.length)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_store_on_a_disk_of_this_node_is_read_as_files(
+    packed: tuple[Store, str, Tree, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_near: bool,
+) -> None:
+    store, _, tree, _ = packed
+    if not is_near:
+        monkeypatch.setattr(near, "_LOCAL", frozenset())
+    elif near.near_blobs(store, tree) is None:
+        pytest.skip("the tests' folder is on a file system that counts as far")
+    (manifest,) = catalogue.list_all(store)
+    (target,) = manifest.targets
+    moved_bytes = fetch_tree(store, target, tree, tmp_path / "out", 20.0)
+    assert tree.blobs[0].size_bytes * 0.9 < moved_bytes <= tree.blobs[0].size_bytes
+    assert state(tmp_path / "out") == state(tmp_path / "source")
