@@ -80,14 +80,20 @@ config_path = "{base}/certs.d"
 """
 
 
-def containerd_config(base: Path, version: int) -> str:
-    """What docs/containerd.md tells people to write, with folders and sockets below `base`."""
+def containerd_config(base: Path, version: int, *, runtime_class: bool = False) -> str:
+    """What docs/containerd.md tells people to write, with folders and sockets below `base`: for all
+    pods, or for those of the runtime class "bootseer"."""
     text = (REPOSITORY / "docs/containerd.md").read_text()
     blocks = re.findall(rf"```toml\nversion = {version}\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 1
-    documented = str(blocks[0]).replace(
-        "/run/bootseer/snapshotter.sock", f"{base}/snapshotter.sock"
-    )
+    documented = str(blocks[0])
+    if runtime_class:
+        release = {2: "1.7", 3: "2.x"}[version]
+        documented = re.sub(
+            r'^(\[plugins[^\n]*\]\n)snapshotter = "bootseer"$', r"\1", documented, flags=re.M
+        )
+        documented += re.findall(rf"# runtime class of {release}\n(.*?)```", text, re.DOTALL)[0]
+    documented = documented.replace("/run/bootseer/snapshotter.sock", f"{base}/snapshotter.sock")
     documented = documented.replace("linux/amd64", f"linux/{ARCHITECTURE}")
     ours = _COMMON + (_VERSION_3 if version == 3 else _VERSION_2)
     return _ROOT.format(base=base, version=version) + documented + ours.format(base=base)
@@ -95,7 +101,12 @@ def containerd_config(base: Path, version: int) -> str:
 
 _CRI_MESSAGES = {
     "ImageSpec": ((1, "string", "image"),),
-    "PullImageRequest": ((1, ".runtime.v1.ImageSpec", "image"),),
+    "Annotation": ((1, "string", "key"), (2, "string", "value")),
+    "PodSandboxConfig": ((7, "*.runtime.v1.Annotation", "annotations"),),
+    "PullImageRequest": (
+        (1, ".runtime.v1.ImageSpec", "image"),
+        (3, ".runtime.v1.PodSandboxConfig", "sandbox_config"),
+    ),
     "PullImageResponse": ((1, "string", "image_ref"),),
     "RemoveImageRequest": ((1, ".runtime.v1.ImageSpec", "image"),),
     "RemoveImageResponse": (),
@@ -136,6 +147,7 @@ class Node:
         with_containerd: bool = True,
         linger_s: float = 0.0,
         root: Path | None = None,
+        runtime_class: bool = False,
         **changes: Any,
     ) -> None:
         skip_unless_root()
@@ -147,6 +159,7 @@ class Node:
         self.settings: Settings = replace(settings_at(self.base), **changes)
         self.root = root or self.base / "snapshotter"
         self._linger_s = linger_s
+        self._runtime_class = runtime_class
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
         for name in ("cache", "cni"):
@@ -183,7 +196,8 @@ class Node:
 
     def start_containerd(self) -> "subprocess.Popen[bytes]":
         """Start it, and wait until CRI answers."""
-        config = containerd_config(self.base, 3 if self.is_version("2") else 2)
+        version = 3 if self.is_version("2") else 2
+        config = containerd_config(self.base, version, runtime_class=self._runtime_class)
         (self.base / "config.toml").write_text(config)
         with (self.base / "containerd.log").open("ab") as log:
             process = subprocess.Popen(
@@ -316,21 +330,32 @@ class Node:
             )
             return caller(_CRI[f"{method}Request"](**fields), timeout=TIMEOUT_S)
 
-    def pull(self, reference: str) -> None:
-        """Pull as a kubelet does, over plain HTTP."""
-        self.pull_at_once(reference, 1)
+    def pull(self, reference: str, annotations: Mapping[str, str] | None = None) -> None:
+        """Pull as a kubelet does for a pod with these annotations, over plain HTTP."""
+        self.pull_at_once(reference, 1, annotations)
 
-    def pull_at_once(self, reference: str, count: int) -> None:
+    def pull_at_once(
+        self, reference: str, count: int, annotations: Mapping[str, str] | None = None
+    ) -> None:
         """Pull several times, at the same time."""
         host = reference.partition("/")[0]
         folder = self.base / "certs.d" / host
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
         with ThreadPoolExecutor(count) as pool:
-            image = {"image": reference}
-            pulls = [pool.submit(self.cri, "PullImage", image=image) for _ in range(count)]
+            pod = [{"key": key, "value": value} for key, value in (annotations or {}).items()]
+            fields = {"image": {"image": reference}, "sandbox_config": {"annotations": pod}}
+            pulls = [pool.submit(self.cri, "PullImage", **fields) for _ in range(count)]
             for future in pulls:
                 future.result(TIMEOUT_S)
+
+    def can_pull(self, reference: str, annotations: Mapping[str, str]) -> bool:
+        """Whether a pull succeeds."""
+        try:
+            self.pull(reference, annotations)
+        except grpc.RpcError:
+            return False
+        return True
 
     def remove_image(self, reference: str) -> None:
         """Remove an image, and wait for what depends on it."""

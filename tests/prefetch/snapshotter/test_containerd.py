@@ -272,6 +272,27 @@ def test_images_outlive_a_restart_of_containerd(site: Site) -> None:
     assert site.pulled("kept") == set()
 
 
+def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: Site) -> None:
+    """As on a node that boots: what runs the snapshotter may be a pod itself."""
+    if site.node.is_version("1.6"):
+        pytest.skip("containerd has a snapshotter for each runtime class from 1.7 on")
+    reference = site.push("classed", layers("classed"))
+    with Node(runtime_class=True) as node:
+        index(node.settings, site.folder / "classed", "classed:1")
+        node.stop(node.containerd)
+        node.stop(node.snapshotter)
+        node.containerd = node.start_containerd()
+        node.pull(reference)
+        assert site.pulled("classed") == {0, 1, 2, 3}
+        node.snapshotter = node.start_snapshotter()
+        assert node.snapshots() == {}
+        annotations = {"io.containerd.cri.runtime-handler": "bootseer"}
+        # Containerd waits a moment before it tries a socket again.
+        wait_for(lambda: node.can_pull(reference, annotations))
+        assert node.snapshots() != {}
+        assert node.run(reference, "classed", "cat", "/opt/classed") == "classed\n"
+
+
 def test_a_store_that_is_down_leaves_the_ordinary_pull(site: Site, tmp_path: Path) -> None:
     store_url = f"hdfs://127.0.0.1:{free_port()}/bootseer"
     reference = site.push("lonely", layers("lonely"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -423,7 +424,8 @@ def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal
     wait_for(lambda: not node.trees() and not list(live_mounts(node.settings)))
 
 
-def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run_dir", ["on disk", "in memory"])
+def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path, run_dir: str) -> None:
     add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -431,6 +433,8 @@ def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path) ->
     node.stop(node.snapshotter, signal.SIGKILL)
     node.kill_image_servers()
     mounts.detach(lower, lazy=True)
+    if run_dir == "in memory":
+        shutil.rmtree(node.settings.run_dir)
     (node.root / "snapshots/999/fs").mkdir(parents=True)
     (node.root / "snapshots/new-garbage").mkdir()
     (node.root / "trees/garbage").mkdir()
