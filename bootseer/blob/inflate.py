@@ -1,9 +1,12 @@
 """Decompression of layers and archives: gzip, zstd or none, as pieces. Alone owns the libraries.
 
 ISA-L decompresses gzip twice as fast as zlib; a platform that has no wheel of it has zlib. Both
-verify gzip's own checksums. Generators: nothing is read before it is asked for.
+verify gzip's own checksums. They are read as files, which write into the piece that is handed on:
+objects that decompress what they are given copy that, and the rest of it again and again.
+Generators: nothing is read before it is asked for.
 """
 
+import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,16 +14,23 @@ from typing import Any, BinaryIO, cast
 
 import zstandard
 
-from bootseer.errors import CorruptError, UnsupportedError
+from bootseer.errors import UnsupportedError
 
 gzip_library: Any
 try:
-    from isal import isal_zlib as gzip_library
+    from isal import igzip as gzip_library
+    from isal.isal_zlib import error as gzip_error
 except ImportError:
-    gzip_library = zlib
+    gzip_library, gzip_error = gzip, zlib.error
 
 PIECE_BYTES = 2**20
-ERRORS: tuple[type[Exception], ...] = (zlib.error, gzip_library.error, zstandard.ZstdError)
+ERRORS: tuple[type[Exception], ...] = (
+    zlib.error,
+    gzip_error,
+    gzip.BadGzipFile,
+    EOFError,
+    zstandard.ZstdError,
+)
 """What the libraries raise for bytes that they cannot decompress."""
 
 Read = Callable[[int], bytes]
@@ -59,43 +69,39 @@ def decompress(read: Read, name: str) -> Iterator[bytes]:
     return _plain(head, read)
 
 
+class _Whole(io.RawIOBase):
+    """`head`, then the rest, as a file."""
+
+    def __init__(self, head: bytes, read: Read) -> None:
+        self._head = head
+        self._read = read
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        data, self._head = self._head, b""
+        return data or self._read(size)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self.read(len(buffer))
+        count = min(len(data), len(buffer))
+        buffer[:count] = data[:count]
+        self._head = data[count:]
+        return count
+
+
 def _gunzip(head: bytes, read: Read) -> Iterator[bytes]:
     """Members one after another, as pigz and eStargz write them; zeros may follow."""
-    data = head
-    while data:
-        member = gzip_library.decompressobj(wbits=31)
-        while not member.eof:
-            piece = member.decompress(data, PIECE_BYTES)
-            data = member.unconsumed_tail
-            if piece:
-                yield piece
-            elif not data and not member.eof:
-                data = read(PIECE_BYTES)
-                if not data:
-                    raise CorruptError("the gzip stream is cut off")
-        data = member.unused_data
-        padding = not data.startswith(_GZIP[:1])
-        while padding and not data.strip(b"\0"):
-            data = read(PIECE_BYTES)
-            if not data:
-                return
-        data = data.lstrip(b"\0") if padding else data
+    with gzip_library.open(_Whole(head, read)) as file:
+        while piece := file.read1(PIECE_BYTES):
+            yield piece
 
 
 def _unzstd(head: bytes, read: Read) -> Iterator[bytes]:
-    class _Whole(io.RawIOBase):
-        """`head`, then the rest: what a stream_reader reads from."""
-
-        def __init__(self) -> None:
-            self.head = head
-
-        def read(self, size: int = -1, /) -> bytes:
-            data, self.head = self.head, b""
-            return data or read(size)
-
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
     with decompressor.stream_reader(
-        cast(BinaryIO, _Whole()), read_size=PIECE_BYTES, read_across_frames=True
+        cast(BinaryIO, _Whole(head, read)), read_size=PIECE_BYTES, read_across_frames=True
     ) as reader:
         while piece := reader.read(PIECE_BYTES):
             yield piece
