@@ -15,6 +15,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 ANY_DIGEST = re.compile(rf"{DIGEST.pattern}|blake3:[0-9a-f]{{64}}")
 """Also of streams that no image names."""
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+BLOB_DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 
 COUNT_MAX = 2**53
 """What every JSON reader reads exactly."""

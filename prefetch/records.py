@@ -13,6 +13,7 @@ from typing import Any
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.checked_json import (
     ANY_DIGEST,
+    BLOB_DIGEST,
     SHA256,
     count_in,
     digest_in,
@@ -103,8 +104,8 @@ def decode_image(data: bytes, where: str) -> ImageRecord:
     document = _document(data, _IMAGE, where)
     layers = tuple(
         ImageLayer(
-            digest_in(layer, "digest", where),
-            digest_in(layer, "blob_digest", where, SHA256),
+            digest_in(layer, "digest", where, ANY_DIGEST),
+            digest_in(layer, "blob_digest", where, BLOB_DIGEST),
             count_in(layer, "blob_size_bytes", where),
         )
         for layer in list_in(document, "layers", dict, _LIST_MAX, where)
@@ -142,7 +143,7 @@ def decode_layer(data: bytes, where: str) -> LayerRecord:
     document = _document(data, _LAYER, where)
     return LayerRecord(
         digest_in(document, "digest", where),
-        digest_in(document, "blob_digest", where, SHA256),
+        digest_in(document, "blob_digest", where, BLOB_DIGEST),
         count_in(document, "blob_size_bytes", where),
         digest_in(document, "index_digest", where, SHA256),
         *decode_notes(document, where),

@@ -4,7 +4,6 @@ Edge: files, store. An archive is hostile: its expansion is bounded, its members
 `blob.tar_pack`, and what a restore would refuse is refused here. One call is one archive.
 """
 
-import hashlib
 import os
 import stat
 import tempfile
@@ -23,6 +22,7 @@ from bootseer.blob.read import BlobReader
 from bootseer.blob.tar_header import END
 from bootseer.blob.tree import Inode, Tree
 from bootseer.config import Settings
+from bootseer.content_digest import hasher_of
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -85,14 +85,14 @@ def is_plain(manifest: Manifest) -> bool:
 
 
 def _copy_blob(store: Store, target: Target, file: BinaryIO, on_progress: OnProgress) -> None:
-    digest = hashlib.sha256()
+    hasher = hasher_of(target.blob.digest)
     for offset in range(0, target.blob.size_bytes, PIECE_BYTES):
         length = min(PIECE_BYTES, target.blob.size_bytes - offset)
         data = store.read(blob_key(target.blob.digest), offset, length)
-        digest.update(data)
+        hasher.update(data)
         file.write(data)
         on_progress(len(data))
-    if f"sha256:{digest.hexdigest()}" != target.blob.digest:
+    if hasher.hexdigest() != target.blob.digest.partition(":")[2]:
         raise CorruptError(f"the blob {target.blob.digest} in {store.url} is damaged")
 
 

@@ -38,7 +38,7 @@ SIZE_BYTES_MAX = 1 << 50
 INDEX_BYTES_MAX = 4 << 30
 
 _HEX = re.compile(r"[0-9a-f]{64}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -5,7 +5,6 @@ level and the cuts, never on the number of threads. One caller; its own worker t
 a few batches of frames per thread are in memory.
 """
 
-import hashlib
 import os
 import struct
 import threading
@@ -34,7 +33,7 @@ _BATCH_BYTES = 1024 * 1024
 """Of the stream, handed to a thread at once: a hand-over costs as much as a small frame."""
 _BATCHES_IN_FLIGHT_PER_THREAD = 2
 
-_Frame = list[bytes]
+_Frame = list[bytes | memoryview]
 """The pieces that one frame holds."""
 
 
@@ -97,7 +96,7 @@ class FrameWriter:
         self._lengths = array("I")
         self._stream_lengths = array("I")
         self._digests = bytearray()
-        self._hash = hashlib.sha256()
+        self._hash = ContentHasher()
         self._size = 0
 
     def __enter__(self) -> Self:
@@ -117,7 +116,7 @@ class FrameWriter:
         if self._pieces_bytes and self._pieces_bytes + length > self.frame_bytes:
             self.cut()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append to the current frame, never splitting `data`; a frame that is full is done."""
         self._pieces.append(data)
         self._pieces_bytes += len(data)
@@ -157,7 +156,7 @@ class FrameWriter:
         self._put(_seek_table(self._lengths, self._stream_lengths))
         frames = FrameTable(self._lengths, self._stream_lengths, bytes(self._digests))
         stream_digest = self._stream_digest or f"blake3:{self._stream_hash.hexdigest()}"
-        digest = f"sha256:{self._hash.hexdigest()}"
+        digest = f"blake3:{self._hash.hexdigest()}"
         return Blob(digest, self._size, frames, stream_digest, self.position)
 
     def _hash_stream(self, batch: list[_Frame]) -> None:
@@ -173,7 +172,8 @@ class FrameWriter:
             compressor = self._local.compressor = zstandard.ZstdCompressor(
                 level=self._level, write_checksum=True, write_content_size=True
             )
-        frames = [compressor.compress(b"".join(pieces)) for pieces in batch]
+        joined = (pieces[0] if len(pieces) == 1 else b"".join(pieces) for pieces in batch)
+        frames = [compressor.compress(content) for content in joined]
         return [(frame, content_digest(frame)) for frame in frames]
 
     def _drain_one(self) -> None:

@@ -17,16 +17,17 @@ import zstandard
 from bootseer.errors import UnsupportedError
 
 gzip_library: Any
+deflate_library: Any
 try:
     from isal import igzip as gzip_library
-    from isal.isal_zlib import error as gzip_error
+    from isal import isal_zlib as deflate_library
 except ImportError:
-    gzip_library, gzip_error = gzip, zlib.error
+    gzip_library, deflate_library = gzip, zlib
 
 PIECE_BYTES = 2**20
 ERRORS: tuple[type[Exception], ...] = (
     zlib.error,
-    gzip_error,
+    deflate_library.error,
     gzip.BadGzipFile,
     EOFError,
     zstandard.ZstdError,

@@ -2,7 +2,7 @@
 
 
 def blob_key(digest: str) -> str:
-    """Where the blob `sha256:<hex>` lies."""
+    """Where the blob `blake3:<hex>` lies."""
     return f"blobs/{digest.replace(':', '/', 1)}"
 
 

@@ -4,7 +4,6 @@ Where blobs come from (a local file, the store, a cache) is the caller's `read` 
 are returned only after their frame's digest was found right. Thread-safe.
 """
 
-import hashlib
 import stat
 import threading
 from collections import OrderedDict
@@ -13,7 +12,7 @@ from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.tree import Inode, Tree
-from bootseer.content_digest import ContentHasher
+from bootseer.content_digest import ContentHasher, hasher_of
 from bootseer.errors import CorruptError
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
@@ -95,7 +94,7 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
     """
     tree.validate()
     for number, blob in enumerate(tree.blobs):
-        whole = hashlib.sha256()
+        whole = hasher_of(blob.digest)
         for offset in range(0, blob.size_bytes, _VERIFY_READ_BYTES):
             length = min(_VERIFY_READ_BYTES, blob.size_bytes - offset)
             data = read(number, offset, length)
@@ -104,7 +103,7 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
             whole.update(data)
             if on_progress:
                 on_progress(length)
-        if f"sha256:{whole.hexdigest()}" != blob.digest:
+        if whole.hexdigest() != blob.digest.partition(":")[2]:
             raise CorruptError(f"the blob {blob.digest} does not match its digest")
     reader = BlobReader(tree, read)
     # In the order of the stream, so that each frame is decoded once.

@@ -112,21 +112,21 @@ def copy_end(reader: TarReader, writer: FrameWriter) -> None:
 
 def _copied_pieces(
     reader: TarReader, writer: FrameWriter, stored: int, segments: Iterable[tuple[int, int]]
-) -> Iterator[bytes]:
+) -> Iterator[bytes | memoryview]:
     left = stored
     for _, length in segments:
         # No piece spans two segments: cut as `members` does, so that a directory's tar gives the
         # directory's blob.
         while length:
-            piece = reader.take(min(writer.frame_bytes, length))
+            piece = reader.view(min(writer.frame_bytes, length))
             left -= len(piece)
             length -= len(piece)
             yield piece
-            writer.write(piece if left else piece + reader.take(-stored % BLOCK))
+            writer.write(piece if left else bytes(piece) + reader.take(-stored % BLOCK))
 
 
 def _digest(
-    pieces: Iterable[bytes], segments: Iterable[tuple[int, int]], size_bytes: int
+    pieces: Iterable[bytes | memoryview], segments: Iterable[tuple[int, int]], size_bytes: int
 ) -> bytes | None:
     """Of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
     segments = [segment for segment in segments if segment[1]]

@@ -106,6 +106,16 @@ class TarReader:
             missing -= self._taken
         return b"".join(pieces)
 
+    def view(self, count: int) -> bytes | memoryview:
+        """As `take`, without a copy where it can be. A view keeps the whole piece that the stream
+        gave in memory."""
+        start = self._taken
+        end = start + count
+        if end > len(self._buffer):
+            return self.take(count)
+        self._taken = end
+        return memoryview(self._buffer)[start:end]
+
     def skip(self, count: int) -> None:
         """Go past the next `count` bytes. Raises: CorruptError where the archive is cut off."""
         left = self._taken + count - len(self._buffer)

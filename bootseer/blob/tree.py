@@ -94,7 +94,7 @@ class Blob:
     """
 
     digest: str
-    """`sha256:<hex>` of the stored, compressed bytes."""
+    """`blake3:<hex>` of the stored, compressed bytes; of older ones `sha256:<hex>`."""
     size_bytes: int
     frames: Sequence[Frame]
     stream_digest: str

@@ -24,7 +24,7 @@ notes, and a day later a few more."""
 _KIND = "bootseer-use"
 _VERSION = 1
 _BYTES_MAX = 4 * 2**20
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

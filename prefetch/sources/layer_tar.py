@@ -19,7 +19,8 @@ from bootseer.blob.tree import Extent
 from bootseer.errors import CorruptError
 from bootseer.prefetch.merge import LayerTree
 
-LEVEL = 3
+LEVEL = 1
+"""A layer is packed once, but by whoever is short of CPUs: see docs/format/blob.md."""
 _LINK_COST_BYTES = 500
 
 

@@ -239,7 +239,7 @@ def test_a_corrupt_snapshot_is_replaced(tmp_path: Path, make_node: MakeNode) -> 
     request = _request(tmp_path)
     first = run_setup(make_node("a"), request)
     shutil.rmtree(tmp_path / "env")
-    for blob in (tmp_path / "store/blobs/sha256").iterdir():
+    for blob in (tmp_path / "store/blobs/blake3").iterdir():
         blob.chmod(0o600)
         data = bytearray(blob.read_bytes())
         data[5] ^= 0xFF
