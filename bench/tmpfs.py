@@ -24,14 +24,15 @@ def available_memory_bytes() -> int:
 
 
 @contextlib.contextmanager
-def tmpfs(workspace: Path, size_bytes: int) -> Iterator[Path]:
+def tmpfs(workspace: Path, size_bytes: int, beside_bytes: int | None = None) -> Iterator[Path]:
     """A tmpfs folder with room for `size_bytes`: a mount of its own for root, else in /dev/shm.
 
-    Raises: SkippedError when there is not enough memory or no tmpfs.
+    `beside_bytes` of memory are left to everybody else; by default as much again, for instance for
+    caches of what is read. Raises: SkippedError when there is not enough memory or no tmpfs.
     """
-    # As much again is left to everybody else, for instance to caches of what is read.
-    if available_memory_bytes() < 2 * size_bytes + 2**29:
-        raise SkippedError(f"less than {2 * size_bytes + 2**29 >> 20} MiB of memory are available")
+    needed_bytes = size_bytes + (size_bytes + 2**29 if beside_bytes is None else beside_bytes)
+    if available_memory_bytes() < needed_bytes:
+        raise SkippedError(f"less than {needed_bytes >> 20} MiB of memory are available")
     own = workspace / "tmpfs"
     own.mkdir()
     if os.geteuid() == 0 and _mount(own, size_bytes):

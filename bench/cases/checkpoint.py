@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 
-from bench.checkpoint.cluster import CappedHdfs
+from bench.checkpoint.cluster import CappedHdfs, data_folder
 from bench.checkpoint.content import BLOCK_BYTES, Content
 from bench.checkpoint.files import (
     CODED_3_2,
@@ -48,7 +48,9 @@ from bench.model import (
 from bench.page_cache import evict_everything
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
-# Together below half of what two cores can move between clients, relays and DataNodes.
+# Of all files of all kinds on both clusters, and of what was just deleted.
+_KEPT_SIZES = 14
+# Together below half of what two cores can move between clients and DataNodes.
 _RATES = {4: 50e6, 8: 30e6}
 _SLOWER = 10
 _RANGE_BYTES, _RANGE_THREADS = 8 << 20, 16
@@ -60,11 +62,11 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["size_bytes"] = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
     _fetch(workspace)
     with contextlib.ExitStack() as stack:
+        size_bytes = workspace.shared["size_bytes"]
+        folder, where = stack.enter_context(data_folder(workspace, _KEPT_SIZES * size_bytes))
         limits = stack.enter_context(limiter())
         clusters = {
-            count: stack.enter_context(
-                CappedHdfs(workspace.directory / f"hdfs-{count}", count, rate, limits)
-            )
+            count: stack.enter_context(CappedHdfs(folder / f"hdfs-{count}", count, rate, limits))
             for count, rate in _RATES.items()
         }
         workspace.shared["clusters"] = clusters
@@ -72,11 +74,12 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         for cluster in clusters.values():
             ensure(workspace, cluster, ORDINARY)
             ensure(workspace, cluster, SHORT)
-        size_mib = workspace.shared["size_bytes"] >> 20
+        size_mib = size_bytes >> 20
         workspace.shared["notes"] = [
             "Real HDFS 3.3.6 (one NameNode; its DataNodes in one JVM); DataNodes, each way: "
             + ", ".join(f"{count} of {rate / 1e6:g} MB/s" for count, rate in _RATES.items())
             + f"; {limits.note}",
+            where,
             f"Files of {size_mib} MiB at replication 1, blocks of 128 MiB, read from start to end; "
             f"clients of one stream move {SHORT.size_bytes(workspace) >> 20} MiB and coded files "
             f"have {CODED_3_2.size_bytes(workspace) >> 20} MiB, since what counts is their rate",

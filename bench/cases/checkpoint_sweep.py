@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bench.checkpoint.cluster import CappedHdfs
+from bench.checkpoint.cluster import CappedHdfs, data_folder
 from bench.checkpoint.files import NAME, STRIPED, ensure, write
 from bench.checkpoint.limits import limiter
 from bench.checkpoint.measure import derive, our_mount, run_client, sample
@@ -23,6 +23,8 @@ from bench.page_cache import evict_everything
 
 _FULL_BYTES, _QUICK_BYTES = 2**29, 2**27
 _DATANODES, _BYTES_PER_S = 8, 30e6
+# Two files, and what was just deleted.
+_KEPT_SIZES = 8
 _UNITS_MIB = (1, 2, 4, 8, 16)
 _COUNTS = (2, 4, 8, 16)
 _DEFAULT = "4 MiB x 8"
@@ -34,14 +36,16 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["size_bytes"] = size_bytes
     assemble_hdfs()
     with (
+        data_folder(workspace, _KEPT_SIZES * size_bytes) as (folder, where),
         limiter() as limits,
-        CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S, limits) as cluster,
+        CappedHdfs(folder / "hdfs", _DATANODES, _BYTES_PER_S, limits) as cluster,
     ):
         workspace.shared["cluster"] = cluster
         ensure(workspace, cluster, STRIPED)  # lets the JVM compile what it will need
         workspace.shared["notes"] = [
             f"Real HDFS with {_DATANODES} DataNodes of {_BYTES_PER_S / 1e6:g} MB/s each way: "
             f"{limits.note}",
+            where,
             f"Replication 1; a file of {size_bytes >> 20} MiB is written through the mount and "
             "read through another one",
             "Placement allows: the bytes of the busiest DataNode over its rate, as share of the "

@@ -12,11 +12,14 @@ from typing import Any, Self
 
 from bench.checkpoint.limits import Limiter, Links
 from bench.checkpoint.placement import Moved
-from bench.model import SkippedError
+from bench.model import SkippedError, Workspace
+from bench.tmpfs import tmpfs
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 
 _REQUEST_DEADLINE_S = 30
+# For two JVMs, a mount and a client, with what they cache.
+_BESIDE_BYTES = 4 * 2**30
 _CONF = {
     # HDFS's own default.
     "dfs.blocksize": "134217728",
@@ -26,6 +29,23 @@ _CONF = {
     "dfs.block.invalidate.limit": "10000",
     "dfs.permissions.enabled": "false",
 }
+
+
+@contextlib.contextmanager
+def data_folder(workspace: Workspace, size_bytes: int) -> Iterator[tuple[Path, str]]:
+    """Where DataNodes keep up to `size_bytes`, and what that is, for readers of the result.
+
+    In memory where there is enough of it: DataNodes sync each block when it ends, and one disk
+    that all of them share would then be what a write waits for, and not their links.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tmpfs(workspace.directory, size_bytes, _BESIDE_BYTES))
+            note = "DataNodes keep blocks in memory (tmpfs)"
+        except SkippedError as reason:
+            folder = workspace.directory
+            note = f"DataNodes sync blocks to one disk, which writes wait for ({reason})"
+        yield folder, note
 
 
 class CappedHdfs:

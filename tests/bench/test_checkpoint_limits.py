@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from bench.checkpoint import limits
-from bench.checkpoint.cluster import CappedHdfs
+from bench.checkpoint.cluster import CappedHdfs, data_folder
 from bench.checkpoint.limits import Limiter, limiter
 from bench.checkpoint.measure import run_client
 from bench.checkpoint.placement import Moved
 from bench.containers.line import configure
-from bench.model import SkippedError
+from bench.model import SkippedError, Workspace
 from tests.hdfs.classpath import CannotAssembleError, classpath
 
 _NET = Path("/proc/thread-self/ns/net")
@@ -148,3 +148,10 @@ def test_all_that_a_case_starts_is_in_the_network(kernel: Limiter, tmp_path: Pat
     assert sum(written.read_bytes) < 0.1 * size_bytes
     assert size_bytes < sum(read.read_bytes) < 1.05 * size_bytes
     assert sum(read.written_bytes) < 0.1 * size_bytes
+
+
+def test_blocks_are_on_the_disk_where_memory_has_no_room(tmp_path: Path) -> None:
+    with data_folder(Workspace(tmp_path, True, tmp_path), 2**50) as (folder, note):
+        assert folder == tmp_path
+        assert "one disk" in note
+        assert "of memory are available" in note
