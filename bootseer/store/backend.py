@@ -17,6 +17,10 @@ Piece = bytes | bytearray
 """What is written: a memoryview costs hdfs-native 13 s/GiB."""
 
 
+KEEP_ALIVE_S = 15.0
+"""HDFS forgets a writer that says nothing for a minute."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileInfo:
     """One name in a backend. `path` is relative to the backend's root."""
@@ -59,6 +63,15 @@ class Writer(Protocol):
         for piece in pieces:
             self.write(piece)
             note_progress()
+
+    def expect_checksums(self) -> None:
+        """The caller has checksums of all that will be written, so that those of the storage may be
+        of larger pieces. Before anything is written."""
+        return
+
+    def keep_alive(self) -> None:
+        """To be called every `KEEP_ALIVE_S` in which nothing is written. Raises as `write`."""
+        return
 
     def close(self) -> None:
         """Flush to stable storage and finish. Raises as `write`. Idempotent."""

@@ -83,6 +83,11 @@ class HdfsConnection:
             path,
         )
 
+    @property
+    def placer(self) -> HdfsPlacer:
+        """Chooses DataNodes."""
+        return self._placer
+
     def call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
         """What `function` returns, within the deadline; errors say `verb` and `path`."""
         return self.run(lambda _: function(self.client()), verb, path)

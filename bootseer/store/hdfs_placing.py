@@ -14,6 +14,7 @@ from collections.abc import Collection
 from bootseer.store.hdfs_errors import TOO_FEW_DATANODES
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_rpc import UNANSWERED, RpcError
+from bootseer.store.hdfs_straight import Placed
 
 # "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
 _OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
@@ -29,6 +30,17 @@ class HdfsPlacer:
         self._seen: dict[str, bytes] = {}
         """Of DataNodes that were chosen before, by UUID: what an exclusion must show."""
         self._replica_count = 0
+        self._awaited: dict[str, Placed | None] = {}
+
+    def await_placed(self, path: str) -> None:
+        """From now on `path` will be placed, and `take_placed` wants to know."""
+        with self._lock:
+            self._awaited[path] = None
+
+    def take_placed(self, path: str) -> Placed | None:
+        """Where the first block of `path` was placed; once."""
+        with self._lock:
+            return self._awaited.pop(path, None)
 
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
         """Of the absolute `path`, as `PlacesFiles.place`."""
@@ -57,6 +69,8 @@ class HdfsPlacer:
             return ()
         with self._lock:
             self._holder = holder
+            if path in self._awaited:
+                self._awaited[path] = Placed(self._found.get() or name_node, path, holder, added)
             self._seen.update(added.servers)
             self._replica_count = max(self._replica_count, len(added.servers))
         return tuple(added.servers)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store import hdfs_protobuf as pb
+from bootseer.store.hdfs_added_block import AddedBlock
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _FRAME_MAX_BYTES = 1 << 20
@@ -31,16 +32,6 @@ class RpcError(Exception):
 
 UNANSWERED = (RpcError, OSError, ValueError, IndexError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
-
-
-@dataclass(frozen=True, slots=True)
-class AddedBlock:
-    """A block that was allocated, and is still empty."""
-
-    block: bytes
-    """ExtendedBlockProto."""
-    servers: dict[str, bytes]
-    """DatanodeInfoProto by UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +105,51 @@ class NameNode:
         length = pb.positive(dict(pb.fields(block)).get(4))
         return StoredBlock(pb.positive(facts.get(2)), length, block, token, tuple(addresses))
 
-    def add_block(self, path: str, holder: str, excluded: Sequence[bytes]) -> AddedBlock:
-        """Allocate the first block of a file that `holder` is writing, not on the `excluded`
-        (DatanodeInfoProto). Raises: as `concat`."""
+    def add_block(
+        self, path: str, holder: str, excluded: Sequence[bytes], *, previous: bytes | None = None
+    ) -> AddedBlock:
+        """Allocate a block of a file that `holder` is writing, not on the `excluded`
+        (DatanodeInfoProto): the first one, or that after `previous` (ExtendedBlockProto).
+
+        Raises: as `concat`; ValueError, IndexError.
+        """
         message = pb.text(1, path) + pb.text(2, holder)
+        if previous is not None:
+            message += pb.blob(3, previous)
         message += b"".join(pb.blob(4, server) for server in excluded)
         (located,) = pb.every(self._call("addBlock", message), 1)
-        (block,) = pb.every(located, 1)
-        return AddedBlock(block, _servers(located))
+        (block,), (token,) = pb.every(located, 1), pb.every(located, 5)
+        types = tuple(value for field, value in pb.fields(located) if field == 7)
+        return AddedBlock(
+            block,
+            _servers(located),
+            token,
+            tuple(pb.positive(value) for value in types),
+            tuple(pb.every(located, 8)),
+            self._address(pb.every(located, 3)[0]),
+        )
+
+    def _address(self, info: bytes) -> tuple[str, int]:
+        """Of a DatanodeInfoProto > DatanodeIDProto: ipAddr, hostName, xferPort."""
+        identity = dict(pb.fields(pb.every(info, 1)[0]))
+        host = identity.get(2 if self.calls_by_name else 1)
+        if not isinstance(host, bytes):
+            raise ValueError("a DataNode has no address")
+        return host.decode("utf-8"), pb.positive(identity.get(4))
+
+    def has_plain_blocks(self, path: str) -> bool:
+        """Whether the bytes of a file are those of its blocks: neither encrypted nor erasure-coded.
+        Raises: as `concat`; ValueError."""
+        message = pb.text(1, path) + pb.number(2, 0) + pb.number(3, 1)
+        (located,) = pb.every(self._call("getBlockLocations", message), 1)
+        # LocatedBlocksProto: fileEncryptionInfo, ecPolicy
+        return not {6, 7} & dict(pb.fields(located)).keys()
+
+    def complete(self, path: str, holder: str, last: bytes) -> bool:
+        """Close a file with its `last` block (ExtendedBlockProto); False: not all of its blocks
+        were reported yet. Raises: as `concat`."""
+        message = pb.text(1, path) + pb.text(2, holder) + pb.blob(3, last)
+        return dict(pb.fields(self._call("complete", message))).get(1) == 1
 
     def abandon_block(self, path: str, holder: str, block: bytes) -> None:
         """Give back what `add_block` returned. Raises: as `concat`."""

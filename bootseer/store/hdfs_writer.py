@@ -1,4 +1,5 @@
-"""Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive.
+"""Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive; or
+straight, without hdfs-native, as long as nothing fails (`hdfs_straight`).
 
 A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
 may lose a DataNode, or the NameNode may answer the request for the next block with
@@ -14,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 from bootseer.errors import (
@@ -26,6 +28,8 @@ from bootseer.errors import (
 from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
+from bootseer.store.hdfs_rpc import UNANSWERED
+from bootseer.store.hdfs_straight import StraightFile
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ _PAUSE_S = 0.02
 # Between two questions whether a recovery is done: at first a block's report is all it waits for,
 # later a DataNode, and each question may make the NameNode begin anew.
 _POLL_MAX_S = 1.0
+# A DataNode that hangs is left in time for the caller to try another one.
+_SILENCE_SHARE = 0.5
 
 
 class HdfsWriter(Writer):
@@ -55,41 +61,86 @@ class HdfsWriter(Writer):
         self._tail_bytes = 0
         self._size_bytes = 0
         self._wanted_replication: int | None = None
+        self._straight: StraightFile | None = None
+        self._awaits_placement = False
 
     def open(self, *, overwrite: bool) -> Self:
         """Create the file. Raises: AlreadyExistsError."""
         self._writer = self._connection.create_raw(self._path, overwrite=overwrite)
         return self
 
+    def expect_checksums(self) -> None:
+        self._awaits_placement = True
+        self._connection.placer.await_placed(self._full)
+
+    def keep_alive(self) -> None:
+        if self._straight is not None:
+            self._go_straight(self._straight.keep_alive)
+
     def write(self, data: Piece) -> None:
         if not isinstance(data, bytes | bytearray):
             data = bytes(data)  # hdfs-native is fast for these alone
-        if len(data) <= _PIECE_BYTES:
-            self._write([data])
-            return
         for start in range(0, len(data), _PIECE_BYTES):
-            self._write([data[start : start + _PIECE_BYTES]])
+            # A slice of all of it would be a copy.
+            small = data if len(data) <= _PIECE_BYTES else data[start : start + _PIECE_BYTES]
+            self.write_all([small], lambda: None)
 
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
-        # One call, and so one change of threads, for all of them.
-        self._write(pieces, note_progress)
-
-    def _write(
-        self, pieces: Sequence[Piece], note_progress: Callable[[], None] = lambda: None
-    ) -> None:
         if self._writer is None:
             raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
+        if self._awaits_placement:
+            self._begin_straight()
+        straight = self._straight
+        if straight is not None:
+            for piece in pieces:
+                self._go_straight(partial(straight.write, piece))
+                note_progress()
+            return
         self._tail.extend(pieces)
         count = sum(map(len, pieces))
         self._tail_bytes += count
         self._size_bytes += count
         try:
+            # One call, and so one change of threads, for all of them.
             self._send(pieces, note_progress)
         except UnavailableError as error:
             self._try_again(error, close=False)
         # Only now: the failure of a piece may concern those before it.
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
+
+    def _begin_straight(self) -> None:
+        """Write without hdfs-native, if the file was placed and its DataNode takes it so."""
+        self._awaits_placement = False
+        connection, full = self._connection, self._full
+        placed = connection.placer.take_placed(full)
+        if placed is None:
+            return
+        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
+        try:
+            if not placed.name_node.has_plain_blocks(full):
+                return
+            self._straight = StraightFile(
+                placed, status.blocksize or 0, connection.deadline_s * _SILENCE_SHARE
+            )
+        except UNANSWERED as error:
+            # hdfs-native, which is given the same block, knows more ways.
+            logger.debug("%s: not straight: %s", self._path, error)
+
+    def _go_straight(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except UNANSWERED as error:
+            name = self._connection.name(self._path)
+            raise UnavailableError(f"cannot write {name}: {error}") from error
+
+    def _drop_straight(self) -> None:
+        if self._awaits_placement:
+            self._awaits_placement = False
+            self._connection.placer.take_placed(self._full)
+        if self._straight is not None:
+            self._straight.drop()
+            self._straight = None
 
     def _send(self, pieces: Iterable[Piece], note_progress: Callable[[], None]) -> None:
         writer = self._writer
@@ -186,6 +237,13 @@ class HdfsWriter(Writer):
     def close(self) -> None:
         if self._writer is None:
             return
+        if self._straight is not None:
+            # After a failure the caller may want what is there.
+            self._go_straight(self._straight.close)
+            self._writer = None  # hdfs-native's: the file is closed
+        self._drop_straight()
+        if self._writer is None:
+            return
         try:
             try:
                 self._close_raw()
@@ -210,10 +268,13 @@ class HdfsWriter(Writer):
 
     @property
     def held_bytes(self) -> int:
+        if self._straight is not None:
+            return self._straight.unconfirmed_bytes
         return _TAIL_MAX_BYTES
 
     def abandon(self) -> None:
         """Only a closed file can be read to its end: the lease is recovered for that."""
+        self._drop_straight()
         if self._writer is None:
             return
         self._writer = None
@@ -224,6 +285,7 @@ class HdfsWriter(Writer):
             logger.debug("%s: its end cannot be read: %s", self._path, error)
 
     def abort(self) -> None:
+        self._drop_straight()
         if self._writer is None:
             return
         # The client is not told to close, which would make the file look complete.

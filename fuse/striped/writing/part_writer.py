@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import xxhash
-
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -28,9 +26,10 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.writing.checksums import block_checksums
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.placement import Placement
-from bootseer.store.backend import Backend, Piece, Writer
+from bootseer.store.backend import KEEP_ALIVE_S, Backend, Piece, Writer
 from bootseer.store.placing import PlacesFiles
 
 _log = logging.getLogger(__name__)
@@ -60,6 +59,8 @@ class PartGroup(Protocol):
     counters: Counters
     unit_bytes: int
     block_bytes: int
+    has_checksums: bool
+    """Whether the readers of the parts check them by those that the segment has."""
     failed: bool
 
     def note_progress(self) -> None:
@@ -115,7 +116,7 @@ class PartWriter:
         group = self._group
         at_end = False
         try:
-            while (unit := self.queue.get()) is not None:
+            while (unit := self._next()) is not None:
                 if group.failed:
                     group.kept.release(unit)
                     continue
@@ -141,6 +142,15 @@ class PartWriter:
                 group.kept.release(unit)
             group.part_ended(self)
             self.done.set()
+
+    def _next(self) -> Unit | None:
+        """The next unit, or None at the end; the storage is kept from forgetting us meanwhile."""
+        while True:
+            try:
+                return self.queue.get(timeout=KEEP_ALIVE_S)
+            except queue.Empty:
+                if self._writer is not None and not self._group.failed:
+                    self._until_done(self._writer.keep_alive)
 
     def _until_done(self, step: Callable[[], None]) -> None:
         """Make `step`, with another file where one fails. Raises what the last one failed with."""
@@ -199,6 +209,8 @@ class PartWriter:
         group = self._group
         path = f"{group.folder}/{self.name}"
         self._writer = writer = group.backend.create(path)
+        if group.has_checksums and not self._failed_names:
+            writer.expect_checksums()
         if isinstance(group.backend, PlacesFiles):
             self._servers = group.placement.choose(partial(group.backend.place, path))
         return writer
@@ -255,7 +267,9 @@ class PartWriter:
                 data = group.backend.read(f"{group.folder}/{name}", offset, unit.length)
                 if len(data) == unit.length and all(
                     self.checksums[block] == digest
-                    for block, digest in _checksums([data], unit.first_block, group.block_bytes)
+                    for block, digest in block_checksums(
+                        [data], unit.first_block, group.block_bytes
+                    )
                 ):
                     group.note_progress()
                     return [data]
@@ -271,24 +285,6 @@ class PartWriter:
 
     def _checksum(self, unit: Unit) -> None:
         assert unit.pieces is not None
-        self.checksums.update(_checksums(unit.pieces, unit.first_block, self._group.block_bytes))
-
-
-def _checksums(pieces: list[Piece], block: int, block_bytes: int) -> list[tuple[int, int]]:
-    """The number and checksum of each block, from number `block` on."""
-    found = []
-    room = block_bytes
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        rest = memoryview(piece)
-        while len(rest) >= room:
-            digest.update(rest[:room])
-            found.append((block, digest.intdigest()))
-            digest.reset()
-            rest = rest[room:]
-            block, room = block + 1, block_bytes
-        digest.update(rest)
-        room -= len(rest)
-    if room < block_bytes:
-        found.append((block, digest.intdigest()))
-    return found
+        self.checksums.update(
+            block_checksums(unit.pieces, unit.first_block, self._group.block_bytes)
+        )

@@ -62,6 +62,8 @@ class SegmentWriter:
         self.kept = kept
         self.placement = placement
         self.counters = counters
+        # Runs become an ordinary file, which others read.
+        self.has_checksums = dealing.run_units is None
         self.failed = False
         self._dealing = dealing
         self._writers_max = dealing.writers_max

@@ -1,0 +1,107 @@
+"""Files written straight to DataNodes: whole for every reader, or left to somebody else."""
+
+import dataclasses
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bootseer.errors import UnavailableError
+from bootseer.store.backend import Writer
+from bootseer.store.hdfs import HdfsBackend
+from bootseer.store.hdfs_writer import HdfsWriter
+
+KIB = 1024
+BLOCK = 1024 * KIB
+CONTENT = random.Random(6).randbytes(3 * BLOCK + 777)
+
+pytestmark = pytest.mark.hdfs
+
+
+@pytest.fixture
+def backend(hdfs_url: str) -> Iterator[HdfsBackend]:
+    backend = HdfsBackend(f"{hdfs_url}?block_size_bytes={BLOCK}&replication=2")
+    yield backend
+    backend.close()
+
+
+def _begin(backend: HdfsBackend, path: str) -> HdfsWriter:
+    """A file of which nothing was written; straight, if the cluster allows."""
+    writer: Writer = backend.create(path)
+    assert isinstance(writer, HdfsWriter)
+    writer.expect_checksums()
+    assert backend.place(path, ())
+    return writer
+
+
+def _write(writer: HdfsWriter, sizes: list[int], content: bytes = CONTENT) -> None:
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(content[at : at + size])
+        at += size
+    writer.write_all([*pieces, bytearray(content[at:])], lambda: None)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [1, 511, 48, 16 * KIB - 1, BLOCK], [BLOCK - 48, 48] * 3, [100 * KIB] * 30]
+)
+def test_what_is_written_is_whole_for_a_reader_that_checks_it(
+    backend: HdfsBackend, sizes: list[int]
+) -> None:
+    with _begin(backend, "f") as writer:
+        _write(writer, sizes)
+        assert writer._straight is not None
+        writer.keep_alive()
+        writer.keep_alive()
+        writer.write(b"end")
+    # By hdfs-native, which looks at the checksums that HDFS has of it.
+    assert backend.read("f") == CONTENT + b"end"
+    assert backend.read("f", 2 * BLOCK + 5, 10) == CONTENT[2 * BLOCK + 5 : 2 * BLOCK + 15]
+    assert len(backend.stored_blocks("f", len(CONTENT) + 3)) == 4
+
+
+def test_all_is_confirmed_before_a_file_is_complete(backend: HdfsBackend) -> None:
+    writer = _begin(backend, "f")
+    _write(writer, [])
+    straight = writer._straight
+    assert straight is not None
+    assert writer.held_bytes == straight.unconfirmed_bytes > 0
+    writer.close()
+    assert straight._block.confirmed_bytes == straight._block.sent_bytes == 777
+    writer.close()
+
+
+def test_a_datanode_that_refuses_is_left_to_the_library(
+    backend: HdfsBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = _begin(backend, "f")
+    placed = backend.placer.take_placed(backend.full("f"))
+    assert placed is not None
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    added = dataclasses.replace(placed.added, address=address)
+    refused = dataclasses.replace(placed, added=added)
+    monkeypatch.setattr(backend.placer, "take_placed", lambda path: refused)
+    _write(writer, [])
+    assert writer._straight is None
+    writer.close()
+    assert backend.read("f") == CONTENT
+
+
+def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
+    backend = HdfsBackend(f"{hdfs_url}?replication=2")
+    writer = _begin(backend, "f")
+    _write(writer, [BLOCK] * 2)
+    straight = writer._straight
+    assert straight is not None
+    while straight._block.confirmed_bytes < 2 * BLOCK:
+        time.sleep(0.01)
+        straight.keep_alive()
+    straight._block._socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(UnavailableError):
+        writer.write(bytes(BLOCK))
+    writer.abandon()
+    assert backend.read("f", 0, 2 * BLOCK) == CONTENT[: 2 * BLOCK]
+    backend.close()
