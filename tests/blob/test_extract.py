@@ -170,7 +170,7 @@ def test_a_damaged_file_of_this_node_leaves_nothing(tmp_path: Path, damage: str)
     tree, blob = packed(tmp_path / "in")
     damaged = bytearray(blob)
     damaged[len(blob) // 2] ^= 1
-    content = {"cut": blob[: len(blob) // 2], "flipped": damaged}.get(damage, blob)
+    content = {"cut": blob[: len(blob) // 2], "flipped": bytes(damaged)}.get(damage, blob)
     (tmp_path / "blob").write_bytes(content)
     expected = UnavailableError if damage == "unreadable" else CorruptError
     with (
