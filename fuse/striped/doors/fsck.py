@@ -16,7 +16,7 @@ from bootseer.fuse.striped.doors.locating import folders_below
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
-from bootseer.fuse.striped.writing.segment_writer import new_generation
+from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.hdfs_open_files import is_being_written
 

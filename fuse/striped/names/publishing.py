@@ -25,10 +25,10 @@ from bootseer.fuse.striped.names.stored import StoredFiles, plain_view, refuse
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
+from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
 from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.placement import Placement
-from bootseer.fuse.striped.writing.segment_writer import new_generation
 from bootseer.store.backend import Backend, FileInfo, Piece
 from bootseer.store.joining import joiner
 

@@ -69,6 +69,9 @@ class PartGroup(Protocol):
     def fail(self, error: BaseException) -> None:
         """Nothing of the segment will be visible."""
 
+    def part_stored(self, servers: tuple[str, ...]) -> None:
+        """A part is on these servers, which count as taken until all of them have ended."""
+
     def part_ended(self, part: "PartWriter") -> None:
         """Called once, by the part's thread, after its last use of the storage."""
 
@@ -235,7 +238,9 @@ class PartWriter:
         assert self._writer is not None
         self._writer.close()
         self._writer = None
-        self._leave_servers()
+        if self._group.has_checksums:
+            servers, self._servers = self._servers, ()
+            self._group.part_stored(servers)
         self._group.note_progress()
 
     def _note_sent(self, unit: Unit, held_bytes: int) -> None:

@@ -7,7 +7,6 @@ its folder is removed when the last thread has let go.
 """
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
 from bootseer.fuse.striped.writing.dealing import Dealing
+from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.part_writer import PartWriter
@@ -28,11 +28,6 @@ from bootseer.store.backend import Backend, Piece
 _POLL_S = 0.2
 
 Result = TypeVar("Result")
-
-
-def new_generation() -> str:
-    """A name that no other writer, on any node, chooses."""
-    return secrets.token_hex(16)
 
 
 class SegmentWriter:
@@ -74,6 +69,7 @@ class SegmentWriter:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._ended_count = 0
+        self._stored_on: list[tuple[str, ...]] = []
         self._sealed = False
         self._progress_s = time.monotonic()
 
@@ -188,11 +184,18 @@ class SegmentWriter:
             self.failed = True
             self._changed.notify_all()
 
+    def part_stored(self, servers: tuple[str, ...]) -> None:
+        with self._changed:  # a short one may end before others are placed
+            self._stored_on.append(servers)
+
     def part_ended(self, part: PartWriter) -> None:
         self._open_parts.end(part.charge_bytes)
         with self._changed:
             self._ended_count += 1
             self._changed.notify_all()
+            if self._sealed and self._ended_count == len(self._parts):
+                while self._stored_on:
+                    self.placement.release(self._stored_on.pop())
             if self.failed and self._sealed and self._ended_count == len(self._parts):
                 self._remove_folder()
 
