@@ -18,6 +18,7 @@ from bench.containers.line import Line, own_network
 from bench.containers.node import Node
 from bench.containers.packages import Packages
 from bench.containers.services import assemble_hdfs, hdfs_store, listening
+from bench.disk import new_disk
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
 from bench.model import SkippedError, Workspace
 from bench.tmpfs import tmpfs
@@ -30,6 +31,8 @@ RATE_MBIT = 1000
 # Wheels, the snapshot in two stores, two archives, and bundles.
 _MEMORY_BYTES = 4 * 2**30
 _PORT = 8000
+# A node's, sparse: caches, an environment, and room.
+_DISK_BYTES = 16 * 2**30
 _PIECE_BYTES = 2**23
 
 
@@ -42,7 +45,7 @@ class Site:
     near: Path
     """In memory: what a node has."""
     scratch: Path
-    """On the disk of `kept`: for nodes, and for what they share."""
+    """On the disk of `kept`: for the disks of nodes, and for what they share."""
     line: Line
     store_url: str
     tree: Tree
@@ -67,7 +70,10 @@ class Site:
     @contextlib.contextmanager
     def node(self, name: str, tree: Path | None = None) -> Iterator[Node]:
         """A new node, whose environment is `tree`, or nothing yet."""
-        with node_at(self.scratch / f"node-{name}", tree) as node:
+        with (
+            new_disk(self.scratch / f"disk-{name}", _DISK_BYTES) as disk,
+            node_at(disk / "node", tree) as node,
+        ):
             yield node
 
 

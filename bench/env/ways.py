@@ -71,13 +71,13 @@ def _fill_uv_cache(site: Site) -> None:
     def fill() -> None:
         with site.node("uv-fill") as node:
             node.run(_uv(site, node), timeout_s=DEADLINE_S)
-            (node.folder / UV_CACHE.name).rename(site.scratch / UV_CACHE.name)
+            _copy_tree(node.folder / UV_CACHE.name, site.scratch / UV_CACHE.name)
 
     site.once("uv cache", fill)
 
 
 def _have_uv_cache(site: Site, node: Node) -> None:
-    _link_tree(site.scratch / UV_CACHE.name, node.folder / UV_CACHE.name)
+    _copy_tree(site.scratch / UV_CACHE.name, node.folder / UV_CACHE.name)
 
 
 def _uv_warm(link_mode: str) -> Callable[[Site, Node], list[str]]:
@@ -99,15 +99,15 @@ def _copy(site: Site, node: Node) -> list[str]:
 
 
 def _have_copy(site: Site, node: Node) -> None:
-    _link_tree(site.kept.tree, node.folder / "tree")
+    _copy_tree(site.kept.tree, node.folder / "tree")
 
 
 def _copy_links(site: Site, node: Node) -> list[str]:
     return ["cp", "-al", str(PLACE / "tree"), str(ENVIRONMENT)]
 
 
-def _link_tree(source: Path, target: Path) -> None:
-    subprocess.run(["cp", "-al", str(source), str(target)], timeout=DEADLINE_S, check=True)
+def _copy_tree(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "-a", str(source), str(target)], timeout=DEADLINE_S, check=True)
 
 
 def _prepare_floor(site: Site) -> None:
