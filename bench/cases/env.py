@@ -33,9 +33,9 @@ def prepare(workspace: Workspace) -> Iterator[None]:
             f"A virtual environment with {names}: {site.tree.name_count} names, "
             f"{content_bytes / 1e6:.0f} MB, stored as {site.stored_bytes / 1e6:.0f} MB; "
             f"`{IMPORTS.partition(';')[0]}` is the first thing that is done with it",
-            f"Each node's disk is a new ext4, in a file on {file_system_of(site.scratch)}; archives, "
-            "wheels and stores that a node has are in memory, those behind the line, an HDFS of one "
-            "DataNode and a plain HTTP server, too; the line is a loopback shaped to "
+            f"Nodes' disks are new ext4s in files on {file_system_of(site.scratch)}; archives, "
+            "wheels and stores that a node has are in memory, those behind the line, an HDFS of "
+            "one DataNode and a plain HTTP server, too; the line is a loopback shaped to "
             f"{RATE_MBIT} Mbit/s by a token bucket",
             "Nothing is flushed to disk while it is timed; the page cache is dropped before",
         ]
