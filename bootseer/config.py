@@ -9,9 +9,10 @@ import re
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, from_oserror
 
@@ -28,8 +29,7 @@ _AGE_MAX_S = 100 * 365 * 86_400
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """What one command of Bootseer works with."""
 
     store_url: str
@@ -68,8 +68,7 @@ class Settings:
     """How snapshots are put in place: one of `RESTORE_MODES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Struct, frozen=True):
     """Settings and, for each, where its value came from."""
 
     settings: Settings
@@ -271,8 +270,7 @@ def resolve(
     """The strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for setting in fields(Settings):
-        name = setting.name
+    for name in Settings.__struct_fields__:
         variable = variable_of(name)
         for source, text in (
             ("flag", flags.get(name)),

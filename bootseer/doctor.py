@@ -14,9 +14,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
@@ -41,8 +42,7 @@ class Status(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One check's result: what was seen and, unless all is well, what to do."""
 
     name: str

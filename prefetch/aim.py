@@ -1,7 +1,8 @@
 """How well a bundle met what a start read, and whether that start should be recorded. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Extent
 from bootseer.prefetch.bundle import Bundle
@@ -14,8 +15,7 @@ PRECISION_ENOUGH = 0.5
 """A bundle of which less than this share is used takes longer to come than what it is for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
+class Aim(Struct, frozen=True):
     """How well a bundle met what a start read. Uncompressed bytes, in whole sectors of 512."""
 
     bundle_bytes: int

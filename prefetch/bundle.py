@@ -10,11 +10,11 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO, NamedTuple
 
 import zstandard
+from msgspec import Struct
 
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -54,8 +54,7 @@ class BundleExtent(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class BundleFrame:
+class BundleFrame(Struct, frozen=True):
     """`length` stored bytes at `offset` of a part: these extents, one after the other."""
 
     part: int
@@ -70,8 +69,7 @@ class BundleFrame:
     without gaps; for a rebuilt image (`rebuilt`) some of the content may have no place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(Struct, frozen=True):
     """A decoded header."""
 
     index_digest: str

@@ -14,8 +14,9 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, InvalidInputError
@@ -45,8 +46,7 @@ _DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 _FOLDER = re.compile(r"(?:sha256|blake3)-[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class CachedStream:
+class CachedStream(Struct, frozen=True):
     """One stream's share of the cache, for `trim` and for people."""
 
     digest: str
@@ -54,8 +54,7 @@ class CachedStream:
     used_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDetails:
+class StreamDetails(Struct, frozen=True):
     """What a look into one stream's files tells."""
 
     stream_length: int

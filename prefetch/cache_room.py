@@ -12,8 +12,9 @@ import shutil
 import stat
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.node_catalogue import NodeCatalogue
@@ -30,8 +31,7 @@ _FREE_SHARE = 0.05
 """Of the disk: left free by whoever could do without, as the background fill."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFolder:
+class CacheFolder(Struct, frozen=True):
     """One folder of `cache_dir`."""
 
     name: str

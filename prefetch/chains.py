@@ -9,8 +9,9 @@ and frozen objects only.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.checked_json import SHA256, check_digest, digest_in, parse, strings_in
@@ -23,8 +24,7 @@ _RECORD_BYTES_MAX = 2 * 2**20
 """10,000 digests of the longest kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Struct, frozen=True):
     """The layers of a chain, the lowest first."""
 
     diff_ids: tuple[str, ...]

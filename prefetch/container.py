@@ -14,9 +14,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -56,8 +58,7 @@ _log = logging.getLogger(__name__)
 READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 
 
-@dataclass(slots=True)
-class Container:
+class Container(Struct):
     """A mounted image whose writable root can be entered. Made by `prepare_container`."""
 
     image: "MountedImage | ExtractedImage"

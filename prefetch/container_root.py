@@ -10,8 +10,9 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.prefetch import namespaces
@@ -25,8 +26,7 @@ _HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
 """The network is the host's, and so are its names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(Struct, frozen=True):
     """A host's file or directory that shows in the container."""
 
     source: Path

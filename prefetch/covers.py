@@ -8,8 +8,9 @@ mount (`mount_state`). Who uses it is in `cover_users`. Stateless; any thread.
 import logging
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError
 from bootseer.fuse.kernel import mounts
@@ -20,8 +21,7 @@ _SOURCE = "bootseer-cover:"
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
+class Cover(Struct, frozen=True):
     """One overlay, as the table of mounts has it."""
 
     path: Path

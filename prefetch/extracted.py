@@ -17,8 +17,9 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.extract import extract
 from bootseer.blob.keys import blob_key
@@ -53,8 +54,7 @@ _ATTEMPTS_MAX = 5
 """Each fails only when another start removes what this one has just made or found."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedImage:
+class ExtractedImage(Struct, frozen=True):
     """An image's tree as plain files; what a `Container` wants of a `MountedImage`."""
 
     record: ImageRecord

@@ -6,7 +6,8 @@
 import threading
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.transfer.statistics import percentile
 
@@ -17,8 +18,7 @@ _KEPT_WAITS_COUNT = 8192
 """Percentiles are over the latest faults; bounded for a mount that lives for weeks."""
 
 
-@dataclass(frozen=True, slots=True)
-class FaultFigures:
+class FaultFigures(Struct, frozen=True):
     """Counts since the worker started."""
 
     fault_count: int
@@ -42,8 +42,7 @@ class FaultFigures:
     readahead_frame_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFigures:
+class SourceFigures(Struct, frozen=True):
     """Uncompressed bytes by what brought them, since the worker started."""
 
     cache_bytes: int

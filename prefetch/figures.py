@@ -5,8 +5,9 @@ collector merges the files of several mounts, and wants them equal.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec import Struct
 
 from bootseer.prefetch.fault_figures import BUCKETS_S, FaultFigures
 from bootseer.prefetch.launch_figures import LaunchFigures
@@ -14,8 +15,7 @@ from bootseer.prefetch.launch_figures import LaunchFigures
 _PREFIX = "bootseer_image_"
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(Struct, frozen=True):
     value: int | float
     labels: Sequence[tuple[str, str]] = ()
     suffix: str = ""

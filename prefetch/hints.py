@@ -8,7 +8,8 @@ so it is bounded in every respect; a path is looked up in the image only, symbol
 import json
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
@@ -27,8 +28,7 @@ _SYMLINKS_MAX = 40
 """As Linux has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(Struct, frozen=True):
     """A file that a start reads, or a range of it."""
 
     path: bytes
@@ -37,8 +37,7 @@ class Hint:
     """None: to the file's end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hinted:
+class Hinted(Struct, frozen=True):
     """What of a list an image has."""
 
     trace: Trace

@@ -8,8 +8,9 @@ frozen values only.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch import hotset
@@ -24,6 +25,7 @@ from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse_ve
 from bootseer.prefetch.hotset import HotSet
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
+from bootseer.structs import asdict
 
 _KIND = "bootseer-hot"
 _VERSION = 1
@@ -36,8 +38,7 @@ MERGED_TRACE_COUNT = 16
 """The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class HotPointer:
+class HotPointer(Struct, frozen=True):
     """Names the newest bundle of an image and workload."""
 
     index_digest: str

@@ -5,9 +5,10 @@ Alone owns how traces are merged and the Parquet table that stores the result
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -32,8 +33,7 @@ _VERSION = b"1"
 _RANGE_COUNT_MAX = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class HotRange:
+class HotRange(Struct, frozen=True):
     """Bytes of one file, by path and content. In whole pages; may reach beyond the file's end."""
 
     path: bytes
@@ -44,8 +44,7 @@ class HotRange:
     """How many traces touched it (the most of any of its pages)."""
 
 
-@dataclass(frozen=True, slots=True)
-class HotSet:
+class HotSet(Struct, frozen=True):
     """Ranges in the order of their (median) first access; no page twice."""
 
     index_digest: str

@@ -1,17 +1,18 @@
 """All figures of one launch: what `image status`, the timeline and Prometheus show. Pure model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.prefetch.aim import Aim
 from bootseer.prefetch.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
 from bootseer.prefetch.replay import Replay
+from bootseer.structs import asdict
 from bootseer.transfer.statistics import Statistics
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchFigures:
+class PrefetchFigures(Struct, frozen=True):
     """A bundle's way into the cache, and how well it met what was read. Bytes of streams are
     uncompressed."""
 
@@ -62,8 +63,7 @@ def prefetch_figures(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FillFigures:
+class FillFigures(Struct, frozen=True):
     """The background fill."""
 
     state: str
@@ -74,8 +74,7 @@ class FillFigures:
     """Of the image, uncompressed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchFigures:
+class LaunchFigures(Struct, frozen=True):
     """One mount's figures, at one moment."""
 
     mount: str

@@ -16,7 +16,9 @@ Pure (no I/O). Alone owns what whiteouts, opaque directories and hard links betw
 
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
@@ -32,8 +34,7 @@ _LINK_MODE = stat.S_IFLNK | 0o777
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTree:
+class LayerTree(Struct, frozen=True):
     """One layer as packed: whiteouts are still plain names in it."""
 
     tree: Tree
@@ -45,8 +46,7 @@ class LayerTree:
     """False: a plain root file system, in which no name has a special meaning."""
 
 
-@dataclass(slots=True)
-class _Node:
+class _Node(Struct):
     """A name in the merged tree: which layer's inode it is; `children` for directories."""
 
     layer: int
@@ -54,8 +54,7 @@ class _Node:
     children: dict[bytes, "_Node"] | None = None
 
 
-@dataclass(slots=True)
-class _Result:
+class _Result(Struct):
     """Where the merged inodes are collected."""
 
     names: list[tuple[bytes, int]] = field(default_factory=list)

@@ -3,9 +3,10 @@
 The caller's side of `prefetch.serve`. `MountedImage` may be used from any thread.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.closing import Closing
 from bootseer.config import Settings
@@ -33,8 +34,7 @@ from bootseer.prefetch.start_server import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MountedImage(Closing):
+class MountedImage(Closing, Struct, frozen=True):
     """An image's tree, mounted and served by a process of its own."""
 
     settings: Settings

@@ -13,8 +13,9 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
@@ -23,6 +24,7 @@ from bootseer.prefetch import namespaces
 from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.server_process import new_identity
 from bootseer.private import is_own, make_private_directory, private_opener
+from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +32,7 @@ _LOGS_KEPT = 20
 _STATE_BYTES_MAX = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class MountState:
+class MountState(Struct, frozen=True):
     """One mount, as `state.json` has it."""
 
     id: str
@@ -123,7 +124,7 @@ def read_state(directory: Path) -> MountState | None:
             if not is_own(os.fstat(file.fileno())):
                 return None
             document = json.loads(file.read(_STATE_BYTES_MAX))
-        return MountState(**{field.name: document[field.name] for field in fields(MountState)})
+        return MountState(**{name: document[name] for name in MountState.__struct_fields__})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

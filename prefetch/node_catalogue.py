@@ -16,10 +16,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from bootseer.blob.index import decode, encode
 from bootseer.blob.index import digest as digest_of
@@ -55,8 +56,7 @@ _KEPT_S = 30 * 86400.0
 """What nobody asked for in so long goes at the next `trim`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeImage:
+class NodeImage(Struct, frozen=True):
     """An image that was started here."""
 
     record: ImageRecord
@@ -71,8 +71,7 @@ class NodeImage:
         return not self.layer_digests
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLayer:
+class NodeLayer(Struct, frozen=True):
     """A layer that was pulled here."""
 
     tree: LayerTree

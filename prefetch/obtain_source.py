@@ -14,8 +14,9 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.blob.index import encode
 from bootseer.config import Settings

@@ -6,7 +6,9 @@ be used, and until what was pulled here is published. Thread-safe: functions and
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -29,8 +31,7 @@ Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObtainedImage:
+class ObtainedImage(Struct, frozen=True):
     """An image that can be mounted. `release` it once a server has it open."""
 
     image: NodeImage

@@ -7,8 +7,9 @@ Pure, but for `resolve_user` and `find_program`, which look into the container's
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from bootseer.prefetch.records import ImageConfig
@@ -27,8 +28,7 @@ _HOST_ONLY = frozenset(
 """Variables that speak of the host's files."""
 
 
-@dataclass(frozen=True, slots=True)
-class User:
+class User(Struct, frozen=True):
     """Who runs the process."""
 
     uid: int
@@ -37,8 +37,7 @@ class User:
     home: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessSpec(Struct, frozen=True):
     """One process to run."""
 
     arguments: tuple[str, ...]

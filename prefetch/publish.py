@@ -19,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import Struct
 
 from bootseer.background import python_environment
 from bootseer.blob.index import decode as decode_index
@@ -34,6 +35,7 @@ from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.private import private_opener
 from bootseer.store import open_store
+from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.prefetch.hot_store import HotPointer
@@ -44,8 +46,7 @@ _ENTRY = struct.Struct("<QQQQ")
 _NICENESS = 15
 
 
-@dataclass(frozen=True, slots=True)
-class RecordInfo:
+class RecordInfo(Struct, frozen=True):
     """What a publisher must know besides the accesses."""
 
     index_digest: str

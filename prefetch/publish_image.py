@@ -9,8 +9,9 @@ layer.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from bootseer.blob.pack import pack_tar
 from bootseer.config import Settings
@@ -92,8 +93,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
     return record.index_digest
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedLayer:
+class _CachedLayer(Struct, frozen=True):
     """A layer in the node's cache, if it is there. Implements `Layer`."""
 
     cache: NodeCache

@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import DeadlineError, NoSpaceError
@@ -47,8 +48,7 @@ class _StoppedError(Exception):
     """Another layer failed, or the user interrupted: this one need not be finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class HadLayer:
+class HadLayer(Struct, frozen=True):
     """A layer that can be served now."""
 
     digest: str

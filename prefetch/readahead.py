@@ -5,15 +5,15 @@ Alone decides how far. Pure but for the memory of how far each reader is. Thread
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _FRAMES_MAX = 16
 """2 MiB of a file that is read from start to end: hides 10 ms of latency at 200 MB/s."""
 _READERS_MAX = 1024
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(Struct):
     """How far one file has been fetched by reads that followed each other."""
 
     next_frame: int

@@ -11,9 +11,10 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from bootseer.blob.tree import Blob, Tree
 from bootseer.prefetch.bundle import Bundle, BundleExtent, BundleFrame

@@ -7,8 +7,9 @@ taken apart with every value checked.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.checked_json import (
@@ -23,6 +24,7 @@ from bootseer.prefetch.checked_json import (
     string_in,
     strings_in,
 )
+from bootseer.structs import asdict
 
 VERSION = 1
 RECORD_BYTES_MAX = 64 * 2**20
@@ -37,8 +39,7 @@ _NOTE_MAX = 2**20
 """Implied directories, or links, of one layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageConfig:
+class ImageConfig(Struct, frozen=True):
     """How a container of the image is started, and the digests of its uncompressed layers."""
 
     env: tuple[str, ...] = ()
@@ -50,8 +51,7 @@ class ImageConfig:
     diff_ids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRecord:
+class LayerRecord(Struct, frozen=True):
     """A layer in the store: its blob, and its tree with whiteouts still in it."""
 
     digest: str
@@ -65,8 +65,7 @@ class LayerRecord:
     """Hard links to names of lower layers: (path, target)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLayer:
+class ImageLayer(Struct, frozen=True):
     """A layer as an image's record lists it."""
 
     digest: str
@@ -74,8 +73,7 @@ class ImageLayer:
     blob_size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRecord:
+class ImageRecord(Struct, frozen=True):
     """An indexed image. `index_digest` names its merged tree, which pins all of its bytes."""
 
     reference: str

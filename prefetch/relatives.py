@@ -10,8 +10,9 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
@@ -33,8 +34,7 @@ _STREAMS_MAX = 32
 """The largest of an image are compared; the small ones decide nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Relative:
+class Relative(Struct, frozen=True):
     """An image with a bundle."""
 
     index_digest: str

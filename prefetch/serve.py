@@ -10,8 +10,9 @@ import logging
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror

@@ -4,13 +4,15 @@ Light: whoever starts a server loads no more than this.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
+from bootseer.structs import asdict
 
 SUBTYPE = "bootseer-image"
 """Of the FUSE mount."""
@@ -24,8 +26,7 @@ WINDOW_S = 120.0
 """A start that has not said `ready()` after two minutes is taken for over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(Struct, frozen=True, kw_only=True):
     """How a tree is to be served: what whoever mounts one may choose."""
 
     workload: str | None = None
@@ -51,8 +52,7 @@ class ServeOptions:
 DEFAULTS = ServeOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class ServePlan:
+class ServePlan(Struct, frozen=True):
     """What one server is to do."""
 
     settings: Settings

@@ -10,7 +10,6 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
 from bootseer.store import Store, open_store
 from bootseer.store.uses import note_use
+from bootseer.structs import asdict
 from bootseer.timeline import stage
 
 _log = logging.getLogger(__name__)

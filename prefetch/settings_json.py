@@ -5,11 +5,11 @@ may carry credentials.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from bootseer.config import Settings
+from bootseer.structs import asdict
 
 _PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir", "metrics_dir"))
 
@@ -25,8 +25,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
 def settings_from_json(document: Mapping[str, Any]) -> Settings:
     """The inverse. The document is our own: what is wrong with it raises KeyError."""
     values: dict[str, Any] = {
-        field.name: Path(value) if field.name in _PATHS and value is not None else value
-        for field in fields(Settings)
-        for value in (document[field.name],)
+        name: Path(value) if name in _PATHS and value is not None else value
+        for name in Settings.__struct_fields__
+        for value in (document[name],)
     }
     return Settings(**values)

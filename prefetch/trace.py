@@ -11,10 +11,10 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zstandard
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -44,16 +44,14 @@ class Access(NamedTuple):
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class TracedFile:
+class TracedFile(Struct, frozen=True):
     """A file by path and content, so that a trace outlives the image it was made with."""
 
     path: bytes
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """What one launch read."""
 
     index_digest: str

@@ -5,19 +5,18 @@ One thread uses an attempt. It decides nothing.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from bootseer.config import Settings
 from bootseer.snapshots.manifest import text_of
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.setup.request import Report, Request
 from bootseer.snapshots.setup.result import SetupResult
-from bootseer.snapshots.state import remember
 
 
-@dataclass(slots=True)
-class Attempt:
+class Attempt(Struct):
     """One call of `run_setup`."""
 
     settings: Settings
@@ -27,16 +26,13 @@ class Attempt:
     """By the monotonic clock."""
     until_exit: bool
     """What is mounted goes when this process ends."""
-    note: Callable[[Path, str, str], None] = field(init=False)
+    note: Callable[[Path, str, str], None]
     """Saves that a target holds a fingerprint, made on a base."""
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)
     """Where each target lies on this host."""
     key: str = ""
     """The fingerprint; empty until it is known."""
-
-    def __post_init__(self) -> None:
-        self.note = remember(self.settings, self.request.root)
 
     def scan(self) -> dict[bytes, Scan]:
         """What the targets hold now."""

@@ -10,9 +10,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
+
+from msgspec import Struct
 
 import bootseer
 from bootseer.blob import index
@@ -32,8 +33,7 @@ from bootseer.store import Store
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """A target before and after the set-up."""
 
     path: bytes

@@ -6,8 +6,9 @@ thread.
 
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.pack import tar_directory
 from bootseer.blob.tree import Inode, Tree
@@ -22,8 +23,7 @@ from bootseer.store import Store
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """Directories, each as a tree."""
 
     trees: Mapping[bytes, Tree]
@@ -35,8 +35,7 @@ class View:
     far as a view that has everything is concerned."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileChange:
+class FileChange(Struct, frozen=True):
     """A name that is not the same in both."""
 
     path: bytes
@@ -49,8 +48,7 @@ class FileChange:
     after_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """All that differs, sorted."""
 
     packages: tuple[PackageChange, ...]

@@ -1,13 +1,13 @@
 """Before + after -> what a set-up did. Pure (no I/O)."""
 
 import stat
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.snapshots.scan import Entry, Scan
 
 
-@dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(Struct, frozen=True):
     """Relative paths, each list sorted. A path is in at most one of them."""
 
     created: tuple[bytes, ...]

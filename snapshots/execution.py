@@ -7,8 +7,9 @@ stored. The caller holds the locks of the targets and the lease of the snapshot.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.rooted import resolve_in_root
@@ -34,8 +35,7 @@ class NotStoredError(Exception):
         self.setup_s = setup_s
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
+class Circumstances(Struct, frozen=True):
     """Under which a command is run."""
 
     resolved: Resolved

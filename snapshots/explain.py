@@ -6,7 +6,8 @@ nothing. Stateless; any thread.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.rooted import resolve_in_root
@@ -25,8 +26,7 @@ IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
 _COMPARED_MAX = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """One part that is not as it was."""
 
     part: str
@@ -37,8 +37,7 @@ class Difference:
     """What that means, in plain words, or empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """What a set-up would do here and now."""
 
     outcome: str

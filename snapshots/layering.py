@@ -14,8 +14,9 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.pack import Elsewhere, Others
@@ -45,8 +46,7 @@ Place = tuple[int, int, int, int]
 """An extent: (file offset, blob, offset in its stream, length)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """When it pays to store a difference only."""
 
     shared_bytes_min: int = 1 << 20
@@ -142,8 +142,7 @@ def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
     return min(entry.size_bytes, 512 * os.lstat(os.path.join(os.fsencode(host), path)).st_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(Struct, frozen=True):
     """A file's content, in the base."""
 
     number: int

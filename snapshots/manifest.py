@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError
 from bootseer.snapshots.setup.fingerprint import Part
@@ -14,8 +15,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """An object of the store, named by its digest."""
 
     digest: str
@@ -28,8 +28,7 @@ class Stored:
         return self.digest.removeprefix("sha256:")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """One directory that the set-up made or changed."""
 
     path: bytes
@@ -55,8 +54,7 @@ class Target:
         return (self.blob, *self.earlier)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """One snapshot."""
 
     fingerprint: str

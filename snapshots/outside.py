@@ -11,8 +11,9 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
@@ -43,8 +44,7 @@ _IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+class Outside(Struct, frozen=True):
     """What was found."""
 
     paths: tuple[str, ...]

@@ -7,7 +7,8 @@ environment, conda leaves `conda-meta/NAME-VERSION-BUILD.json`. No content is ne
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 
@@ -15,8 +16,7 @@ _EGG_PYTHON = re.compile(r"-py\d+(\.\d+)?$")
 _SEPARATORS = re.compile(r"[-_.]+")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Package:
+class Package(Struct, frozen=True, order=True):
     """A package, whatever its version. Names are as PEP 503 normalises them."""
 
     kind: str
@@ -24,8 +24,7 @@ class Package:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class PackageChange:
+class PackageChange(Struct, frozen=True):
     """A package that is not the same in both."""
 
     package: Package

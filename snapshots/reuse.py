@@ -4,8 +4,9 @@ Alone decides what of that is used. The caller holds the locks of the targets.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.snapshots import catalogue

@@ -34,6 +34,7 @@ from bootseer.snapshots.scan import base_digest
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.state import remember
 from bootseer.store import Store, open_store
 
 __all__ = ["SetupResult", "run_setup"]
@@ -70,7 +71,8 @@ def run_setup(
     """
     started = time.monotonic()
     sweep_covers(settings)
-    attempt = Attempt(settings, request, report, started, until_exit)
+    note = remember(settings, request.root)
+    attempt = Attempt(settings, request, report, started, until_exit, note)
     run = _Run(attempt, wait_s, lease_s, store_is_silent)
     try:
         resolved = resolve(request, report)

@@ -10,21 +10,22 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.private import private_opener
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.scan import Scan, exact_digest, scan
+from bootseer.structs import asdict
 
 _VERSION = 1
 _BYTES_MAX = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """A target as a set-up or a restore left it."""
 
     fingerprint: str
@@ -56,7 +57,7 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
             document = json.loads(file.read(_BYTES_MAX))
         if document["version"] != _VERSION:
             return None
-        texts = {name: str(document[name]) for name in State.__dataclass_fields__}
+        texts = {name: str(document[name]) for name in State.__struct_fields__}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     state = State(**texts)

@@ -5,7 +5,8 @@ several trees take content from, once for each, since each says other things of 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.read import verify
@@ -17,8 +18,7 @@ from bootseer.store import Store
 _DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """What was found of one snapshot."""
 
     fingerprint: str

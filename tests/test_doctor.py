@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer import doctor
 from bootseer.config import Settings, load_settings

@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.extract_plan import plan_extraction, worker_columns
 from bootseer.blob.extract_pool import FILES_MAX
@@ -34,6 +35,7 @@ from bootseer.errors import (
     NoSpaceError,
     from_oserror,
 )
+from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +44,7 @@ MAX_BYTES = 1024**4
 _ABANDONED_AFTER_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractResult:
+class ExtractResult(Struct, frozen=True):
     """What has been made. The `skipped` counts are attributes that the file system or our
     privileges did not allow; each kind has been logged once."""
 

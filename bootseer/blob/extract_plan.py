@@ -8,8 +8,9 @@ import stat
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+
+from msgspec import Struct
 
 from bootseer.blob.extract_worker import SETTINGS, Section
 from bootseer.blob.frames import FrameTable
@@ -27,8 +28,7 @@ Place = tuple[int, int, int, int]
 """(file offset, blob, offset in its stream, length)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Make `directories` and `large`, carry out the tasks, then make `others` and `links`.
 
     Names are meant by their index in the tree's columns.

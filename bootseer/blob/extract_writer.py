@@ -11,7 +11,8 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_worker import Directories, Section
@@ -24,8 +25,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EINVAL)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """What the process and the file system give to a file that we create."""
 
     owners: bool
@@ -36,8 +36,7 @@ class Settings:
     """Later than any mtime, or relatime would write the inode again at the first read."""
 
 
-@dataclass(slots=True)
-class Skipped:
+class Skipped(Struct):
     """Counts of attributes that could not be set."""
 
     owners: int = 0

@@ -10,8 +10,9 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import BinaryIO
+
+from msgspec import Struct, field
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import Members, plain_size
@@ -30,8 +31,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 _READ_ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
+class Elsewhere(Struct, frozen=True):
     """Where the content of a file lies already."""
 
     extents: tuple[Extent, ...]
@@ -44,8 +44,7 @@ class Elsewhere:
     """Its first bytes, where they are others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
+class Others(Struct, frozen=True):
     """What a directory has in common with blobs that are stored already."""
 
     blobs: Sequence[Blob] = ()

@@ -11,7 +11,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 
@@ -23,8 +24,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCAL_XATTRS = ("security.selinux", "trusted.overlay.", "user.overlay.", "system.nfs4_acl")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One name found. `fd` is the directory it lies in (for a directory and the root: the
     directory itself) and is open only until the next entry is asked for."""
 

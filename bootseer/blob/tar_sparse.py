@@ -4,7 +4,8 @@ Hostile maps are bounded before they are held in memory. One thread.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob import tar_fields
 from bootseer.blob.tar_header import BLOCK
@@ -17,8 +18,7 @@ Take = Callable[[int], bytes]
 """The next bytes of the archive, just so many."""
 
 
-@dataclass(frozen=True, slots=True)
-class SparseMap:
+class SparseMap(Struct, frozen=True):
     """Which parts of a sparse file its archive holds."""
 
     segments: list[tuple[int, int]]

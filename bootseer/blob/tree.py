@@ -12,11 +12,12 @@ a tree of 100,000 names opens in milliseconds; `Inode` and `Name` objects are ma
 import stat
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, islice
 from operator import ne
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from bootseer.blob.columns import Columns
 from bootseer.errors import CorruptError
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 _DICT_NAMES_MAX = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Struct, frozen=True):
     """`length` bytes of a file at `file_offset`, found in blob number `blob` of the tree's blob
     table at `blob_offset` of its *uncompressed* tar stream. Gaps between extents are holes."""
 
@@ -40,8 +40,7 @@ class Extent:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inode:
+class Inode(Struct, frozen=True):
     """Attributes and content. `mode` holds file type and permission bits, as in stat(2)."""
 
     mode: int
@@ -60,8 +59,7 @@ class Inode:
     """SHA-256 (32 raw bytes) of a regular file's content."""
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(Struct, frozen=True):
     """One directory entry: `name` in directory `parent` (an inode number) is inode `inode`."""
 
     parent: int
@@ -69,8 +67,7 @@ class Name:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """One independent zstd frame of a blob: a *chunk*, the unit of fetching and verifying."""
 
     offset: int
@@ -85,8 +82,7 @@ class Frame:
     decompressor sees it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(Struct, frozen=True):
     """A tar stream, and the seekable tar.zst that stores it: its frames in order.
 
     A stream that is not stored anywhere, because only this node has it, has no frames and a size

@@ -1,12 +1,11 @@
 """`bootseer config`: what is set, and where it came from."""
 
-from dataclasses import asdict
-
 import click
 
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.config import variable_of
 from bootseer.redact import redact
+from bootseer.structs import asdict
 
 
 @click.group()

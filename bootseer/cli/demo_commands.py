@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import click
 
 from bootseer.cli.output import emit_json, emit_table, human_bytes, json_option
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
+from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.demo.comparison import Comparison, Row

@@ -1,11 +1,10 @@
 """`bootseer doctor`: checks this machine."""
 
-from dataclasses import asdict
-
 import click
 
 from bootseer.cli.output import current_settings, emit_json, emit_table, json_option
 from bootseer.doctor import Status, examine
+from bootseer.structs import asdict
 
 
 @click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer doctor")

@@ -7,13 +7,13 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import (
     Seconds,

@@ -4,11 +4,12 @@ So that a line of /etc/fstab mounts checkpoints. Owns the translation of mount o
 `bootseer mount`; exits as mount(8) wants: 0, 1 for a wrong call, 32 when mounting failed.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from bootseer.cli.output import one_line
 from bootseer.config import load_config, parse_size
@@ -120,7 +121,7 @@ def main() -> None:
     try:
         settings = load_config().settings
         if run_dir is not None:
-            settings = dataclasses.replace(settings, run_dir=run_dir)
+            settings = replace(settings, run_dir=run_dir)
         mount_checkpoints(mount_spec(settings, places[0], Path(places[1]), **options))
     except (BootseerError, OSError) as error:
         sys.stderr.write(f"mount.bootseer: {one_line(error)}\n")

@@ -10,11 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from msgspec import Struct
 
 from bootseer.config import Config, Settings, load_config, parse_age, parse_size
 from bootseer.errors import BootseerError, InvalidInputError
@@ -27,8 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _UNIT = re.compile(r"( s|/s|%|^(bytes|size|files|nodes|ratio|moved|first|second|share|count))$")
 
 
-@dataclass
-class SettingsSource:
+class SettingsSource(Struct, dict=True):
     """The flags of the top-level command; settings are read only by commands that need them."""
 
     flags: Mapping[str, str | None]

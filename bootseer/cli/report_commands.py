@@ -1,7 +1,6 @@
 """`bootseer report`: where the time of a start went."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from bootseer.errors import NotFoundError, from_oserror
 from bootseer.report.breakdown import Breakdown, StageRow, break_down
 from bootseer.report.chrome_trace import to_chrome_trace
 from bootseer.report.files import read_start
+from bootseer.structs import asdict
 
 
 def _seconds(value: float | None) -> str:

@@ -1,8 +1,7 @@
 """`bootseer run`: the entrypoint wrapper."""
 
-from dataclasses import replace
-
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import current_settings
 from bootseer.cli.snapshot_output import mode_option

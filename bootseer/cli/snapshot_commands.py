@@ -7,11 +7,11 @@ Here is what a single snapshot is made, restored and shown by; running set-ups i
 import contextlib
 import stat
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import (
     current_settings,

@@ -6,10 +6,10 @@
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import (
     Age,

@@ -2,11 +2,11 @@
 
 import errno
 import os
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import (
     Seconds,
@@ -19,6 +19,7 @@ from bootseer.cli.output import (
 )
 from bootseer.config import parse_name, parse_size
 from bootseer.errors import BootseerError, InvalidInputError, SetupFailedError
+from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.prefetch.warm.record import WarmRecord

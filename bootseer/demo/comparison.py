@@ -1,14 +1,14 @@
 """What the demo's two launches show, stage by stage. Pure (no I/O)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.demo.job import Launch
 from bootseer.timeline.otlp import Stage
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One stage of both launches."""
 
     first_s: float
@@ -22,8 +22,7 @@ class Row:
         return self.first_s / self.second_s if self.second_s > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """Both launches. Bytes are what was read over the network."""
 
     stages: Mapping[str, Row]

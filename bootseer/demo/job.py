@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+
+from msgspec import Struct
 
 from bootseer.config import load_settings
 from bootseer.demo import image, root_file_system, wheels
@@ -35,8 +36,7 @@ _WHEELS = "/wheels"
 _ENVIRONMENT = "/opt/environment"
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(Struct, frozen=True):
     """The stand-in for a shared network, in bytes per second."""
 
     node_bytes_per_s: int
@@ -45,8 +45,7 @@ class Network:
     """One stored file, as one DataNode's disk serves it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What the demo does."""
 
     folder: Path
@@ -57,8 +56,7 @@ class Plan:
     with_checkpoint: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """What one launch did."""
 
     stages: tuple[Stage, ...]

@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import BootseerError, BusyError, NotFoundError
@@ -26,8 +27,7 @@ _LEASE_KEY = "leases/gc"
 _LEASE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
+class Collected(Struct, frozen=True):
     """What was done."""
 
     deleted_count: int

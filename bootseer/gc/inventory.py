@@ -5,9 +5,10 @@ Edge: reads the store, changes nothing. An inventory is immutable.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import unquote
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch import hot_store, relatives
@@ -29,16 +30,14 @@ from bootseer.store.uses import Use, read_use
 _Record = TypeVar("_Record")
 
 
-@dataclass(frozen=True, slots=True)
-class Object:
+class Object(Struct, frozen=True):
     """One object of the store."""
 
     size_bytes: int
     modified_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     """Everything in a store, by key."""
 
     objects: Mapping[str, Object]

@@ -7,7 +7,8 @@ at no moment a record names what is gone.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.gc.inventory import Inventory
@@ -45,8 +46,7 @@ CONTENT = ("bundles/", "hotsets/", "indexes/", "blobs/")
 """Named by digest: what several records may name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What would be deleted, and why."""
 
     snapshots: Mapping[str, Verdict]

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
@@ -17,8 +18,7 @@ IN_USE_S = 3 * DAY_S
 that fail are no harm."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Struct, frozen=True):
     """What the user wants to be rid of. Without `keep_last` and `keep_days` all snapshots stay but
     those named in `snapshots`."""
 
@@ -36,8 +36,7 @@ class Rules:
     """What is younger stays: somebody may be publishing what will refer to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """What becomes of one snapshot or image."""
 
     is_kept: bool

@@ -15,8 +15,9 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer import errors
 from bootseer.config import Settings
@@ -45,8 +46,7 @@ _ABANDONED_S = 3600.0
 _REPORT_BYTES_MAX = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPath:
+class CheckpointPath(Struct, frozen=True):
     """A remote folder and where the job sees it."""
 
     url: str

@@ -15,8 +15,10 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, SetupFailedError
@@ -37,8 +39,7 @@ Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """What `bootseer run` was asked for."""
 
     command: tuple[str, ...]

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _PARAMETER = re.compile(rf'({_TOKEN})\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*))')
@@ -10,8 +11,7 @@ _SCHEME = re.compile(rf"({_TOKEN})(?:\s+|\s*$|(?=\s*,))")
 _HEADER_CHARACTERS_MAX = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(Struct, frozen=True):
     """One way to log in: `bearer` or `basic`, with its parameters by lower-case name."""
 
     scheme: str

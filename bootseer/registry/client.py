@@ -12,10 +12,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from msgspec import Struct
 
 from bootseer.closing import Closing
 from bootseer.errors import (
@@ -61,8 +62,7 @@ _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(Struct, frozen=True):
     """A manifest or an index of manifests, as it is stored."""
 
     digest: str

@@ -14,9 +14,10 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.registry.reference import DOCKER_HUB
 
@@ -31,14 +32,17 @@ _HELPER = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKEN_USER = "<token>"
 
 
-@dataclass(frozen=True, slots=True)
-class Credential:
+class Credential(Struct, frozen=True):
     """A user name with a password, or an identity token instead of the password."""
 
     username: str
-    password: str = field(default="", repr=False)
-    identity_token: str = field(default="", repr=False)
+    password: str = ""
+    identity_token: str = ""
     """An OAuth2 refresh token; "" where there is a password."""
+
+    def __repr__(self) -> str:
+        # No secrets in logs.
+        return f"Credential(username={self.username!r})"
 
 
 def find_credential(

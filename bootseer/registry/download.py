@@ -10,7 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.registry.retry import ATTEMPTS_MAX, FLOOR_BYTES_PER_S, STALL_S, Floor, backoff_s
@@ -29,8 +30,7 @@ FAST_BYTES_PER_S = 100_000_000
 LARGE_BYTES = FIRST_BYTES + 2 * PART_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRange:
+class OpenedRange(Struct, frozen=True):
     """An answer that has the bytes wanted, after `skip_bytes` others."""
 
     response: Response

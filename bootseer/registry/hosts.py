@@ -8,10 +8,11 @@ nothing else is done. Thread-safe: functions and frozen objects only.
 import contextlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.registry.reference import DOCKER_HUB, is_loopback
@@ -22,8 +23,7 @@ _CAPABILITIES = frozenset(("pull", "resolve", "push"))
 _HUB_SERVER = "registry-1.docker.io"
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Struct, frozen=True):
     """One server of a registry, and how it is reached."""
 
     name: str

@@ -6,7 +6,8 @@ official image (`library/`), one without tag and digest means `latest`.
 
 import ipaddress
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
@@ -26,8 +27,7 @@ _LOGIN = re.compile("^[^/@]*:[^/@]*@(?=[^/]+/)")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Struct, frozen=True):
     """One image: its registry, its repository there, and a tag, a digest or both."""
 
     host: str

@@ -13,8 +13,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
 from bootseer.registry.challenge import Challenge, parse_challenges
@@ -33,8 +34,7 @@ _LIFE_SHARE = 0.9
 """Renewed that early, so that it does not expire on its way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Grant:
+class _Grant(Struct, frozen=True):
     header: str
     valid_until: float
     challenge: Challenge

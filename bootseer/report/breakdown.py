@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.timeline.otlp import Stage
 
@@ -10,8 +11,7 @@ from bootseer.timeline.otlp import Stage
 START = "start"
 
 
-@dataclass(frozen=True, slots=True)
-class StageRow:
+class StageRow(Struct, frozen=True):
     """One stage over all nodes. Seconds; `None` where no node has finished the stage."""
 
     name: str
@@ -37,8 +37,7 @@ class StageRow:
         return self.max_s / self.median_s if self.median_s > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(Struct, frozen=True):
     """One start: its stages in the order in which they began, and the whole."""
 
     job: str

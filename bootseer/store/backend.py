@@ -9,9 +9,10 @@ Threading: every method may be called from any thread at once; a `Writer` belong
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
+
+from msgspec import Struct
 
 Piece = bytes | bytearray
 """What is written: a memoryview costs hdfs-native 13 s/GiB."""
@@ -21,8 +22,7 @@ KEEP_ALIVE_S = 15.0
 """HDFS forgets a writer that says nothing for a minute."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
+class FileInfo(Struct, frozen=True):
     """One name in a backend. `path` is relative to the backend's root."""
 
     path: str
@@ -33,8 +33,7 @@ class FileInfo:
     """Where the storage cuts a file into blocks on different disks; 0: it does not, or not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
+class Space(Struct, frozen=True):
     """Capacity of the storage behind a backend, in bytes."""
 
     total_bytes: int

@@ -1,12 +1,11 @@
 """A block of HDFS that is to be written: what the NameNode said of it. Pure (no I/O)."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from bootseer.store import hdfs_protobuf as pb
 
 
-@dataclass(frozen=True, slots=True)
-class AddedBlock:
+class AddedBlock(Struct, frozen=True):
     """A block that was allocated, and is still empty."""
 
     block: bytes

@@ -7,9 +7,10 @@ import getpass
 import os
 import threading
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from bootseer.store.hdfs_rpc import NameNode
 

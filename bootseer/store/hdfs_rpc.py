@@ -10,7 +10,8 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store import hdfs_protobuf as pb
@@ -34,8 +35,7 @@ UNANSWERED = (RpcError, OSError, ValueError, IndexError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(Struct, frozen=True):
     """A block of a file, and who has it."""
 
     start: int
@@ -49,8 +49,7 @@ class StoredBlock:
     """Of the DataNodes, the nearest one first."""
 
 
-@dataclass(frozen=True, slots=True)
-class NameNode:
+class NameNode(Struct, frozen=True):
     """Where to call, and as whom."""
 
     addresses: tuple[tuple[str, int], ...]

@@ -13,8 +13,9 @@ import socket
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
 from zlib import crc32 as slow_crc32
+
+from msgspec import Struct
 
 from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.backend import Piece
@@ -44,8 +45,7 @@ _PAUSE_S = 0.01
 _PAUSE_MAX_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """The first block of a file that `holder` is writing, and where all else is asked."""
 
     name_node: NameNode

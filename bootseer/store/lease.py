@@ -25,9 +25,10 @@ import re
 import secrets
 import threading
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -52,8 +53,7 @@ _NS = 1_000_000_000
 _TOKEN = re.compile("[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """What a lease's object says."""
 
     owner: str

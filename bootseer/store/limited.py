@@ -14,9 +14,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.redact import public_url
@@ -33,8 +34,7 @@ _MAGIC = b"BSACCT1\0"
 _AHEAD_MAX_NS = 600 * 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(Struct, frozen=True):
     """What all processes moved through one account file."""
 
     bytes_read: int
@@ -42,8 +42,7 @@ class Account:
     requests: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Rates in bytes per second; None is no limit. `latency_s` is added to each request."""
 
     stream_bytes_per_s: float | None = None

@@ -9,9 +9,10 @@ Pure (no I/O). What a registry sends is hostile: an entry that is wrong is no ob
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 from bootseer.registry.client import MANIFEST_TYPE, digest_of
@@ -33,8 +34,7 @@ _SHA256 = re.compile("sha256:[0-9a-f]{64}")
 _NUMBER = re.compile("[0-9]{1,19}")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(Struct, frozen=True):
     """One object of the store: under which key, and in which blob and manifest it is."""
 
     key: str

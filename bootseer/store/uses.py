@@ -9,7 +9,8 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.store.store import Store
@@ -27,8 +28,7 @@ _BYTES_MAX = 4 * 2**20
 _DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(Struct, frozen=True):
     """A tree and the blobs that it is read from."""
 
     index_digest: str

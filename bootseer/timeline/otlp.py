@@ -10,8 +10,9 @@ Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, i
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
 
 Value: TypeAlias = str | int | float | bool
 
@@ -24,8 +25,7 @@ _STATUS_ERROR = 2
 _KIND_INTERNAL = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Struct, frozen=True):
     """One stage as read back from a timeline. Times: ns since 1970, by the node's clock."""
 
     name: str

@@ -12,10 +12,11 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from bootseer.private import make_private_directory
 from bootseer.redact import redact

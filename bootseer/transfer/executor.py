@@ -8,7 +8,8 @@ make it in the process that uses it.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from bootseer.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError

@@ -6,9 +6,10 @@ except that anybody may wait for a `Ticket`.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
+
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError
 from bootseer.transfer.plan import Chunk, Fetch, Priority
@@ -70,8 +71,7 @@ class Ticket:
         return self._arrived.wait(timeout_s)
 
 
-@dataclass(slots=True, eq=False)
-class Delivery:
+class Delivery(Struct, eq=False):
     """A callback that gets one chunk once, and those who count on it."""
 
     deliver: Deliver
@@ -79,8 +79,7 @@ class Delivery:
     error: BootseerError | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
+class Flight(Struct, eq=False):
     """One chunk under way."""
 
     chunk: Chunk
@@ -121,8 +120,7 @@ class Flight:
         self.deliveries = [delivery for delivery in self.deliveries if delivery.tickets]
 
 
-@dataclass(slots=True, eq=False)
-class Task:
+class Task(Struct, eq=False):
     """One read to be done, and tried again when it fails."""
 
     fetch: Fetch

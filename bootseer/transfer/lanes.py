@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
+class Worker(Struct, eq=False):
     """One thread of a lane."""
 
     lane: "Lane"

@@ -3,8 +3,9 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 
 class Priority(IntEnum):
@@ -18,8 +19,7 @@ class Priority(IntEnum):
     """Background."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """A range of one stored object: the unit of fetching, verifying and sharing."""
 
     key: str
@@ -35,8 +35,7 @@ class Chunk:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """One ranged read that covers `chunks` (same key, ascending offset, with tolerated gaps)."""
 
     key: str

@@ -4,7 +4,8 @@ Owns the retry policy of transfers; knows neither threads nor the clock.
 """
 
 import errno
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import (
     BootseerError,
@@ -40,8 +41,7 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """Exponential backoff with jitter."""
 
     attempts: int = 4

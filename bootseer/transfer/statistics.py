@@ -5,15 +5,15 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 # Percentiles are over the latest demands; enough for a stable p99, bounded for a mount that lives
 # for weeks.
 _KEPT_WAITS_COUNT = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Struct, frozen=True):
     """A snapshot. Counts are since the executor was made."""
 
     fetch_count: int
@@ -47,8 +47,7 @@ def percentile(ordered: Sequence[int], fraction: float) -> int:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-@dataclass(slots=True)
-class Recorder:
+class Recorder(Struct):
     """Counters of one executor. Not thread-safe: its owner's lock guards it."""
 
     fetch_count: int = 0

@@ -4,15 +4,14 @@ Degrades step by step from Linux 6.18 (7.45) to 5.4 (7.31): whatever the kernel 
 not asked for, and the resulting `Connection` says what holds. Pure: no I/O, no state.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.options import MountOptions
 
 
-@dataclass(frozen=True, slots=True)
-class InitRequest:
+class InitRequest(Struct, frozen=True):
     """The kernel's opening message."""
 
     unique: int
@@ -22,8 +21,7 @@ class InitRequest:
     flags: int
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
+class Connection(Struct, frozen=True):
     """The facts both sides agreed on; they hold until the file system is unmounted."""
 
     kernel_minor: int

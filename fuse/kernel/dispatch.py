@@ -10,7 +10,8 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel import wire
@@ -26,8 +27,7 @@ _TYPE_DIRECTORY = 0o040000
 _COOKIE_DOT, _COOKIE_DOT_DOT = 1, 2
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(Struct):
     """A reply that is ready to be sent."""
 
     body: bytes = b""

@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import BusyError, DeadlineError, InvalidInputError, from_oserror
 from bootseer.fuse.kernel import control
@@ -32,8 +33,7 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """One FUSE mount that this process can see."""
 
     path: Path

@@ -11,8 +11,9 @@ deadline: a process that waits for a reply cannot be killed.
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec import Struct
 
 ROOT_NODE = 1
 # Set in the number of a request that another process may have begun (FUSE_UNIQUE_RESEND, 7.40).
@@ -21,8 +22,7 @@ _UNIQUE_RESENT = 1 << 63
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(Struct, frozen=True):
     """What stat(2) shows. `mode` holds file type and permissions; times are ns since 1970."""
 
     node: int
@@ -40,8 +40,7 @@ class Attributes:
     """512-byte blocks in use; None: derived from `size_bytes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """The answer to a lookup. Each one sent adds 1 to the node's lookup count.
 
     `attributes=None` is a negative entry: the kernel remembers for `entry_ttl_s` that the name
@@ -54,8 +53,7 @@ class Entry:
     generation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Struct, frozen=True):
     """The answer to open and opendir.
 
     `direct_io` bypasses the page cache; `keep_cache` keeps pages of earlier opens;
@@ -74,8 +72,7 @@ class Opened:
     passthrough_fd: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryEntry:
+class DirectoryEntry(Struct, frozen=True):
     """One name of a directory. `offset` is the cookie that continues *after* this entry (> 0)."""
 
     name: bytes
@@ -87,8 +84,7 @@ class DirectoryEntry:
     """For readdirplus; None where only the name is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileSystemStatistics:
+class FileSystemStatistics(Struct, frozen=True):
     """What statvfs(2) shows, in blocks of `block_size_bytes`."""
 
     blocks: int
@@ -100,8 +96,7 @@ class FileSystemStatistics:
     name_max: int = 255
 
 
-@dataclass(frozen=True, slots=True)
-class SetAttributes:
+class SetAttributes(Struct, frozen=True):
     """What setattr wants changed; None means unchanged. Times: ns since 1970."""
 
     mode: int | None = None
@@ -113,9 +108,7 @@ class SetAttributes:
     handle: int | None = None
 
 
-# Not frozen: one is made for each request, and a frozen dataclass takes three times as long.
-@dataclass(slots=True, eq=False)
-class Caller:
+class Caller(Struct, frozen=True, eq=False):
     """Who asks: the credentials of the process behind a request. Read-only.
 
     A long wait should look at `is_interrupted`, which becomes true when the kernel sends
@@ -126,7 +119,7 @@ class Caller:
     gid: int
     pid: int
     unique: int = 0
-    interrupts: "frozenset[int] | set[int]" = field(default_factory=frozenset, repr=False)
+    interrupts: "frozenset[int] | set[int]" = frozenset()
 
     @property
     def is_interrupted(self) -> bool:

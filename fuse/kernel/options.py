@@ -1,14 +1,13 @@
 """What the caller of a mount may choose. Immutable values, checked when they are made."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
 _MIB = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MountOptions:
+class MountOptions(Struct, frozen=True, kw_only=True):
     """How to mount and serve. Everything the kernel does not offer is left out silently;
     `Connection` then says what was agreed.
     """

@@ -8,10 +8,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
+
+from msgspec import Struct
 
 from bootseer.errors import BusyError, InvalidInputError, UnavailableError, from_oserror
 from bootseer.fuse.kernel import mounts, wire
@@ -31,8 +32,7 @@ _KERNEL_READAHEAD_BYTES = 128 * 1024
 _THREADS_END_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(Struct, frozen=True):
     """A live mount whose INIT is answered: what a server, or its successor, serves."""
 
     device: int

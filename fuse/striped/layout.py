@@ -11,9 +11,9 @@ segment's parts; each part is one file in `<directory>/.bootseer-parts/<generati
 
 import re
 import struct
-from dataclasses import dataclass
 
 import xxhash
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError, UnknownFormatError
 
@@ -58,16 +58,14 @@ _PART_NAME = re.compile(r"[0-9a-z][0-9a-z.]{0,15}")
 assert _HEADER.size + _U64.size == HEADER_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One physical file of a segment."""
 
     name: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """A run of a logical file that was written in one go."""
 
     generation: str
@@ -90,8 +88,7 @@ class Segment:
         return int(_U64.unpack_from(self.checksums, block * _CHECKSUM_BYTES)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """One generation of a striped file."""
 
     generation: str
@@ -103,8 +100,7 @@ class Layout:
         return sum(segment.size_bytes for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """The first `HEADER_BYTES` of a layout file: enough for stat(2)."""
 
     generation: str

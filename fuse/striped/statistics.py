@@ -7,12 +7,12 @@ the difference of two looks, divided by that of their `uptime_s`.
 
 import threading
 import time
-from dataclasses import dataclass, fields
 from typing import Any
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class SourceStatistics:
+
+class SourceStatistics(Struct, frozen=True):
     """What came from, or went to, one place that stores bytes: a DataNode, or a part's number."""
 
     name: str
@@ -26,8 +26,7 @@ class SourceStatistics:
     write_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Struct, frozen=True):
     """One look at everything that was counted."""
 
     uptime_s: float = 0.0
@@ -59,8 +58,8 @@ class Statistics:
     """By place, as far as the storage's client says which one it was; ordered by name."""
 
 
-_COUNTED = frozenset(f.name for f in fields(Statistics)) - {"uptime_s", "sources"}
-_COUNTED_BY_SOURCE = frozenset(f.name for f in fields(SourceStatistics)) - {"name"}
+_COUNTED = frozenset(Statistics.__struct_fields__) - {"uptime_s", "sources"}
+_COUNTED_BY_SOURCE = frozenset(SourceStatistics.__struct_fields__) - {"name"}
 # A hostile or broken storage must not make the table grow without bound.
 _SOURCES_MAX = 1024
 

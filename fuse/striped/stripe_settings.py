@@ -3,8 +3,9 @@
 Pure, but for one small read.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.fuse.striped.layout import (
@@ -22,8 +23,7 @@ DIRECTORY_RULE = ".bootseer-layout"
 _RULE_MAX_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StripeSettings:
+class StripeSettings(Struct, frozen=True):
     """How new files are stored."""
 
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES

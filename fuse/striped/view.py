@@ -7,7 +7,8 @@ an ordinary file is cut into the same units, all of them ranges of the one file,
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.layout import (
@@ -21,8 +22,7 @@ from bootseer.fuse.striped.layout import (
 from bootseer.store.backend import FileInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """Half-open range `[start, end)` of a logical file."""
 
     start: int
@@ -34,8 +34,7 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """A run of a logical range that lies contiguously in one part."""
 
     part: int

@@ -8,8 +8,9 @@ everything below it is the tree of a chain (`prefetch.chains`), lazily served.
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.checked_json import DIGEST
@@ -32,16 +33,14 @@ class Kind(enum.StrEnum):
     COMMITTED = "committed"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """What a snapshot itself takes on disk, without its parents."""
 
     size_bytes: int = 0
     inode_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """One snapshot, as the database has it."""
 
     number: int
@@ -58,8 +57,7 @@ class Snapshot:
     usage: Usage = field(default_factory=Usage)
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """What is to be mounted for a snapshot, as containerd describes mounts."""
 
     kind: str
@@ -67,16 +65,14 @@ class Mount:
     options: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Lower:
+class Lower(Struct, frozen=True):
     """What lies below a snapshot: directories of its own, the nearest first, then a chain."""
 
     numbers: tuple[int, ...]
     chain_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class TreeKey:
+class TreeKey(Struct, frozen=True):
     """Names a served tree. Containers of one image share it unless their workloads differ."""
 
     index_digest: str

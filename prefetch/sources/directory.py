@@ -5,9 +5,10 @@ the same contents give the same blob, which the store then has already.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from bootseer.blob.pack import pack_directory, tar_directory
 from bootseer.errors import NotFoundError
@@ -16,8 +17,7 @@ from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.sources.model import ImageSource, Sink, name_of
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryLayer:
+class DirectoryLayer(Struct, frozen=True):
     """Implements `Layer`."""
 
     root: Path

@@ -10,10 +10,11 @@ import posixpath
 import re
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from bootseer.errors import (
     CorruptError,
@@ -53,8 +54,7 @@ class _Slice(io.RawIOBase):
         super().close()
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveFiles:
+class ArchiveFiles(Struct, frozen=True):
     """The regular files of an archive: path -> (offset, length); links are followed."""
 
     archive: Path

@@ -7,8 +7,9 @@ then read as an archive: it goes with this process, however that ends.
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, from_oserror
 from bootseer.prefetch.sources.docker_archive import open_docker_archive

@@ -8,8 +8,9 @@ in a document is believed: every type, count and size is checked, and digests ar
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.checked_json import (
@@ -44,8 +45,7 @@ _MANIFEST_TYPES = (
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(Struct, frozen=True):
     """Points to bytes by digest and size; `tag` and `architecture` as an index annotates them."""
 
     digest: str
@@ -62,8 +62,7 @@ class Descriptor:
         return self.media_type in INDEX_TYPES
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """One image: its configuration and its layers, the lowest first."""
 
     config: Descriptor
@@ -119,8 +118,7 @@ def parse_config(data: bytes, where: str) -> ImageConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ArchivedImage:
+class ArchivedImage(Struct, frozen=True):
     """One entry of Docker's `manifest.json`: paths in the archive, and names."""
 
     config: str

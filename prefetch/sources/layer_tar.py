@@ -7,8 +7,9 @@ as with container engines, unlike with tar, a hard link within it brings attribu
 
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from typing import BinaryIO
+
+from msgspec.structs import replace
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.plain_writer import local_blob

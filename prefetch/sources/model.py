@@ -9,9 +9,10 @@ Threading: layers of one source may be packed from several threads at once, each
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from msgspec import Struct, field
 
 from bootseer.blob.tar_reader import Readable
 from bootseer.closing import Closing
@@ -81,8 +82,7 @@ class _Kept:
         return None if self._hash is None else f"blake3:{self._hash.hexdigest()}"
 
 
-@dataclass(frozen=True, slots=True)
-class TarLayer:
+class TarLayer(Struct, frozen=True):
     """A layer that is kept as a tar, gzip- or zstd-compressed or not."""
 
     digest: str
@@ -117,8 +117,7 @@ class TarLayer:
         return TarStream(self.open_stored(), expected, self.limits, on_progress)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSource(Closing):
+class ImageSource(Closing, Struct, frozen=True):
     """An opened image. Close it: an engine's image lies in a temporary file until then."""
 
     reference: str

@@ -13,9 +13,10 @@ Threading: a stream belongs to one reader; close it from that thread.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
+
+from msgspec import Struct
 
 from bootseer.blob.inflate import ERRORS, PIECE_BYTES, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
@@ -23,8 +24,7 @@ from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """What one layer may expand to; a decompression bomb ends there."""
 
     layer_bytes_max: int = 2**40
@@ -38,8 +38,7 @@ class Limits:
         return min(self.layer_bytes_max, max(self.free_bytes, self.ratio_max * stored_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Struct, frozen=True):
     """What the image's documents say of a layer."""
 
     diff_id: str

@@ -9,8 +9,9 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.background import start
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError

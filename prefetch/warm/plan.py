@@ -1,7 +1,8 @@
 """What to read ahead, in which order and in which pieces. Pure (no I/O)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.prefetch.warm.record import Range, WarmFile, WarmRecord, normalized
 
@@ -13,16 +14,14 @@ JOB_BYTES = 32 * 2**20
 """What one thread reads of a file before others may take its next part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """Ranges of one file, from its start towards its end. Empty: only open the file."""
 
     file: WarmFile
     ranges: tuple[Range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Jobs in the order in which they should begin."""
 
     jobs: tuple[Job, ...]

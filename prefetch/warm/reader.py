@@ -11,8 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.prefetch.warm.beneath import Beneath
 from bootseer.prefetch.warm.plan import Job, Plan
@@ -32,8 +33,7 @@ DEFAULT_THREAD_COUNT = 4
 _POLL_S = 0.05
 
 
-@dataclass(slots=True)
-class Figures:
+class Figures(Struct):
     """What a read-ahead did."""
 
     read_bytes: int = 0

@@ -7,10 +7,11 @@ three functions that are given a store.
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import zstandard
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.store import Store
@@ -37,8 +38,7 @@ class Range(NamedTuple):
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class WarmFile:
+class WarmFile(Struct, frozen=True):
     """A file below the directory, and what of it was touched."""
 
     path: bytes
@@ -54,8 +54,7 @@ class WarmFile:
         return sum(found.length for found in self.ranges)
 
 
-@dataclass(frozen=True, slots=True)
-class WarmRecord:
+class WarmRecord(Struct, frozen=True):
     """What starts of one workload touched below one directory."""
 
     identity: str

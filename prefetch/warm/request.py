@@ -3,11 +3,11 @@
 Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory.
 """
 
-import dataclasses
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
@@ -15,6 +15,7 @@ from bootseer.prefetch.warm.memory import budget_bytes
 from bootseer.prefetch.warm.plan import Plan, plan
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
 from bootseer.prefetch.warm.record import WarmRecord, identity_of
+from bootseer.structs import asdict
 
 WINDOW_S = 120.0
 """A record ends by then: a start is over, and training reads other things."""
@@ -23,8 +24,7 @@ READ_DEADLINE_S = 600.0
 """So does a read-ahead: what has not come by then, the command has read by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class WarmRequest:
+class WarmRequest(Struct, frozen=True):
     """One directory and workload, and how to go about them."""
 
     directory: str
@@ -49,7 +49,7 @@ class WarmRequest:
 
     def to_json(self) -> str:
         """For the process in the background."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "WarmRequest":

@@ -11,9 +11,10 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import from_oserror
 from bootseer.prefetch.warm.record import key_of
@@ -22,8 +23,7 @@ from bootseer.private import is_own, make_private_directory, private_opener
 _STATE_BYTES_MAX = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class NodePaths:
+class NodePaths(Struct, frozen=True):
     """Where one directory's and workload's files of this node are."""
 
     state: Path

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
 from bootseer.store import Store, open_store
+from bootseer.structs import asdict
 from bootseer.timeline import stage
 from bootseer.waiting import wait_readable
 

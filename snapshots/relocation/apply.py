@@ -9,8 +9,9 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import AlreadyExistsError, from_oserror
@@ -39,8 +40,7 @@ _TEXT_BYTES_MAX = 64 * 1024 * 1024
 _BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Relocation:
+class Relocation(Struct, frozen=True):
     """What has been done."""
 
     changed: tuple[bytes, ...]

@@ -7,9 +7,10 @@ line of a script may be, and how C strings are replaced in binaries.
 import json
 import posixpath
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
@@ -28,8 +29,7 @@ _BEFORE = rb"(?:(?<=-[BFILR])|(?<=-isystem)|(?<![" + _NAME + rb".+~@-]))"
 _PYTHON = re.compile(rb"(python|pypy)[0-9.]*t?")
 
 
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(Struct, frozen=True, dict=True):
     """Where an environment was, and where it will be: absolute, without a slash at the end."""
 
     old: bytes

@@ -9,7 +9,8 @@ changed), and all others, which are changed where they are text.
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.manifest import text_of
@@ -25,8 +26,7 @@ _WRITTEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
+class Brought(Struct, frozen=True):
     """What packages say about their files."""
 
     by_wheels: Set[bytes]

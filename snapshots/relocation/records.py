@@ -12,14 +12,14 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 _DIGEST = re.compile(r"[a-z0-9]+=[A-Za-z0-9_=-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Placeholder:
+class Placeholder(Struct, frozen=True):
     """A file in which conda has put the prefix in the place of a longer one."""
 
     is_binary: bool
@@ -27,8 +27,7 @@ class Placeholder:
     """Length of the prefix that the package was built with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Struct, frozen=True):
     """A file that relocation has changed."""
 
     sha256: bytes

@@ -9,8 +9,9 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec import Struct
 
 from bootseer.blob.extract_plan import PART_BYTES
 from bootseer.blob.frames import frames_for
@@ -32,8 +33,7 @@ _FETCH_BYTES = 1024 * 1024
 _KEPT_BYTES = 16 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class FramePlan:
+class FramePlan(Struct, frozen=True):
     """Which frames an extraction wants. Frames are numbered through all of the tree's blobs."""
 
     keys: list[str]

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
@@ -31,6 +30,7 @@ from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.restoring.restore import Placed, check_tree
 from bootseer.store import Store
+from bootseer.structs import asdict
 
 PURPOSE = "link"
 

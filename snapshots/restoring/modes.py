@@ -4,7 +4,7 @@ Alone decides it, from facts that `facts` has found; every choice comes with its
 people are told. docs/snapshots.md says what each way means for a job.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 AUTO = "auto"
 MOUNT = "mount"
@@ -23,8 +23,7 @@ SMALL_COUNT = 1000
 TARGETS_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """What the choice depends on."""
 
     may_mount: bool
@@ -50,8 +49,7 @@ class Facts:
     content_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The way, and why."""
 
     mode: str

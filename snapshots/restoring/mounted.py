@@ -13,8 +13,9 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -32,6 +33,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.layers import cover_target
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.scan import scan
+from bootseer.structs import asdict
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,7 @@ _VERSION = 1
 _END_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Mounted:
+class Mounted(Struct, frozen=True):
     """A target on which a snapshot is mounted, as its mount's folder has it."""
 
     target: str
@@ -57,8 +58,7 @@ class Mounted:
     ready_name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """A target's tree, ready to be covered: somebody keeps it for as long as the cover is there."""
 
     state_dir: Path
@@ -153,8 +153,7 @@ def recover(settings: Settings, hosts: Iterable[Path]) -> None:
             uncover(cover)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """A cover, and what is known of it."""
 
     cover: Cover

@@ -6,8 +6,9 @@ holds the locks of the targets and has called `work.recover`.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
@@ -30,8 +31,7 @@ Fill = Callable[[Target, Tree, Path], None]
 """Makes a target's tree at a path that does not exist, whole or not at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A target and where it lies on this host."""
 
     target: Target

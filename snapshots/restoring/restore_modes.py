@@ -5,8 +5,10 @@ warning. The caller holds the locks of the targets and has recovered them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
@@ -23,8 +25,7 @@ from bootseer.snapshots.restoring.work import OnFinished
 from bootseer.store import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(Struct, frozen=True):
     """What the caller wants of a restore, and what it is for."""
 
     mode: str
@@ -39,8 +40,7 @@ class Wish:
     """Serves a mount, if one was begun; its owner ends it where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Struct, frozen=True):
     """What `restore_by_choice` did."""
 
     choice: Choice

@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob import index
 from bootseer.config import Settings
@@ -41,8 +42,7 @@ _END_S = 10.0
 _SERVERS_AT_ONCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class MountOutcome:
+class MountOutcome(Struct, frozen=True):
     """What `mount_snapshot` did."""
 
     moved_bytes: int

@@ -21,8 +21,9 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.blob import index
 from bootseer.blob.tree import Tree
@@ -42,15 +43,13 @@ OnFinished = Callable[[Path, str, str], None]
 a restore be finished twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(Struct, frozen=True):
     fingerprint: str
     base: str
     deletions: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """The working directory for one target (a host path without symbolic links)."""
 
     target: Path

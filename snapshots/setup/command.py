@@ -9,7 +9,9 @@ import posixpath
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 _SHELLS = {"sh", "bash", "dash", "zsh", "ash", "ksh"}
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
@@ -83,8 +85,7 @@ _PROJECT_TOOLS = {
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True):
     """What the words of a set-up command tell. Paths are as written, relative ones included."""
 
     python_words: tuple[str, ...] = ()

@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"
@@ -19,8 +20,7 @@ _CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/@\s?#]*(?:@[^/@\s?#]*
 _DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Part:
+class Part(Struct, frozen=True, order=True):
     """One named thing that the result depends on: a short value, or the digest of a long one."""
 
     name: str

@@ -11,9 +11,10 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
+
+from msgspec import Struct, field
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.rooted import resolve_in_root
@@ -35,8 +36,7 @@ _REQUIREMENTS = (".txt", ".in", ".pip")
 _LOCAL = re.compile(r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?P<path>\.{0,2}/[^\s;#\[]*|\.)")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """How the set-up's paths are found on this host."""
 
     root: Path
@@ -50,8 +50,7 @@ class Place:
         return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
 
 
-@dataclass
-class _Collected:
+class _Collected(Struct, dict=True):
     place: Place
     outputs: tuple[bytes, ...]
     parts: dict[str, Part] = field(default_factory=dict)

@@ -9,9 +9,10 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from bootseer.rooted import find_program
 from bootseer.snapshots.setup.fingerprint import Part
@@ -60,8 +61,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
+class Interpreter(Struct, frozen=True):
     """A Python, as it describes itself."""
 
     path: str

@@ -7,8 +7,10 @@ interpreter, targets) but changes nothing.
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.snapshots.manifest import text_of
@@ -55,8 +57,7 @@ def run_plainly(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A set-up command and what the user said about it."""
 
     command: Sequence[str]
@@ -82,8 +83,7 @@ class Request:
     """Runs it inside the root."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(Struct, frozen=True):
     """A request of which everything is known but what was in the targets before."""
 
     targets: tuple[bytes, ...]

@@ -1,10 +1,9 @@
 """What came of one set-up. Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class SetupResult:
+class SetupResult(Struct, frozen=True):
     """What `run_setup` did."""
 
     how: str

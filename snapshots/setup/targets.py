@@ -6,7 +6,8 @@ Whatever is inferred is printed, so that a user sees what a snapshot will hold.
 import os
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import UnsupportedError
 from bootseer.snapshots.manifest import target_path, text_of
@@ -14,8 +15,7 @@ from bootseer.snapshots.setup.command import Hints
 from bootseer.snapshots.setup.interpreter import Interpreter
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(Struct, frozen=True):
     """Absolute paths inside the job's root, none inside another, and where they come from."""
 
     paths: tuple[bytes, ...]

@@ -3,13 +3,13 @@
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.config import Settings
@@ -182,7 +182,7 @@ def test_rules_decide_which_snapshots_stay(tmp_path: Path) -> None:
     def kept(**rules: object) -> set[str]:
         with open_store(settings.store_url) as store:
             inventory = take_inventory(store)
-        plan = make_plan(inventory, replace(NOW, **rules), time.time_ns())  # type: ignore[arg-type]
+        plan = make_plan(inventory, replace(NOW, **rules), time.time_ns())
         return {
             inventory.snapshots[key].fingerprint
             for key, verdict in plan.snapshots.items()

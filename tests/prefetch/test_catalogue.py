@@ -1,12 +1,12 @@
 """Records of images and layers: codec, lookup by name and digest, hostile values, the tree."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.index import digest, encode

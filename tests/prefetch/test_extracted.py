@@ -5,10 +5,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.prefetch import extracted

@@ -3,10 +3,10 @@
 import os
 import stat
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from bootseer.prefetch.fault_figures import BUCKETS_S, FaultRecorder

@@ -3,10 +3,10 @@
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.keys import blob_key

@@ -6,11 +6,11 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError

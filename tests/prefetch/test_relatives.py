@@ -5,10 +5,10 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob

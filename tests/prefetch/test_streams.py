@@ -5,10 +5,10 @@ import random
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob

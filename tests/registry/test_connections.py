@@ -5,10 +5,10 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
 from bootseer.registry.client import RegistryClient, digest_of

@@ -9,8 +9,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.config import Settings, load_settings

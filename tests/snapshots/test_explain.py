@@ -4,11 +4,11 @@ import json
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.snapshots import catalogue

@@ -5,10 +5,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.config import Settings, load_settings
 from bootseer.errors import BusyError

@@ -1,8 +1,7 @@
 """Which way of restoring is chosen, and why."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from bootseer.config import RESTORE_MODES
 from bootseer.snapshots.restoring.modes import (
@@ -58,7 +57,7 @@ ROOT = Facts(
     ],
 )
 def test_the_best_way(changes: dict[str, object], mode: str, reason: str) -> None:
-    choice = choose("auto", replace(ROOT, **changes))  # type: ignore[arg-type]
+    choice = choose("auto", replace(ROOT, **changes))
     assert (choice.mode, choice.is_refusal) == (mode, False)
     assert reason in choice.reason
     assert choice.sentence().endswith(choice.reason)
@@ -82,7 +81,7 @@ def test_the_best_way(changes: dict[str, object], mode: str, reason: str) -> Non
     ],
 )
 def test_a_way_that_was_asked_for(wanted: str, changes: dict[str, object], mode: str) -> None:
-    choice = choose(wanted, replace(ROOT, **changes))  # type: ignore[arg-type]
+    choice = choose(wanted, replace(ROOT, **changes))
     assert choice.mode == mode
     assert choice.is_refusal is (mode != wanted)
     assert choice.reason

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
@@ -26,7 +26,7 @@ def _request(tmp_path: Path, script: str = "", **options: object) -> Request:
     target = tmp_path / "env"
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; echo hello > {target}/file; {script}"
     request = Request(command=["sh", "-e", "-c", text], targets=[str(target)])
-    return replace(request, **options)  # type: ignore[arg-type]
+    return replace(request, **options)
 
 
 def _runs(tmp_path: Path) -> int:

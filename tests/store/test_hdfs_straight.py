@@ -1,12 +1,12 @@
 """Files written straight to DataNodes: whole for every reader, or left to somebody else."""
 
-import dataclasses
 import random
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import UnavailableError
 from bootseer.store.backend import Writer
@@ -81,8 +81,8 @@ def test_a_datanode_that_refuses_is_left_to_the_library(
     assert placed is not None
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
-    added = dataclasses.replace(placed.added, address=address)
-    refused = dataclasses.replace(placed, added=added)
+    added = replace(placed.added, address=address)
+    refused = replace(placed, added=added)
     monkeypatch.setattr(backend.placer, "take_placed", lambda path: refused)
     _write(writer, [])
     assert writer._straight is None

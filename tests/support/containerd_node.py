@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +22,7 @@ from typing import Any, Self
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError

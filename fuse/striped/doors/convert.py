@@ -7,7 +7,6 @@ is as it was, and what was written is garbage for fsck.
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from bootseer.errors import BusyError
 from bootseer.fuse.striped.doors.copy import read_pieces
@@ -19,8 +18,7 @@ from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.backend import Backend
 
 
-@dataclass(frozen=True, slots=True)
-class _Exactly(StripeSettings):
+class _Exactly(StripeSettings, frozen=True):
     """Settings that a directory's rule does not change: the user has said what it shall be."""
 
     def layout_in(self, backend: Backend, directory: str) -> LayoutKind:

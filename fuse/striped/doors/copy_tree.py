@@ -12,8 +12,9 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -31,8 +32,7 @@ _FILES_AT_ONCE = 4
 _COPY_NAME = re.compile(r"\.bootseer-copy-[0-9a-f]{16}")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """A file or directory in a storage, or on a local disk (`storage` is None)."""
 
     storage: StripedStorage | None
@@ -75,8 +75,7 @@ class Place:
             return False
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(Struct, frozen=True):
     """What a copy moved."""
 
     file_count: int

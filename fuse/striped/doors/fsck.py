@@ -8,7 +8,8 @@ stands still while it is written, no part is open for writing. Thread-safe.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.fuse.striped.doors.copy_tree import is_unfinished_copy
@@ -24,8 +25,7 @@ MIN_AGE_S = 3600.0
 """Younger garbage is never deleted: a writer may wait this long for its own storage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
+class Trouble(Struct, frozen=True):
     """A file that cannot be read in whole."""
 
     path: str
@@ -38,8 +38,7 @@ class Trouble:
     """`missing`, `short`, `long`, `damaged layout` or `unknown layout`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Garbage:
+class Garbage(Struct, frozen=True):
     """What nothing needs, unless it is a save that is going on."""
 
     path: str
@@ -49,8 +48,7 @@ class Garbage:
     is_dir: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FolderReport:
+class FolderReport(Struct, frozen=True):
     """What was found in one directory."""
 
     path: str

@@ -6,10 +6,10 @@ layout names.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 
 import xxhash
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.fuse.striped.layout import Segment, block_checksum
@@ -20,8 +20,7 @@ _STEP_BYTES = 4 * 2**20
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(Struct, frozen=True):
     """A run of bytes of a file that cannot be read as it was written."""
 
     stored_path: str
@@ -35,8 +34,7 @@ class Damage:
     """`checksum`, `missing`, `short` or `unreadable`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(Struct, frozen=True):
     """Bytes of one stored file, contiguous there and in the logical file."""
 
     stored_path: str

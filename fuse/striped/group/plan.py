@@ -7,8 +7,9 @@ of them, and handed on in rounds in which no rank reads more than one piece.
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 
 class Extent(NamedTuple):
@@ -32,8 +33,7 @@ class Piece(NamedTuple):
     """Which of the plan's `audiences` needs it."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
+class GroupPlan(Struct, frozen=True):
     """What one rank has to do. `rounds`, `files` and `audiences` are the same for all ranks."""
 
     files: tuple[str, ...]

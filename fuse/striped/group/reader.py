@@ -15,10 +15,11 @@ import os
 import pickle
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -45,8 +46,7 @@ DEFAULT_MEMORY_BYTES = 256 * 2**20
 _DEADLINES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStatistics:
+class GroupStatistics(Struct, frozen=True):
     """What one rank did in its last load, in bytes."""
 
     read_bytes: int = 0
@@ -223,7 +223,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
 
     def _note(self, **counts: int) -> None:
         changes = {name: getattr(self.statistics, name) + count for name, count in counts.items()}
-        self.statistics = dataclasses.replace(self.statistics, **changes)
+        self.statistics = replace(self.statistics, **changes)
 
 
 class _Loading:

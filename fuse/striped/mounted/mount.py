@@ -7,10 +7,11 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct
 
 from bootseer import background
 from bootseer.config import Settings, absolute_url
@@ -47,8 +48,7 @@ _RESTART_S = 3.0
 _LOOK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class MountedCheckpoints:
+class MountedCheckpoints(Struct, frozen=True):
     """A mount served by a process of its own. Leaving a `with` block unmounts."""
 
     url: str

@@ -12,9 +12,10 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
+
+from msgspec import Struct
 
 from bootseer.errors import (
     BootseerError,
@@ -27,12 +28,12 @@ from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UN
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.private import is_own, make_private_directory
 from bootseer.redact import public_url
+from bootseer.structs import asdict
 
 _MAX_STATE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MountSpec:
+class MountSpec(Struct, frozen=True, kw_only=True):
     """How to mount; travels from the command to the server process."""
 
     url: str
@@ -78,8 +79,7 @@ class MountSpec:
             raise InvalidInputError(f"not a description of a mount: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class MountState:
+class MountState(Struct, frozen=True):
     """A running mount, or how the last one on this directory ended."""
 
     url: str

@@ -11,7 +11,8 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.mounted.journal import Journal, Record, view_to_json
@@ -22,8 +23,7 @@ from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.opened import HasDescriptor
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(Struct, eq=False):
     """A file or directory that the kernel knows."""
 
     id: int
@@ -74,8 +74,7 @@ class Node:
         return None
 
 
-@dataclass(slots=True, eq=False)
-class Handle:
+class Handle(Struct, eq=False):
     """One open file."""
 
     id: int

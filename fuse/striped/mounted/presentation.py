@@ -4,7 +4,8 @@ Owns the numbers that every file and directory shows; docs/SEMANTICS.md promises
 """
 
 import stat
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.fuse.kernel.operations import Attributes, Entry, Opened
 from bootseer.fuse.striped.mounted.nodes import Handle, Node
@@ -14,8 +15,7 @@ CACHE_S = 1.0
 BLOCK_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Ownership:
+class Ownership(Struct, frozen=True):
     """Whose everything is, and who may do what with it: storages keep no such thing for us."""
 
     uid: int

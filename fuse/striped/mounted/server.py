@@ -7,15 +7,16 @@ process then replaces itself (execve) and keeps the descriptor. Run as
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.background import Report, python_environment
 from bootseer.errors import BootseerError, UnavailableError, exit_code_of, from_oserror
@@ -35,6 +36,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
 )
 from bootseer.redact import public_url
 from bootseer.store.paths import split_scheme
+from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +50,7 @@ _IMPORTS = "import bootseer.fuse.striped.mounted.server, bootseer.fuse.striped.m
 _RESUME = "--resume"
 
 
-@dataclass(frozen=True, slots=True)
-class _Handed:
+class _Handed(Struct, frozen=True):
     """What this process got from the one that it was before."""
 
     attached: Attached
@@ -180,7 +181,7 @@ def _hand_over(spec: MountSpec, attached: Attached, owner_fd: int | None) -> Non
         "device": attached.device,
         "device_minor": attached.device_minor,
         "path": os.fspath(attached.path),
-        "connection": dataclasses.asdict(attached.connection),
+        "connection": asdict(attached.connection),
         "backing_table": attached.backing_table and table_to_text(attached.backing_table),
     }
     kept = os.memfd_create("bootseer-resume")

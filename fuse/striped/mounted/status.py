@@ -8,9 +8,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounts import absolute
@@ -18,6 +19,7 @@ from bootseer.fuse.striped.mounted.control import ask
 from bootseer.fuse.striped.mounted.mount_spec import MountState, control_path, read_state, states
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.redact import public_url, redact
+from bootseer.structs import asdict
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
@@ -42,8 +44,7 @@ class RecentErrors(logging.Handler):
         return list(self._kept)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFigures:
+class OpenFigures(Struct, frozen=True):
     """What is open in a mount at this moment."""
 
     files_open: int

@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from bootseer.errors import (
     BootseerError,

@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.striped.layout import (
@@ -35,8 +36,7 @@ _MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
-class _Grave:
+class _Grave(Struct):
     directory: str
     generation: str
     due_s: float

@@ -8,7 +8,9 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.layout import (
@@ -27,8 +29,7 @@ _PROBE_BYTES = 64 * 2**10
 _CACHED_LAYOUTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class FileStatus:
+class FileStatus(Struct, frozen=True):
     """What a name in the tree is."""
 
     path: str
@@ -39,8 +40,7 @@ class FileStatus:
     """Differs between two generations of a file; "" for a directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(Struct, frozen=True):
     info: FileInfo
     header: Header | None
     layout: Layout | None

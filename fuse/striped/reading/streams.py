@@ -5,7 +5,7 @@ descriptor, several descriptors, and page faults of an mmap all look alike here:
 at which the next read is expected.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 MAX_STREAMS = 32
 # Reads of one sequential reader may be served slightly out of order by several server threads.
@@ -20,8 +20,7 @@ START_WINDOW_BYTES = 64 * 2**20
 _UNITS_FROM_BYTES = 512 * 2**10
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     next: int
     read_bytes: int
     ahead: int
@@ -32,8 +31,7 @@ class _Stream:
     """How far the stream must come before its latest window has been of use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Struct, frozen=True):
     """What to do about one read."""
 
     whole_units: bool

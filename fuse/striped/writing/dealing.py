@@ -1,12 +1,11 @@
 """How the units of a segment are dealt to its parts. Pure (no I/O, no state)."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT
 
 
-@dataclass(frozen=True, slots=True)
-class Dealing:
+class Dealing(Struct, frozen=True):
     """Which part each unit belongs to, and when a segment is full."""
 
     unit_bytes: int

@@ -108,7 +108,7 @@ def _reader(url: str, **options: Any) -> GroupReader:
 
 def _counts(reader: GroupReader) -> dict[str, int]:
     found = reader.statistics
-    return {name: getattr(found, name) for name in found.__slots__}
+    return {name: getattr(found, name) for name in found.__struct_fields__}
 
 
 def load_replicated(rank: int, url: str) -> dict[str, int]:

@@ -4,12 +4,12 @@ Each scenario is a script that prints what it sees. It runs twice, on the mount 
 directory of the same file system, in child processes; both must print the same.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.fuse.kernel import server as server_module
 from bootseer.fuse.kernel.connection import InitRequest, decode_init
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 def _decode_init_as_linux_5_4(message: bytes) -> InitRequest:
     """The running kernel's offer, less what came after 7.31."""
     request = decode_init(message)
-    return dataclasses.replace(request, minor=31, flags=request.flags & 0x03FFFFFB)
+    return replace(request, minor=31, flags=request.flags & 0x03FFFFFB)
 
 
 @pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl", "like_linux_5_4"])

@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.cli import main
 from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
