@@ -35,6 +35,10 @@ _THREADS_MAX = 128
 # hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
 _CONNECTION_KEPT_S = 3.1
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
+# Between two questions whether a recovery is done: at first a block's report is all it waits for,
+# later a DataNode, and each question may make the NameNode begin anew.
+_PAUSE_S = 0.02
+_PAUSE_MAX_S = 1.0
 
 
 class HdfsConnection:
@@ -158,6 +162,23 @@ class HdfsConnection:
             overwrite=overwrite,
             create_parent=True,
         )
+
+    def recover_lease(self, path: str) -> None:
+        """Have the NameNode close a file that is being written, with what the DataNodes have of it.
+
+        Raises: DeadlineError and other BootseerErrors.
+        """
+        full = self.full(path)
+        end_s = time.monotonic() + self.deadline_s
+        pause_s = _PAUSE_S
+        while not self.call(lambda client: client.recover_lease(full), "write", path):
+            if time.monotonic() > end_s:
+                raise DeadlineError(
+                    f"cannot write {self.name(path)}: no DataNode gave its last block within "
+                    f"{self.deadline_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def full(self, path: str, *, file: bool = False) -> str:
         """The path in the file system; `file`: not that of the root itself."""

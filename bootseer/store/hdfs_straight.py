@@ -1,11 +1,10 @@
-"""Writes a file straight to DataNodes, for those whose bytes have checksums of their own.
+"""Writes a file straight to DataNodes: parts, whose bytes have checksums of ours, and small files.
 
 Owns the bytes of Hadoop's data transfer, version 28, as far as writes need them: what is written
-goes from the caller's buffer to the socket. HDFS's own checksums are of larger pieces than usual,
-and computed by the processor's instructions. (hdfs-native copies every byte twice, and looks each
-one up in a table: measured 1.9 CPU s/GiB, against 0.65 here.) No authentication, no encryption, no
-recovery: whatever is not as foreseen is a failure of the whole file, and its writer writes another
-one. Belongs to one thread; waits are bounded.
+goes from the caller's buffer to the socket. (hdfs-native copies every byte twice, looks each one up
+in a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against 0.65 here.) No
+authentication, no encryption, no recovery: whatever is not as foreseen is a failure of the whole
+file, and its writer writes another one. Belongs to one thread; waits are bounded.
 """
 
 import select
@@ -13,25 +12,19 @@ import socket
 import struct
 import time
 from collections import deque
-from zlib import crc32 as slow_crc32
 
 from msgspec import Struct
 
 from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.backend import Piece
 from bootseer.store.hdfs_added_block import AddedBlock
+from bootseer.store.hdfs_checksums import LARGE, ChecksumKind, checksums_of
 from bootseer.store.hdfs_rpc import NameNode, RpcError
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:  # another processor
-    crc32 = slow_crc32
 
 _VERSION_AND_WRITE = b"\x00\x1c\x50"
 _SUCCESS = 0
-# OpWriteBlockProto: stage; ChecksumProto: type
-_PIPELINE_SETUP_CREATE, _CHECKSUM_CRC32 = 6, 1
-_CHECKSUM_BYTES = 16 << 10
+# OpWriteBlockProto: stage
+_PIPELINE_SETUP_CREATE = 6
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
 # Of each packet: length, header's length; then PacketHeaderProto, whose fields are of fixed length:
@@ -57,14 +50,17 @@ class Placed(Struct, frozen=True):
 class StraightFile:
     """A file that was created, and of which nothing was written."""
 
-    def __init__(self, placed: Placed, block_bytes: int, silence_max_s: float) -> None:
+    def __init__(
+        self, placed: Placed, block_bytes: int, silence_max_s: float, kind: ChecksumKind = LARGE
+    ) -> None:
         """`silence_max_s`: how long a DataNode may take nothing. Raises: as `write`."""
         if block_bytes <= 0:
             raise ValueError("the size of blocks is not known")
         self._placed = placed
         self._block_bytes = block_bytes
         self._silence_max_s = silence_max_s
-        self._block = _Block(placed.added, placed.holder, silence_max_s)
+        self._kind = kind
+        self._block = _Block(placed.added, placed.holder, silence_max_s, kind)
         self._waiting: list[memoryview] = []
         """For the packet to be full."""
         self._waiting_bytes = 0
@@ -135,14 +131,17 @@ class StraightFile:
                 if "NotReplicatedYet" not in str(error) or time.monotonic() > end_s:
                     raise
                 time.sleep(_PAUSE_S)
-        self._block = _Block(added, placed.holder, self._silence_max_s)
+        self._block = _Block(added, placed.holder, self._silence_max_s, self._kind)
 
 
 class _Block:
     """One block, and the connection to the first of its DataNodes."""
 
-    def __init__(self, added: AddedBlock, holder: str, silence_max_s: float) -> None:
+    def __init__(
+        self, added: AddedBlock, holder: str, silence_max_s: float, kind: ChecksumKind
+    ) -> None:
         self._added = added
+        self._kind = kind
         self._silence_max_s = silence_max_s
         self.sent_bytes = 0
         self.confirmed_bytes = 0
@@ -158,7 +157,7 @@ class _Block:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
-            self._send([_request(added, holder)])
+            self._send([_request(added, holder, kind)])
             while (response := self._message()) is None:
                 self._wait(select.POLLIN, time.monotonic() + silence_max_s)
             if dict(pb.fields(response)).get(1) != _SUCCESS:
@@ -170,7 +169,7 @@ class _Block:
 
     def write(self, data: list[memoryview]) -> None:
         """Send one packet."""
-        sums, count = _checksums(data), sum(map(len, data))
+        sums, count = checksums_of(data, self._kind), sum(map(len, data))
         self._unconfirmed.append(count)
         head = _packet(self.sent_bytes, self._number, count, len(sums))
         self._send([head + sums, *data])
@@ -255,37 +254,18 @@ class _Block:
                 raise ValueError("no message")
 
 
-def _checksums(data: list[memoryview]) -> bytes:
-    """Of each `_CHECKSUM_BYTES` of what `data` holds together."""
-    sums = []
-    checksum, room = 0, _CHECKSUM_BYTES
-    for piece in data:
-        rest = piece
-        while rest:
-            step = rest[:room]
-            checksum = crc32(step, checksum)
-            room -= len(step)
-            rest = rest[len(step) :]
-            if not room:
-                sums.append(checksum)
-                checksum, room = 0, _CHECKSUM_BYTES
-    if room < _CHECKSUM_BYTES:
-        sums.append(checksum)
-    return struct.pack(f">{len(sums)}I", *sums)
-
-
-def _request(added: AddedBlock, holder: str) -> bytes:
+def _request(added: AddedBlock, holder: str, kind: ChecksumKind) -> bytes:
     """To write a new block: OpWriteBlockProto."""
     base = pb.blob(1, added.block) + pb.blob(2, added.token)
-    checksum = pb.number(1, _CHECKSUM_CRC32) + pb.number(2, _CHECKSUM_BYTES)
+    checksum = pb.number(1, kind.number) + pb.number(2, kind.piece_bytes)
     others = added.infos[1:]
     message = pb.blob(1, pb.blob(1, base) + pb.text(2, holder))
     message += b"".join(pb.blob(2, info) for info in others)
     message += pb.number(4, _PIPELINE_SETUP_CREATE) + pb.number(5, 1 + len(others))
     message += pb.number(6, 0) + pb.number(7, 0) + pb.number(8, added.generation_stamp)
     message += pb.blob(9, checksum)
-    for index, kind in enumerate(added.storage_types):
-        message += pb.number(12 if index else 11, kind)
+    for index, storage_type in enumerate(added.storage_types):
+        message += pb.number(12 if index else 11, storage_type)
     for index, storage in enumerate(added.storages):
         message += pb.blob(17 if index else 16, storage)
     return _VERSION_AND_WRITE + pb.varint(len(message)) + message

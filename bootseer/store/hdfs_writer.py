@@ -20,16 +20,17 @@ from typing import Any, Self
 
 from bootseer.errors import (
     BootseerError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
 )
 from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
+from bootseer.store.hdfs_checksums import LARGE, STANDARD
 from bootseer.store.hdfs_connection import HdfsConnection
 from bootseer.store.hdfs_rpc import UNANSWERED
 from bootseer.store.hdfs_straight import StraightFile
+from bootseer.store.hdfs_straight_files import begin_straight
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,13 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 2 << 20
 # Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
 _TAIL_MAX_BYTES = 8 << 20
+# Such a file is complete 20 ms after it was closed; hdfs-native takes half a second.
+_SMALL_MAX_BYTES = 64 << 10
 _ATTEMPTS_MAX = 6
 # From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
 # would spoil all others. The wanted number is asked for again at the end.
 _SINGLE_REPLICA_ATTEMPT = 2
 _PAUSE_S = 0.02
-# Between two questions whether a recovery is done: at first a block's report is all it waits for,
-# later a DataNode, and each question may make the NameNode begin anew.
-_POLL_MAX_S = 1.0
-# A DataNode that hangs is left in time for the caller to try another one.
-_SILENCE_SHARE = 0.5
 
 
 class HdfsWriter(Writer):
@@ -62,6 +60,8 @@ class HdfsWriter(Writer):
         self._size_bytes = 0
         self._wanted_replication: int | None = None
         self._straight: StraightFile | None = None
+        self._is_kept = True
+        """All of it is still in the tail: a small file is written when it is closed."""
         self._awaits_placement = False
 
     def open(self, *, overwrite: bool) -> Self:
@@ -89,7 +89,8 @@ class HdfsWriter(Writer):
         if self._writer is None:
             raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
         if self._awaits_placement:
-            self._begin_straight()
+            self._awaits_placement = False
+            self._straight = begin_straight(self._connection, self._path, LARGE)
         straight = self._straight
         if straight is not None:
             for piece in pieces:
@@ -100,6 +101,11 @@ class HdfsWriter(Writer):
         count = sum(map(len, pieces))
         self._tail_bytes += count
         self._size_bytes += count
+        if self._is_kept:
+            if self._size_bytes <= _SMALL_MAX_BYTES:
+                return
+            self._is_kept = False
+            pieces = list(self._tail)
         try:
             # One call, and so one change of threads, for all of them.
             self._send(pieces, note_progress)
@@ -108,24 +114,6 @@ class HdfsWriter(Writer):
         # Only now: the failure of a piece may concern those before it.
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
-
-    def _begin_straight(self) -> None:
-        """Write without hdfs-native, if the file was placed and its DataNode takes it so."""
-        self._awaits_placement = False
-        connection, full = self._connection, self._full
-        placed = connection.placer.take_placed(full)
-        if placed is None:
-            return
-        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
-        try:
-            if not placed.name_node.has_plain_blocks(full):
-                return
-            self._straight = StraightFile(
-                placed, status.blocksize or 0, connection.deadline_s * _SILENCE_SHARE
-            )
-        except UNANSWERED as error:
-            # hdfs-native, which is given the same block, knows more ways.
-            logger.debug("%s: not straight: %s", self._path, error)
 
     def _go_straight(self, step: Callable[[], None]) -> None:
         try:
@@ -185,7 +173,7 @@ class HdfsWriter(Writer):
                 self._path, overwrite=True, replication=replication
             )
             return 0
-        self._recover_lease()
+        self._connection.recover_lease(self._path)
         if single:
             connection.call(lambda client: client.set_replication(full, 1), "write", self._path)
         self._writer = connection.call(
@@ -193,20 +181,6 @@ class HdfsWriter(Writer):
         )
         status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
         return int(status.length)
-
-    def _recover_lease(self) -> None:
-        """Have the NameNode close the file, with what the DataNodes have of it."""
-        connection, full = self._connection, self._full
-        end_s = time.monotonic() + connection.deadline_s
-        pause_s = _PAUSE_S
-        while not connection.call(lambda client: client.recover_lease(full), "write", self._path):
-            if time.monotonic() > end_s:
-                raise DeadlineError(
-                    f"cannot write {connection.name(self._path)}: no DataNode gave its last block "
-                    f"within {connection.deadline_s:g} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MAX_S)
 
     def _missing(self, size_bytes: int) -> list[Piece]:
         """What was given to `write` from `size_bytes` on."""
@@ -223,6 +197,25 @@ class HdfsWriter(Writer):
                 missing.append(piece[max(0, size_bytes - position) :])
             position = end
         return missing
+
+    def _finish(self) -> None:
+        if self._is_kept:
+            self._is_kept = False
+            placer = self._connection.placer
+            if self._tail:
+                placer.await_placed(self._full)
+                placer.place(self._full, ())
+                self._straight = begin_straight(self._connection, self._path, STANDARD)
+            if self._straight is not None:
+                try:
+                    for piece in self._tail:
+                        self._go_straight(partial(self._straight.write, piece))
+                    self._go_straight(self._straight.close)
+                finally:
+                    self._drop_straight()
+                return
+            self._send(self._tail, lambda: None)
+        self._close_raw()
 
     def _close_raw(self) -> None:
         writer = self._writer
@@ -246,7 +239,7 @@ class HdfsWriter(Writer):
             return
         try:
             try:
-                self._close_raw()
+                self._finish()
             except UnavailableError as error:
                 self._try_again(error, close=True)
         except BootseerError:
@@ -280,7 +273,7 @@ class HdfsWriter(Writer):
         self._writer = None
         self._tail.clear()
         try:
-            self._recover_lease()
+            self._connection.recover_lease(self._path)
         except BootseerError as error:
             logger.debug("%s: its end cannot be read: %s", self._path, error)
 

@@ -9,8 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import UnavailableError
+from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.backend import Writer
 from bootseer.store.hdfs import HdfsBackend
+from bootseer.store.hdfs_checksums import crc32c
+from bootseer.store.hdfs_straight import StraightFile
 from bootseer.store.hdfs_writer import HdfsWriter
 
 KIB = 1024
@@ -105,3 +108,52 @@ def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
     writer.abandon()
     assert backend.read("f", 0, 2 * BLOCK) == CONTENT[: 2 * BLOCK]
     backend.close()
+
+
+@pytest.mark.parametrize("size", [1, 511, 64 * KIB])
+def test_a_small_file_has_the_checksums_of_any_other(backend: HdfsBackend, size: int) -> None:
+    """Copies are compared by them (distcp)."""
+    for path, is_straight in (("small", True), ("other", False)):
+        writer = backend.create(path)
+        assert isinstance(writer, HdfsWriter)
+        writer._is_kept = is_straight
+        writer.write(CONTENT[:size])
+        writer.close()
+        assert backend.read(path) == CONTENT[:size]
+    assert _checksum(backend, "small") == _checksum(backend, "other")
+
+
+def _checksum(backend: HdfsBackend, path: str) -> bytes:
+    """Of all checksums of its block, and their kind, as the DataNode tells who compares copies."""
+    (block,) = backend.stored_blocks(path, backend.stat(path).size_bytes)
+    message = pb.blob(1, pb.blob(1, block.block) + pb.blob(2, block.token))
+    with socket.create_connection(block.addresses[0], 10) as datanode:
+        # Op.BLOCK_CHECKSUM; OpBlockChecksumResponseProto is the field 3 of the answer
+        datanode.sendall(b"\x00\x1c\x55" + pb.varint(len(message)) + message)
+        answer = datanode.recv(1000)
+    length, start = pb.read_varint(answer, 0)
+    (found,) = pb.every(answer[start : start + length], 3)
+    return found
+
+
+def test_a_small_file_whose_datanode_fails_is_written_again(
+    backend: HdfsBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(StraightFile, "close", fail)
+    with backend.create("f") as writer:
+        writer.write(b"small")
+        writer.write(bytearray(b" file"))
+    assert backend.read("f") == b"small file"
+
+
+def test_an_empty_file(backend: HdfsBackend) -> None:
+    backend.create("f").close()
+    assert backend.read("f") == b""
+
+
+def test_crc32c() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"6789", crc32c(b"12345")) == 0xE3069283

@@ -1,0 +1,34 @@
+"""Which new files are written straight to DataNodes. Any thread."""
+
+import logging
+
+from bootseer.errors import BootseerError
+from bootseer.store.hdfs_checksums import ChecksumKind
+from bootseer.store.hdfs_connection import HdfsConnection
+from bootseer.store.hdfs_rpc import UNANSWERED
+from bootseer.store.hdfs_straight import StraightFile
+
+_log = logging.getLogger(__name__)
+
+# A DataNode that hangs is left in time for the caller to try another one.
+_SILENCE_SHARE = 0.5
+
+
+def begin_straight(
+    connection: HdfsConnection, path: str, kind: ChecksumKind
+) -> StraightFile | None:
+    """The file at `path`, of which nothing was written; None if it was not placed, or if its
+    DataNode does not take it so. hdfs-native, which is then given the same block, knows more ways.
+    """
+    full = connection.full(path)
+    placed = connection.placer.take_placed(full)
+    if placed is None:
+        return None
+    try:
+        status = connection.call(lambda client: client.get_file_info(full), "find", path)
+        if placed.name_node.has_plain_blocks(full):
+            silence_max_s = connection.deadline_s * _SILENCE_SHARE
+            return StraightFile(placed, status.blocksize or 0, silence_max_s, kind)
+    except (*UNANSWERED, BootseerError) as error:
+        _log.debug("%s: not straight: %s", path, error)
+    return None
