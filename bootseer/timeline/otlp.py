@@ -10,9 +10,8 @@ Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, i
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
-
-from msgspec import Struct, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 Value: TypeAlias = str | int | float | bool
 
@@ -23,9 +22,11 @@ _SEVERITY_INFO = 9
 _STATUS_OK = 1
 _STATUS_ERROR = 2
 _KIND_INTERNAL = 1
+_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-class Stage(Struct, frozen=True):
+# Not a struct: training code writes stages in images that have nothing but our sources.
+class Stage(NamedTuple):
     """One stage as read back from a timeline. Times: ns since 1970, by the node's clock."""
 
     name: str
@@ -37,8 +38,8 @@ class Stage(Struct, frozen=True):
     """None: no end was recorded."""
     failed: bool = False
     message: str = ""
-    attributes: Mapping[str, Value] = field(default_factory=dict)
-    resource: Mapping[str, Value] = field(default_factory=dict)
+    attributes: Mapping[str, Value] = _NOTHING
+    resource: Mapping[str, Value] = _NOTHING
 
 
 def trace_id_of(job: str, attempt: int) -> str:

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from msgspec.structs import replace
-
 from bootseer.private import make_private_directory
 from bootseer.redact import redact
 from bootseer.timeline.otlp import (
@@ -58,8 +56,7 @@ class Span:
         duration_ns = time.monotonic_ns() - self._started_ns
         if self._timeline is not None and not self._ended:
             # The wall clock may be stepped during a start; the duration is the monotonic one.
-            finished = replace(
-                self._stage,
+            finished = self._stage._replace(
                 end_ns=self._stage.start_ns + duration_ns,
                 failed=error is not None,
                 message=redact(f"{type(error).__name__}: {error}") if error is not None else "",

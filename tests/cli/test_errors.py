@@ -296,7 +296,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("what", ["indexes", "blobs"])
 def test_damaged_objects(own_world: World, what: str, how: str) -> None:
     own_world.forget()
-    for path in own_world.path("store").glob(f"{what}/sha256/*"):
+    for path in own_world.path("store").glob(f"{what}/*/*"):
         damage(path, how)
     before = listing(own_world.path("store"))
     readers = [*IMAGE_READERS, *SNAPSHOT_READERS]
@@ -316,7 +316,7 @@ def test_objects_that_were_exchanged(own_world: World) -> None:
     assert own_world("image", "index", "src/lib", "--name", "other:1").code == 0
     for what in ("indexes", "blobs"):
         own_world.forget()
-        one, two, *_ = sorted(own_world.path("store").glob(f"{what}/sha256/*"))
+        one, two, *_ = sorted(own_world.path("store").glob(f"{what}/*/*"))
         data = one.read_bytes(), two.read_bytes()
         one.write_bytes(data[1])
         two.write_bytes(data[0])

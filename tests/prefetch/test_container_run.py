@@ -1,5 +1,6 @@
 """Running commands in images: both runtimes, users, binds, signals, kills, and a job that execs."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -7,10 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from bootseer.config import Settings
 from bootseer.errors import NotFoundError
@@ -214,7 +216,7 @@ def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
 
 
 def test_second_run_replays(node: Node) -> None:
-    node = replace(node, settings=replace(node.settings, workload="replayed"))
+    node = dataclasses.replace(node, settings=structs.replace(node.settings, workload="replayed"))
     drop_cache(node.settings)
     code = "import json, decimal, email.message"
     assert node.python("chroot", code).returncode == 0

@@ -1,11 +1,12 @@
 """Images in a real registry are started, also when it fails on the way or is gone."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
 from bootseer.prefetch.indexing import index_image
@@ -48,7 +49,7 @@ def relay(registry: Registry) -> Iterator[FaultyRelay]:
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     made = Node(tmp_path / "node", tmp_path / "store")
-    made.settings = replace(made.settings, deadline_s=3.0)
+    made.settings = structs.replace(made.settings, deadline_s=3.0)
     return made
 
 
@@ -99,7 +100,7 @@ def test_a_registry_that_fails_for_a_moment(
     node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
 ) -> None:
     push(registry, tmp_path, "moment", layer("a"), layer("b"))
-    relay.faults.append(replace(fault))
+    relay.faults.append(dataclasses.replace(fault))
     assert len(node.start(f"registry://{relay.host}/moment:v1")[1]) == 6
 
 
@@ -121,14 +122,14 @@ def test_a_registry_that_never_gives_a_layer(
     # The configuration is the first blob.
     with open_source(image, tmp_path / "work"):
         pass
-    broken = replace(fault)
+    broken = dataclasses.replace(fault)
     seen = relay.count(BLOBS)
     assert seen == 1
     with open_source(image, tmp_path / "work") as source:
         (name,) = [one.stored_digest for one in source.layers]  # type: ignore[attr-defined]
     broken.when = rf"GET /v2/.*/blobs/{name}"
     relay.faults.append(broken)
-    node.settings = replace(node.settings, deadline_s=1.0)
+    node.settings = structs.replace(node.settings, deadline_s=1.0)
     with pytest.raises(BootseerError):
         node.obtain(image)
     assert node.left_behind() == []
@@ -147,7 +148,7 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     assert [line.startswith("warning: ") for line in node.said] == [True]
     # Others know nothing of it ...
     other = Node(tmp_path / "second", tmp_path / "store")
-    other.settings = replace(other.settings, deadline_s=1.0)
+    other.settings = structs.replace(other.settings, deadline_s=1.0)
     with pytest.raises(UnavailableError):
         other.obtain(image)
     # ... before it is in the store.
