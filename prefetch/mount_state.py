@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _LOGS_KEPT = 20
 _STATE_BYTES_MAX = 1 << 20
+# Looking whether somebody holds a lock takes as long as one system call.
+_LOOK_S = 0.01
+_LOOK_MAX_S = 2.0
 
 
 class MountState(Struct, frozen=True):
@@ -85,6 +88,19 @@ def take_lock(directory: Path, *, create: bool = True) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def lock_new(directory: Path) -> int:
+    """The lock of a folder that nobody else may hold, as `take_lock`; who looks whether somebody
+    does (`is_alive`) holds it for a moment. Raises: OSError."""
+    end_s = time.monotonic() + _LOOK_MAX_S
+    while True:
+        try:
+            return take_lock(directory)
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def is_alive(directory: Path) -> bool:
@@ -184,8 +200,9 @@ def _sweep_one(directory: Path) -> bool:
             return False
     except OSError:
         return False
-    # Without the grace a folder that is being made this moment would go.
-    if not (directory / "lock").exists():
+    # Without the grace a folder that is being made this moment would go: between the creation of
+    # its lock and the locking, too.
+    if not (directory / "state.json").exists():
         with contextlib.suppress(OSError):
             if time.time() - directory.stat().st_mtime < 60:
                 return False

@@ -20,7 +20,7 @@ from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
-from bootseer.prefetch.mount_state import remove_scratch, sweep, take_lock, write_state
+from bootseer.prefetch.mount_state import lock_new, remove_scratch, sweep, write_state
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan, plan_from_json
 from bootseer.prefetch.server import ImageServer
@@ -36,7 +36,7 @@ _RESTART_COUNT = 12
 def serve_image(plan: ServePlan, report: Report) -> None:
     """Mount and serve until unmounted. Raises: BootseerError."""
     try:
-        lock = take_lock(plan.state_dir)
+        lock = lock_new(plan.state_dir)
     except OSError as error:
         raise from_oserror(error, f"lock {plan.state_dir}") from error
     try:

@@ -17,7 +17,7 @@ from bootseer.background import Report
 from bootseer.errors import BootseerError
 from bootseer.prefetch.cover_users import has_users, is_kept, leave, next_user
 from bootseer.prefetch.covers import covers, uncover_all
-from bootseer.prefetch.mount_state import MountState, remove_scratch, sweep, take_lock, write_state
+from bootseer.prefetch.mount_state import MountState, lock_new, remove_scratch, sweep, write_state
 from bootseer.prefetch.settings_json import settings_from_json
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 
@@ -78,7 +78,7 @@ def main() -> int:
         settings = settings_from_json(document["settings"])
         state = MountState(**{**document["state"], "pid": os.getpid()})
         state_dir = Path(document["state_dir"])
-        lock = take_lock(state_dir)
+        lock = lock_new(state_dir)
         try:
             sweep(settings)
             with NodeTrees(settings).held(state.index_digest):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from bootseer.errors import (
 from bootseer.fuse.kernel import control, mounts
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
-from bootseer.prefetch.mount_state import is_alive, live_mounts, sweep
+from bootseer.prefetch.mount_state import (
+    is_alive,
+    live_mounts,
+    lock_new,
+    new_mount_dir,
+    sweep,
+    take_lock,
+)
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve_plan import ServeOptions
@@ -263,6 +271,24 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
     with mounted(node.settings, "image:1", directory) as again:
         assert again.status()["cached_bytes"] > 700_000
         read_hot(node, directory)
+
+
+def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
+    """Also between the creation of its lock and the locking, while others look at it."""
+    settings = settings_at(tmp_path)
+    state_dir = new_mount_dir(settings)
+    (state_dir / "lock").touch()
+    assert sweep(settings) == 0
+    looking = take_lock(state_dir)
+    timer = threading.Timer(0.05, os.close, [looking])
+    timer.start()
+    lock = lock_new(state_dir)
+    timer.join()
+    assert is_alive(state_dir)
+    os.close(lock)
+    an_hour_ago_s = time.time() - 3600
+    os.utime(state_dir, (an_hour_ago_s, an_hour_ago_s))
+    assert sweep(settings) == 1
 
 
 def test_a_crash_of_the_machine(node: Node) -> None:
