@@ -130,9 +130,11 @@ def _checksum(backend: HdfsBackend, path: str) -> bytes:
     with socket.create_connection(block.addresses[0], 10) as datanode:
         # Op.BLOCK_CHECKSUM; OpBlockChecksumResponseProto is the field 3 of the answer
         datanode.sendall(b"\x00\x1c\x55" + pb.varint(len(message)) + message)
-        answer = datanode.recv(1000)
-    length, start = pb.read_varint(answer, 0)
-    (found,) = pb.every(answer[start : start + length], 3)
+        with datanode.makefile("rb") as answer:
+            length = answer.read(1)
+            while length[-1] & 0x80:
+                length += answer.read(1)
+            (found,) = pb.every(answer.read(pb.read_varint(length, 0)[0]), 3)
     return found
 
 
