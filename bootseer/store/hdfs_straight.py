@@ -1,15 +1,14 @@
 """Writes a file straight to DataNodes: parts, whose bytes have checksums of ours, and small files.
 
-Owns the bytes of Hadoop's data transfer, version 28, as far as writes need them: what is written
-goes from the caller's buffer to the socket. (hdfs-native copies every byte twice, looks each one up
-in a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against 0.65 here.) No
-authentication, no encryption, no recovery: whatever is not as foreseen is a failure of the whole
-file, and its writer writes another one. Belongs to one thread; waits are bounded.
+Owns what Hadoop's data transfer needs for writes, but for packets: what is written goes from the
+caller's buffer to the socket. (hdfs-native copies every byte twice, looks each one up in a table,
+and closes a file half a second later: measured 1.9 CPU s/GiB, against 0.65 here.) No authentication, no
+encryption, no recovery: whatever is not as foreseen is a failure of the whole file, and its writer
+writes another one. Belongs to one thread; waits are bounded.
 """
 
 import select
 import socket
-import struct
 import time
 from collections import deque
 
@@ -19,18 +18,15 @@ from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.backend import Piece
 from bootseer.store.hdfs_added_block import AddedBlock
 from bootseer.store.hdfs_checksums import LARGE, ChecksumKind, checksums_of
+from bootseer.store.hdfs_packets import VERSION, block_message, packet_head
 from bootseer.store.hdfs_rpc import NameNode, RpcError
 
-_VERSION_AND_WRITE = b"\x00\x1c\x50"
+_WRITE = VERSION + b"\x50"
 _SUCCESS = 0
 # OpWriteBlockProto: stage
 _PIPELINE_SETUP_CREATE = 6
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
-# Of each packet: length, header's length; then PacketHeaderProto, whose fields are of fixed length:
-# offset in the block, number, whether it is the last one, length of data.
-_LENGTHS = struct.Struct(">IH")
-_HEADER = struct.Struct("<BqBqBBBi")
 _HEARTBEAT = -1
 _POLL_S = 0.25
 _CONNECT_S = 2.0
@@ -171,18 +167,18 @@ class _Block:
         """Send one packet."""
         sums, count = checksums_of(data, self._kind), sum(map(len, data))
         self._unconfirmed.append(count)
-        head = _packet(self.sent_bytes, self._number, count, len(sums))
+        head = packet_head(self.sent_bytes, self._number, count, sums_bytes=len(sums))
         self._send([head + sums, *data])
         self.sent_bytes += count
         self._number += 1
 
     def keep_alive(self) -> None:
-        self._send([_packet(0, _HEARTBEAT, 0, 0)])
+        self._send([packet_head(0, _HEARTBEAT, 0)])
 
     def finish(self) -> bytes:
         """ExtendedBlockProto, when all DataNodes have all."""
         self._unconfirmed.append(0)
-        self._send([_packet(self.sent_bytes, self._number, 0, 0, is_last=True)])
+        self._send([packet_head(self.sent_bytes, self._number, 0, is_last=True)])
         while self._unconfirmed:
             self._wait(select.POLLIN, time.monotonic() + self._silence_max_s)
         return self._added.block_of(self.sent_bytes)
@@ -256,10 +252,9 @@ class _Block:
 
 def _request(added: AddedBlock, holder: str, kind: ChecksumKind) -> bytes:
     """To write a new block: OpWriteBlockProto."""
-    base = pb.blob(1, added.block) + pb.blob(2, added.token)
     checksum = pb.number(1, kind.number) + pb.number(2, kind.piece_bytes)
     others = added.infos[1:]
-    message = pb.blob(1, pb.blob(1, base) + pb.text(2, holder))
+    message = pb.blob(1, pb.blob(1, block_message(added.block, added.token)) + pb.text(2, holder))
     message += b"".join(pb.blob(2, info) for info in others)
     message += pb.number(4, _PIPELINE_SETUP_CREATE) + pb.number(5, 1 + len(others))
     message += pb.number(6, 0) + pb.number(7, 0) + pb.number(8, added.generation_stamp)
@@ -268,12 +263,4 @@ def _request(added: AddedBlock, holder: str, kind: ChecksumKind) -> bytes:
         message += pb.number(12 if index else 11, storage_type)
     for index, storage in enumerate(added.storages):
         message += pb.blob(17 if index else 16, storage)
-    return _VERSION_AND_WRITE + pb.varint(len(message)) + message
-
-
-def _packet(
-    offset: int, number: int, count: int, sums_bytes: int, *, is_last: bool = False
-) -> bytes:
-    # The length counts itself.
-    head = _LENGTHS.pack(4 + sums_bytes + count, _HEADER.size)
-    return head + _HEADER.pack(0x09, offset, 0x11, number, 0x18, is_last, 0x25, count)
+    return _WRITE + pb.varint(len(message)) + message
