@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+
+from bootseer.closing import Closing
 
 _BUFFER_BYTES = 256 << 10
 # What an idle link may send at once.
@@ -41,7 +41,7 @@ class _Link:
             time.sleep(wait_s)
 
 
-class Relays:
+class Relays(Closing):
     """A relay for each DataNode of a `MiniHdfs(apart=True)` with these ports."""
 
     def __init__(self, datanode_ports: list[int], bytes_per_s: float | None) -> None:
@@ -81,17 +81,6 @@ class Relays:
             listener.close()
         for index in range(len(self._sockets)):
             self.cut(index)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _accept(self, index: int, port: int) -> None:
         while True:

@@ -16,14 +16,14 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from msgspec.structs import replace
 
+from bootseer.closing import Closing
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel import mounts
@@ -138,7 +138,7 @@ def programs() -> Path:
     return Path(found) if named else Path(found).parent
 
 
-class Node:
+class Node(Closing):
     """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
 
     def __init__(
@@ -423,17 +423,6 @@ class Node:
         wait_published(self.settings, TIMEOUT_S)
         wait_for(lambda: not list(live_mounts(self.settings)))
         shutil.rmtree(self.base, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _unmount_below(base: Path) -> None:

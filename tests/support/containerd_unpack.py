@@ -15,11 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
+from bootseer.closing import Closing
 from tests.support.image_mounts import TIMEOUT_S, skip_unless_root
 
 _CONFIG = """
@@ -58,7 +58,7 @@ class RefusedError(Exception):
     """The peer does not unpack this image; the text is its own."""
 
 
-class Containerd:
+class Containerd(Closing):
     """A containerd that unpacks images, until closed."""
 
     def __init__(self) -> None:
@@ -136,17 +136,6 @@ class Containerd:
         self._daemon.terminate()
         self._daemon.wait(TIMEOUT_S)
         shutil.rmtree(self._base, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def umoci_unpacked(layout: Path, bundle: Path) -> Path:

@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qs
 
+from bootseer.closing import Closing
 from tests.support.registry import QuietHandler, serve, sha256
 
 _PIECE_BYTES = 64 * 1024
@@ -53,7 +53,7 @@ class Seen:
     headers: dict[str, str]
 
 
-class FaultyRelay:
+class FaultyRelay(Closing):
     """Relays to `upstream` (host:port); add to `faults` while it runs. As a context manager."""
 
     def __init__(self, upstream: str, faults: list[Fault] | None = None) -> None:
@@ -177,17 +177,6 @@ class FaultyRelay:
         self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class ReferrersRelay(FaultyRelay):
