@@ -8,15 +8,12 @@ The protocol: github.com/opencontainers/distribution-spec, version 1.1.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-from msgspec import Struct
+from typing import Any, BinaryIO
 
 from bootseer.closing import Closing
 from bootseer.errors import (
@@ -27,47 +24,32 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
+from bootseer.registry.blobs import BlobReader
 from bootseer.registry.credentials import Credential, find_credential
-from bootseer.registry.download import (
-    FIRST_BYTES,
-    LARGE_BYTES,
-    BlobStream,
-    LargeBlob,
-    OpenedRange,
+from bootseer.registry.documents import (
+    INDEX_TYPE,
+    INDEX_TYPES,
+    MANIFEST_TYPES,
+    Document,
+    digest_of,
+    fallback_tag,
+    is_digest,
+    parse_object,
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
 from bootseer.registry.reference import Reference
-from bootseer.registry.retry import STALL_S
 from bootseer.registry.servers import Servers
 from bootseer.registry.session import Body, Session
 
 MANIFEST_BYTES_MAX = 8 * 2**20
 """Twice what registries accept."""
-MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
-_ACCEPTED = ", ".join(
-    (
-        INDEX_TYPE,
-        MANIFEST_TYPE,
-        "application/vnd.docker.distribution.manifest.list.v2+json",
-        "application/vnd.docker.distribution.manifest.v2+json",
-    )
-)
+_ACCEPTED = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 _PAGES_MAX = 1000
 _UPLOAD_BYTES_PER_S = 5_000_000
 """What an upload may be as slow as, including what the registry does with it at its end: those on
 object stores copy a blob then."""
 _LENGTH = re.compile("[0-9]{1,19}")
-_RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
-
-
-class Document(Struct, frozen=True):
-    """A manifest or an index of manifests, as it is stored."""
-
-    digest: str
-    media_type: str
-    data: bytes
 
 
 class RegistryClient(Closing):
@@ -84,14 +66,14 @@ class RegistryClient(Closing):
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
         longer than `deadline_s`, and no operation without progress."""
         self._deadline_s = deadline_s
-        self._givers: dict[str, Callable[[], None]] = {}
-        """Per blob read from its start: notes a failure of the server that gave it."""
         self._has_referrers = True
         """Until the registry says that it has no such thing."""
         self._servers = Servers(repository, hosts, find_login, deadline_s)
         self._ask = self._servers.ask
         self.name = self._servers.name
         """For messages."""
+        self.blobs = BlobReader(self._servers, deadline_s)
+        """Where they are not small: ranges, and streams."""
 
     def manifest(self, target: str, *, for_update: bool = False) -> Document:
         """The manifest or index that a tag or a digest names. `for_update`: as a server says that
@@ -127,7 +109,7 @@ class RegistryClient(Closing):
             return response.headers.get("Docker-Content-Digest", "")
 
         digest = self._ask("resolve", head)
-        return digest if _is_digest(digest) else self.manifest(tag).digest
+        return digest if is_digest(digest) else self.manifest(tag).digest
 
     def blob(self, digest: str, size_max_bytes: int) -> bytes:
         """A small blob, verified. Raises: as `manifest`."""
@@ -153,58 +135,6 @@ class RegistryClient(Closing):
             return int(length)
 
         return self._ask("pull", head)
-
-    def read_blob(self, digest: str, size_bytes: int, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a blob of `size_bytes`, not verified. Raises: as `manifest`."""
-        with self._stream(digest, size_bytes, start, min(end, size_bytes)) as stream:
-            return stream.readall() or b""
-
-    def open_blob(self, digest: str, size_bytes: int) -> BinaryIO:
-        """A whole blob of `size_bytes` for one read from start to end, which survives broken
-        connections. Its size is checked, its digest is not: who finds it wrong opens it again,
-        and then another server is asked first.
-
-        `read` raises as `manifest`.
-        """
-        if blame := self._givers.pop(digest, None):
-            blame()
-        if size_bytes < LARGE_BYTES:
-            return cast(BinaryIO, self._stream(digest, size_bytes, 0, size_bytes))
-        first = self._stream(digest, size_bytes, 0, FIRST_BYTES)
-        if not first.is_ranged:
-            first.extend(size_bytes)
-            return cast(BinaryIO, first)
-        return cast(
-            BinaryIO, LargeBlob(first, partial(self._stream, digest, size_bytes), size_bytes)
-        )
-
-    def _stream(self, digest: str, size_bytes: int, start: int, end: int) -> BlobStream:
-        what = f"{self.name}@{digest[:19]}"
-        window_s = min(STALL_S, self._deadline_s)
-        return BlobStream(partial(self._open_range, digest, size_bytes), start, end, what, window_s)
-
-    def _open_range(self, digest: str, size_bytes: int, start: int, end: int) -> OpenedRange:
-        def get(session: Session) -> OpenedRange:
-            headers = {"Range": f"bytes={start}-{end - 1}"}
-            response = session.open("GET", f"blobs/{digest}", headers=headers)
-            if response.status == 206:
-                found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-                wrong = found is None or int(found[1]) != start or int(found[2]) >= end
-                wrong = wrong or (found is not None and found[3] not in ("*", str(size_bytes)))
-            else:
-                wrong = response.headers.get("Content-Length", str(size_bytes)) != str(size_bytes)
-            if wrong:
-                response.close()
-                raise CorruptError(
-                    f"{session.name}: the blob {digest} has not the {size_bytes} bytes declared"
-                )
-            if start == 0:
-                self._givers[digest] = session.note_failure
-            partial_answer = response.status == 206
-            skip_bytes = 0 if partial_answer else start
-            return OpenedRange(response, skip_bytes, partial_answer, session.note_failure)
-
-        return self._ask("pull", get)
 
     def tags(self) -> list[str]:
         """All tags, as the registry orders them. Raises: as `manifest`."""
@@ -343,35 +273,8 @@ def open_registry_client(
     return RegistryClient(reference.repository, hosts, deadline_s=deadline_s)
 
 
-def digest_of(data: bytes, algorithm: str = "sha256") -> str:
-    """The digest of `data`. Raises: CorruptError for an algorithm that OCI does not know."""
-    if algorithm not in ("sha256", "sha512"):
-        raise CorruptError(f"{algorithm[:20]!r} is no digest algorithm")
-    return f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
-
-
 def _open_file(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
         raise from_oserror(error, f"read {path}") from error
-
-
-def fallback_tag(digest: str) -> str:
-    """Where a registry without the referrers API keeps their list."""
-    return digest.replace(":", "-", 1)
-
-
-def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
-    """A JSON object from a registry. Raises: CorruptError."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where} sent what is not a JSON object")
-    return document
-
-
-def _is_digest(text: str) -> bool:
-    return bool(re.fullmatch("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}", text))

@@ -43,7 +43,7 @@ class OpenedRange(Struct, frozen=True):
 
 
 OpenRange = Callable[[int, int], OpenedRange]
-"""Opens the bytes [start, end) of one blob. Raises: as `RegistryClient.open_blob`."""
+"""Opens the bytes [start, end) of one blob. Raises: as `BlobReader.open`."""
 
 
 class BlobStream(io.RawIOBase):

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
-from bootseer.registry.client import MANIFEST_TYPE, digest_of
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.store.paths import split_path
 
 ARTIFACT_TYPE = "application/vnd.bootseer.store.v1"

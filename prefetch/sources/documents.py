@@ -24,6 +24,7 @@ from bootseer.prefetch.checked_json import (
     strings_in,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.registry.documents import INDEX_TYPES
 from bootseer.registry.platforms import this_architecture, unsuitability
 
 DOCUMENT_BYTES_MAX = 8 * 2**20
@@ -34,14 +35,6 @@ ENTRY_COUNT_MAX = 10_000
 """Of any other list."""
 LAYER_BYTES_MAX = 2**40
 
-INDEX_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-)
-_MANIFEST_TYPES = (
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.sources.documents import (
     DOCUMENT_BYTES_MAX,
-    INDEX_TYPES,
     Descriptor,
     Manifest,
     parse_config,
@@ -19,7 +18,8 @@ from bootseer.prefetch.sources.documents import (
     pick_platform,
 )
 from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
-from bootseer.registry.client import Document, RegistryClient, open_registry_client
+from bootseer.registry.client import RegistryClient, open_registry_client
+from bootseer.registry.documents import INDEX_TYPES, Document
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
 from bootseer.registry.reference import Reference
 from bootseer.registry.reference import parse_reference as parse_image_name
@@ -109,7 +109,7 @@ def _source(
             diff_id,
             layer.size_bytes,
             layer.digest,
-            partial(client.open_blob, layer.digest, layer.size_bytes),
+            partial(client.blobs.open, layer.digest, layer.size_bytes),
         )
         for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
     ]

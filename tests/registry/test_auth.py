@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
-from bootseer.registry.client import MANIFEST_TYPE, digest_of, open_registry_client
+from bootseer.registry.client import open_registry_client
 from bootseer.registry.credentials import Credential
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
 from bootseer.registry.tokens import Authorizer
@@ -126,7 +127,7 @@ def test_a_token_that_expires_in_the_middle_of_a_download(
             f'scope="repository:{client.name.partition("/")[2]}:pull"'
         )
         relay.faults = [Fault("GET .*blobs", 1, cut_after_bytes=100_000)]
-        with client.open_blob(digest_of(data), len(data)) as file:
+        with client.blobs.open(digest_of(data), len(data)) as file:
             found = file.read(10_000)
             relay.revoke()
             tokens.requests.clear()

@@ -19,14 +19,8 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.registry import download
-from bootseer.registry.client import (
-    INDEX_TYPE,
-    MANIFEST_TYPE,
-    RegistryClient,
-    digest_of,
-    fallback_tag,
-    open_registry_client,
-)
+from bootseer.registry.client import RegistryClient, open_registry_client
+from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, fallback_tag
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
 from tests.registry.conftest import Connect
@@ -70,7 +64,7 @@ def test_what_is_absent(client: RegistryClient, registry: Registry) -> None:
         lambda: client.blob(digest_of(b"x"), 10),
         lambda: client.blob_size(digest_of(b"x")),
         lambda: client.tags(),
-        lambda: client.open_blob(digest_of(b"x"), 10).read(1),
+        lambda: client.blobs.open(digest_of(b"x"), 10).read(1),
     ):
         with pytest.raises(NotFoundError, match=registry.host):
             ask()
@@ -105,14 +99,14 @@ def test_ranges(client: RegistryClient) -> None:
     data = os.urandom(200_000)
     digest = push_blob(client, data)["digest"]
     for start, end in ((0, 1), (0, 200_000), (199_999, 200_000), (5, 100_005), (7, 7)):
-        assert client.read_blob(digest, len(data), start, end) == data[start:end]
-    assert client.read_blob(digest, len(data), 199_990, 300_000) == data[199_990:]
+        assert client.blobs.read(digest, len(data), start, end) == data[start:end]
+    assert client.blobs.read(digest, len(data), 199_990, 300_000) == data[199_990:]
 
 
 def test_a_blob_of_another_size_is_refused(client: RegistryClient) -> None:
     digest = push_blob(client, b"x" * 1000)["digest"]
     for size_bytes in (999, 1001):
-        with client.open_blob(digest, size_bytes) as file, pytest.raises(CorruptError):
+        with client.blobs.open(digest, size_bytes) as file, pytest.raises(CorruptError):
             file.read()
 
 
@@ -121,9 +115,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every connection count as slow, so that blobs are read in many small parts."""
     monkeypatch.setattr(download, "PART_BYTES", 10_000)
     monkeypatch.setattr(download, "FAST_BYTES_PER_S", 1e15)
-    monkeypatch.setattr("bootseer.registry.client.FIRST_BYTES", 20_000)
+    monkeypatch.setattr("bootseer.registry.blobs.FIRST_BYTES", 20_000)
     monkeypatch.setattr(download, "FIRST_BYTES", 20_000)
-    monkeypatch.setattr("bootseer.registry.client.LARGE_BYTES", 20_000)
+    monkeypatch.setattr("bootseer.registry.blobs.LARGE_BYTES", 20_000)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 19_999, 20_000, 20_001, 30_000, 123_457])
@@ -135,7 +129,7 @@ def test_a_blob_over_a_slow_connection_is_read_in_parts(
     data = os.urandom(size_bytes)
     digest = push_blob(client, data)["digest"]
     for piece in (1_000, 7_919, 1 << 20):
-        with client.open_blob(digest, size_bytes) as file:
+        with client.blobs.open(digest, size_bytes) as file:
             found = b"".join(iter(partial(file.read, piece), b""))
             assert file.read(piece) == b""
         assert found == data
@@ -151,7 +145,7 @@ def test_a_blob_over_a_fast_connection_is_read_through_that(
     client = connect(relay.host)
     data = os.urandom(1 << 20) * 34
     digest = push_blob(client, data)["digest"]
-    with client.open_blob(digest, len(data)) as file:
+    with client.blobs.open(digest, len(data)) as file:
         sha = hashlib.sha256()
         while piece := file.read(1 << 20):
             sha.update(piece)
@@ -163,7 +157,7 @@ def test_a_blob_over_a_fast_connection_is_read_through_that(
 def test_closing_in_the_middle_ends_the_threads(client: RegistryClient) -> None:
     data = os.urandom(200_000)
     digest = push_blob(client, data)["digest"]
-    with client.open_blob(digest, len(data)) as file:
+    with client.blobs.open(digest, len(data)) as file:
         for _ in range(3):
             file.read(20_000)
     threads = [t for t in threading.enumerate() if t.name.startswith("blob-part")]
@@ -178,7 +172,7 @@ def test_many_threads_share_a_client(client: RegistryClient) -> None:
 
     def read(number: int) -> bool:
         start = number * 1000
-        return client.read_blob(digest, len(data), start, start + 900) == data[start:][:900]
+        return client.blobs.read(digest, len(data), start, start + 900) == data[start:][:900]
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(read, range(100)))

@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
-from bootseer.registry.client import RegistryClient, digest_of
+from bootseer.registry.client import RegistryClient
+from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
 from bootseer.registry.transport import _proxy
 from tests.support.registry import QuietHandler, Registry, running_registry, serve

@@ -15,8 +15,9 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of
+from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from tests.registry.conftest import Connect
 from tests.registry.test_client import manifest_of, push_blob
 from tests.support.faulty_relay import Fault, FaultyRelay
@@ -37,7 +38,7 @@ def through(connect: Connect, registry: Registry, relay: FaultyRelay) -> Registr
 
 
 def read_all(client: RegistryClient) -> bytes:
-    with client.open_blob(DIGEST, SIZE) as file:
+    with client.blobs.open(DIGEST, SIZE) as file:
         return b"".join(iter(lambda: file.read(50_000), b""))
 
 
@@ -115,7 +116,7 @@ def test_a_registry_that_dies_in_the_middle(
     push_blob(connect(registry.host), DATA)
     relay.faults = [Fault("GET .*blobs", 1, cut_after_bytes=1000)]
     client = connect(relay.host, deadline_s=2)
-    with client.open_blob(DIGEST, SIZE) as file:
+    with client.blobs.open(DIGEST, SIZE) as file:
         assert file.read(1000) == DATA[:1000]
         relay.close()
         with pytest.raises(UnavailableError):
@@ -268,16 +269,16 @@ def test_where_a_blob_was_found_is_remembered_while_it_holds(
         relay.faults = [Fault("GET .*blobs", 1000, 307, {"Location": target})]
         client = connect(relay.host)
         for start in range(0, 5000, 1000):
-            found = client.read_blob(DIGEST, SIZE, start, start + 1000)
+            found = client.blobs.read(DIGEST, SIZE, start, start + 1000)
             assert found == DATA[start : start + 1000]
         assert (relay.count("GET"), storage.count("GET")) == (1, 5)
         # The signed URL expires.
         storage.faults = [Fault("GET", 1, 403)]
-        assert client.read_blob(DIGEST, SIZE, 0, 10) == DATA[:10]
+        assert client.blobs.read(DIGEST, SIZE, 0, 10) == DATA[:10]
         assert (relay.count("GET"), storage.count("GET")) == (2, 7)
         # The storage breaks off, and what was remembered is asked for again.
         storage.faults = [Fault("GET", 1, cut_after_bytes=3)]
-        assert client.read_blob(DIGEST, SIZE, 0, 10) == DATA[:10]
+        assert client.blobs.read(DIGEST, SIZE, 0, 10) == DATA[:10]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_an_upload_is_tried_again(connect: Connect, registry: Registry, relay: F
         (
             206,
             {"Content-Range": f"bytes 0-{'9' * 5000}/{SIZE}"},
-            lambda client: client.open_blob(DIGEST, SIZE).read(1),
+            lambda client: client.blobs.open(DIGEST, SIZE).read(1),
         ),
         (
             401,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.registry.client import MANIFEST_TYPE, digest_of, open_registry_client
+from bootseer.registry.client import open_registry_client
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Backend, Store, open_backend
 from tests.hdfs.cluster import MiniHdfs

@@ -14,16 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, UnavailableError
-from bootseer.registry.client import (
-    INDEX_TYPE,
-    MANIFEST_TYPE,
-    RegistryClient,
-    digest_of,
-    open_registry_client,
-)
+from bootseer.registry.client import RegistryClient, open_registry_client
+from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of
 from bootseer.registry.platforms import this_architecture
 from bootseer.registry.reference import parse_reference
-from bootseer.store import Store, oci, open_store
+from bootseer.store import Store, oci_list, open_store
 from bootseer.store.oci_objects import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
 from tests.store.conftest import push_image
 from tests.support.faulty_relay import Fault, FaultyRelay, ReferrersRelay
@@ -62,7 +57,7 @@ def test_another_node_finds_what_was_published(image: str) -> None:
     with beside(image) as first, beside(image) as second:
         assert not second.exists("images/x.json")
         assert first.publish("images/x.json", b"one")
-        time.sleep(oci.FRESH_S)
+        time.sleep(oci_list.FRESH_S)
         assert second.read("images/x.json") == b"one"
         assert [info.path for info in second.list()] == ["images/x.json"]
 
@@ -70,7 +65,7 @@ def test_another_node_finds_what_was_published(image: str) -> None:
 def test_a_replaced_object_is_seen_after_a_while(
     image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci, "FRESH_S", 0.2)
+    monkeypatch.setattr(oci_list, "FRESH_S", 0.2)
     with beside(image) as first, beside(image) as second:
         first.publish("hot/x.json", b"one")
         assert second.read("hot/x.json") == b"one"
@@ -94,7 +89,7 @@ def test_opening_takes_a_handful_of_requests(image: str, registry: Registry) -> 
 def test_a_layers_blob_is_not_looked_up_again(
     image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci, "FRESH_S", 0.0)
+    monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
     data = b"x" * 10_000
     key = f"blobs/{digest_of(data).replace(':', '/')}"
     with FaultyRelay(registry.host) as relay, beside(image, relay) as store:
@@ -119,7 +114,7 @@ def test_with_the_referrers_api(image: str, registry: Registry) -> None:
             assert lease is not None
             assert store.lease("leases/x", ttl_s=30, owner="you") is None
             lease.release()
-        time.sleep(oci.FRESH_S)
+        time.sleep(oci_list.FRESH_S)
         again = store.lease("leases/x", ttl_s=30, owner="you")
         assert again is not None
         again.release()

@@ -21,7 +21,8 @@ from bootseer.prefetch.catalogue import check_reference
 from bootseer.prefetch.source_names import is_source
 from bootseer.prefetch.sources import ImageSource, open_source
 from bootseer.prefetch.sources.registry import store_name
-from bootseer.registry.client import MANIFEST_TYPE, RegistryClient, digest_of, open_registry_client
+from bootseer.registry.client import RegistryClient, open_registry_client
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.images import INDEX_TYPE, NASTY, Layout, Member, run_tool, tar_of, write_layout
