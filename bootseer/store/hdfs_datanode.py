@@ -3,9 +3,9 @@
 Owns the connections, and what Hadoop's data transfer needs for reads without checksums: such bytes
 go from the DataNode's page cache to its socket, and from ours into the caller's buffer, without a
 copy or a look in between. (hdfs-native checks every byte, and copies
-it three times: measured 1.4 CPU s/GiB, against 0.6 here.) No authentication, no encryption, only
-the nearest replica: whatever is not as foreseen is a failure, and hdfs-native reads instead. A
-DataNode that failed is left alone for a while. Thread-safe; waits are bounded.
+it three times: measured 1.4 CPU s/GiB, against 0.6 here.) No authentication, no encryption:
+whatever is not as foreseen is a failure, and hdfs-native reads instead. Thread-safe; waits are
+bounded.
 """
 
 import select
@@ -23,10 +23,9 @@ from bootseer.store.hdfs_packets import (
     data_bytes,
     packet_head,
 )
+from bootseer.store.hdfs_replicas import Address, Replicas
 from bootseer.store.hdfs_rpc import StoredBlock
 from bootseer.store.opened import Attempt
-
-Address = tuple[str, int]
 
 _CLIENT = "bootseer"
 _READ = VERSION + b"\x51"
@@ -44,7 +43,6 @@ _POLL_S = 0.25
 _CONNECT_S = 2.0
 # A DataNode waits 4 s for the next request (dfs.datanode.socket.reuse.keepalive).
 _KEPT_S = 2.0
-_SHUNNED_S = 60.0
 
 
 class _Connection:
@@ -71,7 +69,7 @@ class DataNodes:
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         """The one that is idle longest first."""
-        self._shunned: dict[Address, float] = {}
+        self._replicas = Replicas()
 
     def read_into(
         self, blocks: Sequence[StoredBlock], offset: int, buffer: memoryview, attempt: Attempt
@@ -90,14 +88,17 @@ class DataNodes:
             is_aligned = within % _ALIGNMENT == 0 and (
                 length % _ALIGNMENT == 0 or within + length == block.length
             )
-            if not is_aligned or not block.addresses or self._is_shunned(block.addresses[0]):
+            address = self._replicas.begin(block.replicas, attempt) if is_aligned else None
+            if address is None:
                 break
             try:
-                self._read(block, within, buffer[done : done + length], attempt)
+                self._read(address, block, within, buffer[done : done + length], attempt)
             except (OSError, ValueError, IndexError, struct.error):
-                self._shun(block.addresses[0])
+                self._shun(address)
                 attempt.done_bytes = done
                 break
+            finally:
+                self._replicas.end(address, attempt)
             if attempt.is_given_up:
                 break
         return attempt.done_bytes
@@ -109,8 +110,15 @@ class DataNodes:
 
     # ---- one range of one block -------------------------------------------------------------
 
-    def _read(self, block: StoredBlock, within: int, target: memoryview, attempt: Attempt) -> None:
-        connection = self._take(block.addresses[0])
+    def _read(
+        self,
+        address: Address,
+        block: StoredBlock,
+        within: int,
+        target: memoryview,
+        attempt: Attempt,
+    ) -> None:
+        connection = self._take(address)
         end_s = time.monotonic() + self._silence_max_s
         connection.socket.sendall(_request(block, within, len(target)))
         self._check_response(connection, within, end_s)
@@ -221,13 +229,9 @@ class DataNodes:
         while self._idle and self._idle[0].idle_since_s < oldest_s:
             del self._idle[0]
 
-    def _is_shunned(self, address: Address) -> bool:
-        with self._lock:
-            return self._shunned.get(address, 0.0) > time.monotonic()
-
     def _shun(self, address: Address) -> None:
+        self._replicas.failed(address)
         with self._lock:
-            self._shunned[address] = time.monotonic() + _SHUNNED_S
             self._idle = [idle for idle in self._idle if idle.address != address]
 
 

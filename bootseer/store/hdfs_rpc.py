@@ -16,6 +16,7 @@ from msgspec import Struct
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.hdfs_added_block import AddedBlock
+from bootseer.store.hdfs_replicas import Replica
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _FRAME_MAX_BYTES = 1 << 20
@@ -45,8 +46,8 @@ class StoredBlock(Struct, frozen=True):
     """ExtendedBlockProto."""
     token: bytes
     """TokenProto: what a DataNode wants to see where blocks are guarded."""
-    addresses: tuple[tuple[str, int], ...]
-    """Of the DataNodes, the nearest one first."""
+    replicas: tuple[Replica, ...]
+    """The nearest one first."""
 
 
 class NameNode(Struct, frozen=True):
@@ -94,15 +95,15 @@ class NameNode(Struct, frozen=True):
         # LocatedBlockProto: b, offset, locs, corrupt, blockToken
         facts = dict(pb.fields(located))
         (block,), (token,) = pb.every(located, 1), pb.every(located, 5)
-        addresses = []
-        for info in pb.every(located, 3) if facts.get(4) == 0 else ():
-            # DatanodeIDProto: ipAddr, hostName, xferPort
-            identity = dict(pb.fields(pb.every(info, 1)[0]))
-            host = identity.get(2 if self.calls_by_name else 1)
-            if isinstance(host, bytes):
-                addresses.append((host.decode("utf-8"), pb.positive(identity.get(4))))
+        infos = pb.every(located, 3) if facts.get(4) == 0 else []
+        # DatanodeInfoProto: location, which is the rack
+        racks = [pb.every(info, 8) for info in infos]
+        replicas = tuple(
+            Replica(self._address(info), rack != racks[0])
+            for info, rack in zip(infos, racks, strict=True)
+        )
         length = pb.positive(dict(pb.fields(block)).get(4))
-        return StoredBlock(pb.positive(facts.get(2)), length, block, token, tuple(addresses))
+        return StoredBlock(pb.positive(facts.get(2)), length, block, token, replicas)
 
     def add_block(
         self, path: str, holder: str, excluded: Sequence[bytes], *, previous: bytes | None = None

@@ -10,6 +10,7 @@ import pytest
 
 from bootseer.store.hdfs import HdfsBackend
 from bootseer.store.hdfs_datanode import DataNodes, _headers
+from bootseer.store.hdfs_replicas import Replica
 from bootseer.store.hdfs_rpc import StoredBlock
 from bootseer.store.opened import Attempt
 
@@ -135,15 +136,16 @@ def _served(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, in
 def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
     with _served(lambda connection: connection.sendall(answer)) as address:
         nodes = DataNodes(0.5)
-        blocks = [StoredBlock(0, 4096, b"block", b"token", (address,))]
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
         assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
-        assert nodes._is_shunned(address) == (count == 0)
+        nowhere = nodes._replicas.begin(blocks[0].replicas, Attempt()) is None
+        assert nowhere == (count == 0)
         nodes.close()
 
 
 def test_a_datanode_that_hangs_is_left_in_time() -> None:
     gone = threading.Event()
     with _served(lambda _: gone.wait(20)) as address:
-        blocks = [StoredBlock(0, 4096, b"block", b"token", (address,))]
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
         assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
         gone.set()

@@ -127,7 +127,7 @@ def _checksum(backend: HdfsBackend, path: str) -> bytes:
     """Of all checksums of its block, and their kind, as the DataNode tells who compares copies."""
     (block,) = backend.stored_blocks(path, backend.stat(path).size_bytes)
     message = pb.blob(1, pb.blob(1, block.block) + pb.blob(2, block.token))
-    with socket.create_connection(block.addresses[0], 10) as datanode:
+    with socket.create_connection(block.replicas[0].address, 10) as datanode:
         # Op.BLOCK_CHECKSUM; OpBlockChecksumResponseProto is the field 3 of the answer
         datanode.sendall(b"\x00\x1c\x55" + pb.varint(len(message)) + message)
         with datanode.makefile("rb") as answer:

@@ -14,7 +14,7 @@ from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTrac
 from bootseer.fuse.striped.view import FileView, Span
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.reading.fetching import Fetch
+    from bootseer.fuse.striped.reading.fetch import Fetch
 
 _BLOCKS_AHEAD = 4
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 
 from bootseer.errors import DeadlineError
 from bootseer.fuse.striped.reading.chunks import OpenFile
-from bootseer.fuse.striped.reading.fetching import Fetch, Fetcher, as_raisable
+from bootseer.fuse.striped.reading.fetch import Fetch
+from bootseer.fuse.striped.reading.fetching import Fetcher, as_raisable
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.view import Span
 

@@ -1,24 +1,21 @@
 """Fetching one run of bytes of a file, verified; what is tried again, where, and what a reader is
 told when that fails.
 
-Owns the attempts at each fetch. The first one whose bytes match their checksum decides it; all
-others are given up, and none of them writes into a buffer that somebody uses. A fetch that falls
-behind its peers is asked for a second time, on another connection and from another replica where
-there is one. Thread-safe; an attempt waits at most for the backend's own deadline.
+Owns the attempts at each fetch. The first one whose bytes match their checksum decides it. A fetch
+that falls behind its peers is asked for a second time, on another connection and from another
+replica where there is one. Thread-safe; an attempt waits at most for the backend's own deadline.
 """
 
 import errno
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.fetch import Fetch, Run
 from bootseer.fuse.striped.reading.late import LateWatch
-from bootseer.fuse.striped.reading.late import Run as AnyRun
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import Span
@@ -33,75 +30,6 @@ _MISSING_PAUSES_S = (0.1, 0.5)
 _REFETCH_PAUSES_S = (0.0, 0.0, 0.0)
 # Each one has a new chance of a replica that is not slow.
 _ATTEMPTS_MAX = 6
-
-
-class Fetch:
-    """A run of bytes that somebody wants."""
-
-    __slots__ = (
-        "buffer",
-        "data",
-        "error",
-        "file",
-        "is_decided",
-        "lock",
-        "on_done",
-        "runs",
-        "span",
-        "target",
-        "tried",
-    )
-
-    def __init__(
-        self,
-        file: OpenFile,
-        span: Span,
-        on_done: Callable[["Fetch"], None],
-        *,
-        buffer: memoryview | None = None,
-        target: memoryview | None = None,
-    ) -> None:
-        """`buffer`: memory for the first attempt. `target`: where its owner wants the bytes."""
-        self.file = file
-        self.span = span
-        self.on_done = on_done
-        self.buffer = buffer
-        self.target = target
-        self.lock = threading.Lock()
-        self.runs: list[AnyRun[Fetch]] = []
-        self.tried: set[int] = set()
-        self.is_decided = False
-        self.data: memoryview | None = None
-        self.error: BaseException | None = None
-
-    def decide(self, data: memoryview) -> bool:
-        """Make the verified bytes `data` the result; False if there is one, or nobody cares."""
-        with self.lock:
-            if self.is_decided:
-                return False
-            self._end()
-            self.data = data
-            if self.target is not None and data is not self.target:
-                # After the others have stopped: one of them was writing there.
-                self.target[:] = data
-                self.data = self.target
-            return True
-
-    def give_up(self) -> None:
-        """Nobody wants it any more. What can be stopped is, and `target` not written to again."""
-        with self.lock:
-            self._end()
-
-    def _end(self) -> None:
-        self.is_decided = True
-        self.buffer = None
-        for run in self.runs:
-            run.attempt.give_up()
-            if run.buffer is self.target:
-                run.attempt.stop()
-
-
-Run = AnyRun[Fetch]
 
 
 class Fetcher:
@@ -134,10 +62,11 @@ class Fetcher:
         stop_s = time.monotonic() + self._deadline_s
         pauses, missing_pauses = iter(_RETRY_PAUSES_S), iter(_MISSING_PAUSES_S)
         refetches = iter(_REFETCH_PAUSES_S)
+        is_first = True
         error: BaseException
         while not fetch.is_decided:
             try:
-                self._try(fetch, is_second)
+                self._try(fetch, is_second, is_first)
                 return
             except CorruptError as corrupt:
                 self._counters.add(corrupt_count=1)
@@ -154,15 +83,16 @@ class Fetcher:
                 return
             _log.warning("%s; trying again", error)
             self._counters.add(read_retry_count=1)
+            is_first = False
             time.sleep(pause_s)
 
-    def _try(self, fetch: Fetch, is_second: bool) -> None:
-        """One attempt."""
+    def _try(self, fetch: Fetch, is_second: bool, is_first: bool) -> None:
+        """One attempt; `is_first` of those that are made one after another."""
         view = fetch.file.view
         path, offset = view.source(fetch.span)
         source = fetch.file.sources.source(self._backend, path)
         number, reader = source.pick(offset, fetch.tried)
-        run = self._begin(fetch, number, reader, is_second)
+        run = self._begin(fetch, number, reader, is_second, is_first)
         if run is None:
             return
         try:
@@ -188,7 +118,9 @@ class Fetcher:
             error = f"{path} was changed elsewhere while open here; open it again"
             self._fail(fetch, UnavailableError(error))
 
-    def _begin(self, fetch: Fetch, number: int, reader: Reader, is_second: bool) -> Run | None:
+    def _begin(
+        self, fetch: Fetch, number: int, reader: Reader, is_second: bool, is_first: bool
+    ) -> Run | None:
         """The attempt, with memory to read into; None if it is not needed any more."""
         with fetch.lock:
             buffer, fetch.buffer = fetch.buffer, None
@@ -204,8 +136,13 @@ class Fetcher:
                 fetch.span.length, self._deadline_s, lambda: fetch.is_decided
             )
         run = Run(fetch, buffer, number, reader.has_replicas, is_second)
-        # Later attempts need the storage's own checks, which find a replica that is well.
-        run.attempt.is_checked = fetch.file.view.layout is not None and not fetch.tried
+        # What failed needs the storage's own checks, which find a replica that is well. What is
+        # late is read in the same way from another one; where there is none, another way may help.
+        run.attempt.is_checked = (
+            fetch.file.view.layout is not None
+            and is_first
+            and (reader.has_replicas or not fetch.tried)
+        )
         with fetch.lock:
             if fetch.is_decided:
                 return None
@@ -265,6 +202,7 @@ class Fetcher:
     def _ask_again(self, run: Run) -> None:
         """`run` is late: have the same bytes read by somebody else, too."""
         fetch = run.fetch
+        run.attempt.is_late = True
         with fetch.lock:
             if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
                 return

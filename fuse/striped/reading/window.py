@@ -15,7 +15,8 @@ from collections.abc import Callable
 from bootseer.errors import DeadlineError
 from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.chunks import Chunk, Key, OpenFile
-from bootseer.fuse.striped.reading.fetching import Fetch, Fetcher
+from bootseer.fuse.striped.reading.fetch import Fetch
+from bootseer.fuse.striped.reading.fetching import Fetcher
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.view import Span
 

@@ -1,0 +1,81 @@
+"""One run of bytes that somebody wants, and the attempts at it.
+
+Owns that the first result is the only one, and that nothing is written into a buffer that somebody
+uses once there is one. Thread-safe.
+"""
+
+import threading
+from collections.abc import Callable
+
+from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.late import Run as AnyRun
+from bootseer.fuse.striped.view import Span
+
+
+class Fetch:
+    """A run of bytes that somebody wants."""
+
+    __slots__ = (
+        "buffer",
+        "data",
+        "error",
+        "file",
+        "is_decided",
+        "lock",
+        "on_done",
+        "runs",
+        "span",
+        "target",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        file: OpenFile,
+        span: Span,
+        on_done: Callable[["Fetch"], None],
+        *,
+        buffer: memoryview | None = None,
+        target: memoryview | None = None,
+    ) -> None:
+        """`buffer`: memory for the first attempt. `target`: where its owner wants the bytes."""
+        self.file = file
+        self.span = span
+        self.on_done = on_done
+        self.buffer = buffer
+        self.target = target
+        self.lock = threading.Lock()
+        self.runs: list[AnyRun[Fetch]] = []
+        self.tried: set[int] = set()
+        self.is_decided = False
+        self.data: memoryview | None = None
+        self.error: BaseException | None = None
+
+    def decide(self, data: memoryview) -> bool:
+        """Make the verified bytes `data` the result; False if there is one, or nobody cares."""
+        with self.lock:
+            if self.is_decided:
+                return False
+            self._end()
+            self.data = data
+            if self.target is not None and data is not self.target:
+                # After the others have stopped: one of them was writing there.
+                self.target[:] = data
+                self.data = self.target
+            return True
+
+    def give_up(self) -> None:
+        """Nobody wants it any more. What can be stopped is, and `target` not written to again."""
+        with self.lock:
+            self._end()
+
+    def _end(self) -> None:
+        self.is_decided = True
+        self.buffer = None
+        for run in self.runs:
+            run.attempt.give_up()
+            if run.buffer is self.target:
+                run.attempt.stop()
+
+
+Run = AnyRun[Fetch]
