@@ -22,7 +22,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.blob.extract_plan import plan_extraction, worker_columns
+from bootseer.blob.extract_columns import worker_columns
+from bootseer.blob.extract_plan import plan_extraction
 from bootseer.blob.extract_pool import FILES_MAX
 from bootseer.blob.extract_tasks import carry_out, start_pool
 from bootseer.blob.extract_writer import Settings, Writer

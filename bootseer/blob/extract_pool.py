@@ -22,7 +22,8 @@ from typing import Any
 import blake3
 import zstandard
 
-from bootseer.blob import extract_worker as worker
+import bootseer
+from bootseer.blob import extract_process as worker
 from bootseer.errors import UnavailableError
 
 # Tasks that are ready or under way, for each worker: enough that it never waits for the next.
@@ -32,7 +33,10 @@ _READ_BYTES = 1 << 16
 # Above all that a worker's own may be.
 _HIGH_FD = 64
 FILES_MAX = _HIGH_FD - worker.FILES_FD
-_STARTER = "import sys; sys.path += sys.argv[1:]; import extract_worker; extract_worker.main()"
+_STARTER = (
+    "import sys; sys.path += sys.argv[1:]; from bootseer.blob import extract_process; "
+    "extract_process.main()"
+)
 
 OnReport = Callable[[int, dict[str, Any]], None]
 
@@ -176,11 +180,13 @@ def _killed() -> UnavailableError:
 def _spawn(given: Iterable[int]) -> int:
     """A worker that has these descriptors, from TASKS_FD on. Its process id. Raises: OSError."""
     own = Path(worker.__file__)
-    packages = {str(Path(module.__file__ or "").parents[1]) for module in (zstandard, blake3)}
+    packages = {
+        str(Path(module.__file__ or "").parents[1]) for module in (bootseer, zstandard, blake3)
+    }
     if not own.is_file() or not sys.executable:
         raise FileNotFoundError("the interpreter's programs are no files")
     # Isolated and without site: nothing of the caller's directory or variables is loaded.
-    command = [sys.executable, "-I", "-S", "-c", _STARTER, *sorted(packages), str(own.parent)]
+    command = [sys.executable, "-I", "-S", "-c", _STARTER, *sorted(packages)]
     high = []
     try:
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD) for fd in given]

@@ -8,14 +8,9 @@ from typing import Any
 
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_pool import Pool
+from bootseer.blob.extract_sections import SETTINGS, Section, write_columns
 from bootseer.blob.extract_source import ReadAhead, Supply
-from bootseer.blob.extract_worker import (
-    SETTINGS,
-    DamagedError,
-    Section,
-    Worker,
-    write_columns,
-)
+from bootseer.blob.extract_worker import DamagedError, Worker
 from bootseer.blob.extract_writer import Writer
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.read import ReadBlob

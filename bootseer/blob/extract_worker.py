@@ -1,76 +1,26 @@
 """Writes files of an extraction: what several processes do at once. `blob.extract` starts them.
 
-A worker process imports nothing else of Bootseer, so that it is there within some 30 ms: it gets
-columns of the tree as plain arrays in a file in memory (`SECTIONS`), the numbers of tasks through
-a pipe that all workers read, and the stored frames in a second file in memory, which its parent
-fills, or the files that hold them. It reports each task through another pipe, and ends when the
-first one is closed, so also when its parent is killed. A small extraction uses a `Worker` in its
-own process.
-
-Few system calls per file, and no objects but its descriptor: what the kernel does is most of it.
+Each is a process of its own (`extract_process`), so this imports next to nothing; a small
+extraction uses a `Worker` in its own process. Few system calls per file, and no objects but its
+descriptor: what the kernel does is most of it.
 """
 
-import errno
-import json
-import mmap
 import os
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from struct import Struct
 from typing import Any, TypeAlias
 
 import zstandard
 from blake3 import blake3
 
-# Names and types of the columns, in the order in which they are written; "" is bytes.
-SECTIONS = {
-    "settings": "q",
-    "names": "",
-    "name_parent": "I",
-    "name_inode": "I",
-    "directory_name": "I",
-    "mode": "I",
-    "uid": "I",
-    "gid": "I",
-    "mtime_ns": "q",
-    "size_bytes": "Q",
-    "extent_start": "Q",
-    "extent_file_offset": "Q",
-    "extent_blob": "I",
-    "extent_blob_offset": "Q",
-    "extent_length": "Q",
-    "blob_base": "Q",
-    "blob_frame": "I",
-    "frame_offset": "Q",
-    "frame_stream_offset": "Q",
-    "frame_digests": "",
-    "files": "I",
-    "group_start": "I",
-    "part_name": "I",
-    "part_start": "I",
-    "places": "Q",
-}
-SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified", "file_count")
+from bootseer.blob.extract_directories import Directories
+from bootseer.blob.extract_sections import SETTINGS
 
-Section: TypeAlias = "array[int] | bytes"
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 """(offset, length) in the stored bytes of all blobs, one behind the other."""
 
-TASK = Struct("<I")
-RESULT = Struct("<II")
-"""Of a report: length of the JSON that follows, task."""
-_LENGTH = Struct("<Q")
-
-# What a worker's descriptors are.
-TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, ROOT_FD, FILES_FD = range(3, 9)
-"""The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
-
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_DIRECTORIES = 64
-_MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
 
 
 class DamagedError(Exception):
@@ -89,48 +39,6 @@ class StoppedError(Exception):
     """Nobody wants the rest."""
 
 
-class Directories:
-    """Descriptors of directories by inode number; the latest stay open. For one thread."""
-
-    def __init__(
-        self, names: list[bytes], parents: "array[int]", name_of: "array[int]", root_fd: int
-    ) -> None:
-        """`name_of`: the index of each directory's name, by its inode number."""
-        self._names = names
-        self._parents = parents
-        self._name_of = name_of
-        self._root_fd = root_fd
-        self._open: dict[int, int] = {}
-
-    def get(self, number: int) -> int:
-        """Open until others have been asked for. Raises: OSError."""
-        if not number:
-            return self._root_fd
-        fds = self._open
-        found = fds.pop(number, None)
-        if found is not None:
-            # A dict keeps the order in which its keys came: the first is the longest unused.
-            fds[number] = found
-            return found
-        missing = []
-        while number and number not in fds:
-            missing.append(number)
-            number = self._parents[self._name_of[number]]
-        fd = self._root_fd
-        if number:
-            fd = fds[number] = fds.pop(number)
-        for below in reversed(missing):
-            fd = fds[below] = os.open(self._names[self._name_of[below]], _DIRECTORY, dir_fd=fd)
-            if len(fds) > _OPEN_DIRECTORIES:
-                os.close(fds.pop(next(iter(fds))))
-        return fd
-
-    def close(self) -> None:
-        """All of them."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
 class Worker:
     """Carries out tasks: groups of whole files, then parts of large ones. For one thread."""
 
@@ -141,7 +49,7 @@ class Worker:
         root_fd: int,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`columns`: those of SECTIONS, and `name_list`, the names split."""
+        """`columns`: those of `extract_sections`, and `name_list`, the names split."""
         self._c = columns
         self._stored = stored
         self._is_stopped = is_stopped
@@ -277,78 +185,3 @@ def _write_all(fd: int, data: "bytes | memoryview", offset: int) -> None:
         offset += count
         data = memoryview(data)[count:]
         count = os.pwrite(fd, data, offset)
-
-
-def write_columns(fd: int, columns: Mapping[str, Section]) -> None:
-    """To a file in memory: each section behind its length."""
-    pieces: list[bytes | memoryview] = []
-    for name in SECTIONS:
-        section = memoryview(columns[name]).cast("B")
-        pieces += [_LENGTH.pack(len(section)), section]
-    data = memoryview(b"".join(pieces))
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read_columns(data: memoryview) -> dict[str, Any]:
-    columns: dict[str, Any] = {}
-    position = 0
-    for name, kind in SECTIONS.items():
-        (length,) = _LENGTH.unpack_from(data, position)
-        position += _LENGTH.size
-        section = data[position : position + length]
-        if kind:
-            columns[name] = array(kind)
-            columns[name].frombytes(section)
-        else:
-            columns[name] = bytes(section)
-        position += length
-    columns["name_list"] = columns["names"].split(b"\0")
-    return columns
-
-
-def _from_files(bases: "array[int]") -> Stored:
-    """What stores all blobs, read from their files."""
-
-    def stored(offset: int, length: int) -> bytes:
-        blob = bisect_right(bases, offset) - 1
-        try:
-            # Into fresh memory that the allocator has had before: a mapping would fault on each of
-            # its pages, and end this process where somebody cuts the file.
-            return os.pread(FILES_FD + blob, length, offset - bases[blob])
-        except OSError as error:
-            raise UnreadError(error) from error
-
-    return stored
-
-
-def _worker() -> Worker:
-    columns = _read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
-    if columns["settings"][SETTINGS.index("file_count")]:
-        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD)
-    frames = memoryview(mmap.mmap(STORED_FD, 0, prot=mmap.PROT_READ))
-    return Worker(columns, lambda offset, length: frames[offset : offset + length], ROOT_FD)
-
-
-def main() -> None:
-    """A worker process, until its pipe of tasks ends."""
-    os.umask(0)
-    worker: Worker | None = None
-    while data := os.read(TASKS_FD, TASK.size):
-        (task,) = TASK.unpack(data)
-        report: dict[str, object] = {}
-        try:
-            # With the first task everything that it needs has been written.
-            worker = worker or _worker()
-            worker.run(task)
-        except DamagedError as error:
-            report = {"damage": str(error)[:_MESSAGE_CHARS_MAX]}
-        except UnreadError as error:
-            report = {"unread": error.error.errno or errno.EIO}
-        except OSError as error:
-            current = worker.current if worker is not None else 0
-            report = {"errno": error.errno or errno.EIO, "name": current}
-        except BaseException as error:
-            report = {"failure": repr(error)[:_MESSAGE_CHARS_MAX]}
-        encoded = json.dumps(report).encode("ascii") if report else b""
-        os.write(RESULTS_FD, RESULT.pack(len(encoded), task) + encoded)

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from bootseer.blob.extract_directories import Directories
 from bootseer.blob.extract_plan import Plan
-from bootseer.blob.extract_worker import Directories, Section
+from bootseer.blob.extract_sections import Section
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 

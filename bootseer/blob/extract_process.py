@@ -1,0 +1,76 @@
+"""A worker process of an extraction: what it is given, what it reports, and its end.
+
+It imports nothing else of Bootseer than what it needs, so that it is there within some 30 ms: it
+gets columns of the tree as plain arrays in a file in memory (`extract_sections`), the numbers of
+tasks through a pipe, and the stored frames in a second file in memory, which its parent fills, or
+the files that hold them. It reports each task through another pipe, and ends when the first one is
+closed, so also when its parent is killed.
+"""
+
+import errno
+import json
+import mmap
+import os
+from array import array
+from bisect import bisect_right
+from struct import Struct
+
+from bootseer.blob.extract_sections import SETTINGS, read_columns
+from bootseer.blob.extract_worker import DamagedError, Stored, UnreadError, Worker
+
+TASK = Struct("<I")
+RESULT = Struct("<II")
+"""Of a report: length of the JSON that follows, task."""
+
+# What a worker's descriptors are.
+TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, ROOT_FD, FILES_FD = range(3, 9)
+"""The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
+
+_MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
+
+
+def _from_files(bases: "array[int]") -> Stored:
+    """What stores all blobs, read from their files."""
+
+    def stored(offset: int, length: int) -> bytes:
+        blob = bisect_right(bases, offset) - 1
+        try:
+            # Into fresh memory that the allocator has had before: a mapping would fault on each of
+            # its pages, and end this process where somebody cuts the file.
+            return os.pread(FILES_FD + blob, length, offset - bases[blob])
+        except OSError as error:
+            raise UnreadError(error) from error
+
+    return stored
+
+
+def _worker() -> Worker:
+    columns = read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
+    if columns["settings"][SETTINGS.index("file_count")]:
+        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD)
+    frames = memoryview(mmap.mmap(STORED_FD, 0, prot=mmap.PROT_READ))
+    return Worker(columns, lambda offset, length: frames[offset : offset + length], ROOT_FD)
+
+
+def main() -> None:
+    """A worker process, until its pipe of tasks ends."""
+    os.umask(0)
+    worker: Worker | None = None
+    while data := os.read(TASKS_FD, TASK.size):
+        (task,) = TASK.unpack(data)
+        report: dict[str, object] = {}
+        try:
+            # With the first task everything that it needs has been written.
+            worker = worker or _worker()
+            worker.run(task)
+        except DamagedError as error:
+            report = {"damage": str(error)[:_MESSAGE_CHARS_MAX]}
+        except UnreadError as error:
+            report = {"unread": error.error.errno or errno.EIO}
+        except OSError as error:
+            current = worker.current if worker is not None else 0
+            report = {"errno": error.errno or errno.EIO, "name": current}
+        except BaseException as error:
+            report = {"failure": repr(error)[:_MESSAGE_CHARS_MAX]}
+        encoded = json.dumps(report).encode("ascii") if report else b""
+        os.write(RESULTS_FD, RESULT.pack(len(encoded), task) + encoded)

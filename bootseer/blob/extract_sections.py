@@ -1,0 +1,73 @@
+"""What the processes of an extraction are given: columns of the tree and of its plan.
+
+Alone owns how they lie in a file in memory: plain arrays, each behind its length, so that a worker
+has them within milliseconds and without the rest of Bootseer. Stateless.
+"""
+
+import os
+from array import array
+from collections.abc import Mapping
+from struct import Struct
+from typing import Any, TypeAlias
+
+# Names and types of the columns, in the order in which they are written; "" is bytes.
+SECTIONS = {
+    "settings": "q",
+    "names": "",
+    "name_parent": "I",
+    "name_inode": "I",
+    "directory_name": "I",
+    "mode": "I",
+    "uid": "I",
+    "gid": "I",
+    "mtime_ns": "q",
+    "size_bytes": "Q",
+    "extent_start": "Q",
+    "extent_file_offset": "Q",
+    "extent_blob": "I",
+    "extent_blob_offset": "Q",
+    "extent_length": "Q",
+    "blob_base": "Q",
+    "blob_frame": "I",
+    "frame_offset": "Q",
+    "frame_stream_offset": "Q",
+    "frame_digests": "",
+    "files": "I",
+    "group_start": "I",
+    "part_name": "I",
+    "part_start": "I",
+    "places": "Q",
+}
+SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified", "file_count")
+
+Section: TypeAlias = "array[int] | bytes"
+_LENGTH = Struct("<Q")
+
+
+def write_columns(fd: int, columns: Mapping[str, Section]) -> None:
+    """To a file in memory: each section behind its length."""
+    pieces: list[bytes | memoryview] = []
+    for name in SECTIONS:
+        section = memoryview(columns[name]).cast("B")
+        pieces += [_LENGTH.pack(len(section)), section]
+    data = memoryview(b"".join(pieces))
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def read_columns(data: memoryview) -> dict[str, Any]:
+    """What `write_columns` wrote, and `name_list`, the names split."""
+    columns: dict[str, Any] = {}
+    position = 0
+    for name, kind in SECTIONS.items():
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        section = data[position : position + length]
+        if kind:
+            columns[name] = array(kind)
+            columns[name].frombytes(section)
+        else:
+            columns[name] = bytes(section)
+        position += length
+    columns["name_list"] = columns["names"].split(b"\0")
+    return columns
