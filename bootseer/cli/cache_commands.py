@@ -1,6 +1,5 @@
 """`bootseer image cache`: what this node keeps of images."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from bootseer.cli.output import (
     emit_json,
     emit_table,
     human_bytes,
+    human_time,
     json_option,
 )
 
@@ -84,6 +84,6 @@ def _row(stream: dict[str, Any]) -> tuple[str, ...]:
         stream["digest"][:19],
         human_bytes(stream["size_bytes"]),
         f"{present / whole:.0%}" if whole else "-",
-        f"{datetime.fromtimestamp(stream['used_ns'] / 1e9, UTC):%Y-%m-%d %H:%M}",
+        human_time(stream["used_ns"]),
         "yes" if stream["is_used"] else "",
     )

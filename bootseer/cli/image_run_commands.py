@@ -1,4 +1,4 @@
-"""`bootseer image mount | unmount | run | trace | warm`: images in use on this node.
+"""`bootseer image mount | unmount | run | warm`: images in use on this node.
 
 `COMMANDS` are added to the group `image` by `image_commands`.
 """
@@ -7,10 +7,8 @@ import contextlib
 import os
 import signal
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import click
 from msgspec.structs import replace
@@ -19,18 +17,10 @@ from bootseer.cli.output import (
     Seconds,
     Size,
     current_settings,
-    emit_json,
-    emit_table,
-    human_bytes,
-    json_option,
     open_current_store,
 )
 from bootseer.config import Settings
-from bootseer.errors import (
-    InvalidInputError,
-    NoSpaceError,
-    NotFoundError,
-)
+from bootseer.errors import NoSpaceError, NotFoundError
 
 _WINDOW_HELP = "End the record after this many seconds, if ready() was not called."
 
@@ -247,121 +237,4 @@ def warm(reference: str) -> None:
     publish_later(settings, obtained)
 
 
-@click.group()
-def trace() -> None:
-    """What starts of a workload read: recorded traces."""
-
-
-@trace.command("list", epilog="Example: bootseer image trace list train:v1")
-@click.argument("reference", metavar="REF")
-@json_option
-def trace_list(reference: str, as_json: bool) -> None:
-    """List the traces of the image REF, of all workloads, and the bundles made from them."""
-    from bootseer.prefetch import hot_store
-    from bootseer.prefetch.catalogue import find_image
-
-    with open_current_store() as store:
-        index = find_image(store, reference).index_digest
-        found: list[dict[str, Any]] = []
-        for workload in hot_store.workloads(store, index):
-            pointer = hot_store.read_pointer(store, index, workload)
-            for key in hot_store.trace_keys(store, index, workload):
-                one = hot_store.read_trace(store, key)
-                found.append(
-                    {
-                        "id": key.rpartition("/")[2],
-                        "workload": workload,
-                        "node": one.node,
-                        "started_ns": one.started_ns,
-                        "ended": one.ended,
-                        "file_count": len(one.files),
-                        "access_count": len(one.accesses),
-                        "read_bytes": sum(access.length for access in one.accesses),
-                        "bundle": pointer.bundle_digest if pointer else None,
-                        "bundle_size_bytes": pointer.size_bytes if pointer else None,
-                    }
-                )
-    if as_json:
-        emit_json(found)
-        return
-    emit_table(
-        ("trace", "workload", "node", "started", "ended by", "files", "reads", "read", "bundle"),
-        (
-            (
-                one["id"][:12],
-                one["workload"],
-                one["node"],
-                _time(one["started_ns"]),
-                one["ended"],
-                one["file_count"],
-                one["access_count"],
-                human_bytes(one["read_bytes"]),
-                "-" if one["bundle"] is None else human_bytes(one["bundle_size_bytes"]),
-            )
-            for one in found
-        ),
-    )
-
-
-@trace.command("show", epilog="Example: bootseer image trace show train:v1 --workload train")
-@click.argument("reference", metavar="REF")
-@click.argument("identity", metavar="[TRACE]", required=False)
-@click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
-@json_option
-def trace_show(reference: str, identity: str | None, workload: str | None, as_json: bool) -> None:
-    """Show what a start of the image REF read, in order: the newest trace, or the one whose name
-    begins with TRACE."""
-    from bootseer.prefetch import hot_store
-    from bootseer.prefetch.catalogue import find_image
-
-    settings = current_settings()
-    workload = workload or settings.workload
-    with open_current_store() as store:
-        index = find_image(store, reference).index_digest
-        keys = hot_store.trace_keys(store, index, workload)
-        fitting = [key for key in keys if key.rpartition("/")[2].startswith(identity or "")]
-        if not fitting:
-            raise NotFoundError(
-                f"{reference} has no such trace of the workload {workload!r}; see "
-                "`bootseer image trace list`"
-            )
-        if identity and len(fitting) > 1:
-            raise InvalidInputError(f"{identity} fits {len(fitting)} traces; write more of it")
-        found = hot_store.read_trace(store, fitting[0])
-    rows = [
-        {
-            "after_s": access.time_ns / 1e9,
-            "offset": access.offset,
-            "length": access.length,
-            "path": found.files[access.file].path.decode("utf-8", "surrogateescape"),
-        }
-        for access in found.accesses
-    ]
-    if as_json:
-        emit_json(
-            {
-                "id": fitting[0].rpartition("/")[2],
-                "index": found.index_digest,
-                "workload": found.workload,
-                "node": found.node,
-                "started_ns": found.started_ns,
-                "ended": found.ended,
-                "readahead_bytes": found.readahead_bytes,
-                "accesses": rows,
-            }
-        )
-        return
-    emit_table(
-        ("path", "after s", "offset", "length"),
-        ((row["path"], f"{row['after_s']:.4f}", row["offset"], row["length"]) for row in rows),
-    )
-
-
-def _time(time_ns: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S}"
-    except (OverflowError, ValueError, OSError):
-        return "-"
-
-
-COMMANDS = (mount, unmount, run, warm, trace)
+COMMANDS = (mount, unmount, run, warm)

@@ -3,6 +3,7 @@
 Data goes to stdout, everything else to stderr.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,6 +154,16 @@ class Size(click.ParamType[int]):
         return value if isinstance(value, int) else parse_size(str(value))
 
 
+def say(sentence: str) -> None:
+    """A sentence for people, on stderr."""
+    click.echo(f"bootseer: {sentence}", err=True)
+
+
+def shown(path: bytes) -> str:
+    """A path as text; bytes that are no UTF-8 are escaped."""
+    return path.decode("utf-8", "backslashreplace")
+
+
 def human_bytes(count: float) -> str:
     """1234567 -> "1.2 MB" (decimal units, as networks and disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -159,3 +171,12 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def human_time(time_ns: int) -> str:
+    """A wall clock's nanoseconds -> "2026-11-22 09:30:00Z"; "-" for none, or for one beyond all
+    calendars."""
+    with contextlib.suppress(OverflowError, ValueError, OSError):
+        if time_ns:
+            return f"{datetime.fromtimestamp(time_ns // 10**9, UTC):%Y-%m-%d %H:%M:%SZ}"
+    return "-"

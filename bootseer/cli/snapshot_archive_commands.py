@@ -13,8 +13,9 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     open_current_store,
+    say,
 )
-from bootseer.cli.snapshot_output import say, summary
+from bootseer.cli.snapshot_output import summary
 
 
 @click.command(epilog="Example: bootseer snapshot export base-env base-env.tar.zst")

@@ -15,8 +15,8 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
     printable,
+    shown,
 )
-from bootseer.cli.snapshot_output import shown
 from bootseer.errors import CorruptError
 
 if TYPE_CHECKING:

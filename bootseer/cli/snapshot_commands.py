@@ -18,12 +18,15 @@ from bootseer.cli.output import (
     emit_json,
     emit_table,
     human_bytes,
+    human_time,
     json_option,
     open_current_store,
+    say,
+    shown,
 )
 from bootseer.cli.snapshot_archive_commands import ARCHIVE_COMMANDS
 from bootseer.cli.snapshot_check_commands import CHECK_COMMANDS
-from bootseer.cli.snapshot_output import mode_option, say, shown, summary, when
+from bootseer.cli.snapshot_output import mode_option, summary
 from bootseer.cli.snapshot_run_commands import RUN_COMMANDS
 
 if TYPE_CHECKING:
@@ -158,7 +161,7 @@ def list_(sort: str, as_json: bool) -> None:
                 human_bytes(manifest.stored_bytes),
                 human_bytes(manifest.whole_bytes) if manifest.is_layered else "",
                 f"{manifest.setup_ns / 1e9:.1f}",
-                when(manifest.created_ns),
+                human_time(manifest.created_ns),
                 show_age(now_ns - manifest.created_ns),
             )
             for manifest in manifests

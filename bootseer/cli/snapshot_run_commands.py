@@ -18,9 +18,11 @@ from bootseer.cli.output import (
     emit_json,
     emit_table,
     human_bytes,
+    human_time,
     json_option,
+    say,
 )
-from bootseer.cli.snapshot_output import mode_option, say, when
+from bootseer.cli.snapshot_output import mode_option
 from bootseer.config import Settings
 
 if TYPE_CHECKING:
@@ -210,7 +212,7 @@ def explain(as_json: bool, **options: Any) -> None:
     click.echo(_sentence(found))
     if found.nearest is not None:
         click.echo(
-            f"nearest: {found.nearest.fingerprint[:12]} of {when(found.nearest.created_ns)}, "
+            f"nearest: {found.nearest.fingerprint[:12]} of {human_time(found.nearest.created_ns)}, "
             f"made by {found.nearest.node}; it differs in"
         )
         emit_table(
@@ -235,7 +237,7 @@ def _document(found: "Explanation") -> dict[str, Any]:
         "fingerprint": found.fingerprint,
         "targets": found.targets,
         "parts": {part.name: part.value for part in found.parts},
-        "created": when(found.snapshot.created_ns) if found.snapshot else None,
+        "created": human_time(found.snapshot.created_ns) if found.snapshot else None,
         "nearest": found.nearest.fingerprint if found.nearest else None,
         "differences": [
             {"part": one.part, "then": one.stored, "now": one.now, "note": one.note}

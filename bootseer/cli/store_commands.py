@@ -13,8 +13,9 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     open_current_store,
+    say,
+    shown,
 )
-from bootseer.cli.snapshot_output import say, shown
 
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected

@@ -1,6 +1,6 @@
 """`bootseer stripe`: striped checkpoints without mounting them: copy and look.
 
-What checks and changes them is in `stripe_check_commands`.
+What checks them is in `stripe_check_commands`.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ from bootseer.cli.output import (
     emit_json,
     emit_table,
     human_bytes,
+    human_time,
     json_option,
     printable,
+    say,
 )
-from bootseer.cli.snapshot_output import say
 from bootseer.cli.stripe_check_commands import CHECK_COMMANDS
-from bootseer.cli.stripe_output import described, form_options, modified, opened
+from bootseer.cli.stripe_convert_command import convert
+from bootseer.cli.stripe_output import described, form_options, opened
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.redact import public_url
 
@@ -39,7 +41,7 @@ def stripe() -> None:
     """
 
 
-for _command in CHECK_COMMANDS:
+for _command in (*CHECK_COMMANDS, convert):
     stripe.add_command(_command)
 
 
@@ -145,11 +147,11 @@ def ls(url: str, at_length: bool, as_json: bool) -> None:
         emit_json(found)
         return
     emit_table(
-        ("size", "modified (UTC)", "layout", "name"),
+        ("size", "modified", "layout", "name"),
         (
             (
                 "" if one["type"] == "directory" else human_bytes(one["bytes"]),
-                modified(one["modified_ns"]),
+                human_time(one["modified_ns"]),
                 _layout(one),
                 one["name"] + ("/" if one["type"] == "directory" else ""),
             )
@@ -215,7 +217,7 @@ def stat(url: str, as_json: bool) -> None:
         return
     kind = "striped" if view.layout else "plain (an ordinary file)"
     click.echo(f"{printable(view.path)}: {kind}, {view.size_bytes} bytes")
-    click.echo(f"modified {modified(info.modified_ns)} UTC")
+    click.echo(f"modified {human_time(info.modified_ns)}")
     if view.layout:
         click.echo(f"generation {view.layout.generation}")
         emit_table(

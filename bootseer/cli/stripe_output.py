@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -77,13 +76,6 @@ def described(info: "FileInfo", view: "FileView | None") -> dict[str, Any]:
         "segments": len(segments),
         "parts": sum(len(segment.parts) for segment in segments),
     }
-
-
-def modified(modified_ns: int) -> str:
-    """A time in UTC, or nothing where the storage keeps none."""
-    if not modified_ns:
-        return ""
-    return datetime.fromtimestamp(modified_ns / 1e9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def human_age(seconds: float) -> str:

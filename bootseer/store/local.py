@@ -6,10 +6,8 @@ followed and never listed. Every method is thread-safe and keeps no descriptor o
 own time-outs apply (a hard-mounted NFS server that is gone blocks, as it does for any program).
 """
 
-import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -24,24 +22,19 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
-from bootseer.store.backend import FileInfo, Piece, Space, Writer
+from bootseer.store.backend import FileInfo, Space
 from bootseer.store.beneath import (
-    file_mode,
     make_directory,
     open_directory,
     rename_exclusive,
     sync_fd,
 )
 from bootseer.store.local_reader import LocalReader
+from bootseer.store.local_writer import CALL_BYTES_MAX, LocalWriter
 from bootseer.store.paths import local_root, split_path
 
-# Where a file that replaces another one is written first; the Store keeps its own there too.
-TEMPORARY = ".tmp"
 # O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Linux moves at most 0x7ffff000 bytes per call.
-_CALL_MAX_BYTES = 1 << 30
 
 
 class LocalBackend:
@@ -83,7 +76,7 @@ class LocalBackend:
             wanted = max(0, size - offset)
             if length is not None:
                 wanted = min(wanted, length)
-            if wanted <= _CALL_MAX_BYTES:
+            if wanted <= CALL_BYTES_MAX:
                 data = os.pread(fd, wanted, offset)
                 if len(data) == wanted:
                     return data
@@ -110,14 +103,20 @@ class LocalBackend:
         fd, _ = self._open(path)
         return LocalReader(path, fd, lambda error: self._error(error, "read", path))
 
-    def create(self, path: str, *, overwrite: bool = False) -> "_LocalWriter":
+    def create(self, path: str, *, overwrite: bool = False) -> LocalWriter:
         names = self._names_of_file(path)
         try:
             parent = make_directory(self._root, names[:-1])
         except OSError as error:
             raise self._making_error(error, path) from error
         try:
-            return _LocalWriter(self, path, parent, names[-1], overwrite)
+            return LocalWriter(
+                self._root,
+                parent,
+                names[-1],
+                lambda error: self._error(error, "write", path),
+                overwrite=overwrite,
+            )
         except OSError as error:
             os.close(parent)
             raise self._error(error, "create", path) from error
@@ -260,83 +259,6 @@ class LocalBackend:
         return self._error(error, "create", path)
 
 
-class _LocalWriter(Writer):
-    """A file being written: under its own name (exclusive), or replacing it in `close`."""
-
-    def __init__(
-        self, backend: LocalBackend, path: str, parent: int, name: str, overwrite: bool
-    ) -> None:
-        self._backend = backend
-        self._path = path
-        self._parent = parent
-        self._name = name
-        self._home, self._current = parent, name
-        if overwrite:
-            self._home = make_directory(backend._root, [TEMPORARY])
-            self._current = secrets.token_hex(16)
-        try:
-            self._fd = os.open(self._current, _CREATE, 0o600, dir_fd=self._home)
-        except OSError:
-            if overwrite:
-                os.close(self._home)
-            raise
-        mode = file_mode(backend._root)
-        if mode != 0o600:
-            os.fchmod(self._fd, mode)
-
-    def write(self, data: Piece) -> None:
-        if self._fd < 0:
-            raise InvalidInputError(f"cannot write {self._backend._name(self._path)}: closed")
-        view = memoryview(data).cast("B")
-        try:
-            while view:
-                view = view[os.write(self._fd, view[:_CALL_MAX_BYTES]) :]
-        except OSError as error:
-            raise self._backend._error(error, "write", self._path) from error
-
-    def close(self) -> None:
-        if self._fd < 0:
-            return
-        try:
-            os.fsync(self._fd)
-            if self._home != self._parent:
-                os.replace(
-                    self._current, self._name, src_dir_fd=self._home, dst_dir_fd=self._parent
-                )
-            sync_fd(self._parent)
-        except OSError as error:
-            self.abort()
-            raise self._backend._error(error, "write", self._path) from error
-        self._release()
-
-    def abort(self) -> None:
-        if self._fd < 0:
-            return
-        with contextlib.suppress(OSError):
-            os.unlink(self._current, dir_fd=self._home)
-        self._release()
-
-    def abandon(self) -> None:
-        if self._home == self._parent:
-            self._release()
-        else:
-            self.abort()
-
-    def _release(self) -> None:
-        if self._fd < 0:
-            return
-        fds = {self._fd, self._parent, self._home}
-        self._fd = -1
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-    def __del__(self) -> None:
-        # A writer that nobody finished leaves nothing half-written behind.
-        if getattr(self, "_fd", -1) >= 0:
-            self.abort()
-
-
 def _info(path: str, info: os.stat_result) -> FileInfo:
     is_dir = stat.S_ISDIR(info.st_mode)
     return FileInfo(path, 0 if is_dir else info.st_size, info.st_mtime_ns, is_dir)
@@ -356,7 +278,7 @@ def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
 def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done : done + _CALL_MAX_BYTES]], offset + done)
+        count = os.preadv(fd, [buffer[done : done + CALL_BYTES_MAX]], offset + done)
         if not count:
             break
         done += count

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.image_run_commands import COMMANDS, trace
+from bootseer.cli.image_run_commands import COMMANDS
+from bootseer.cli.image_trace_commands import trace
 from bootseer.config import Settings
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.mount_state import live_mounts
@@ -38,7 +39,9 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     sweep_everything(settings)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *trace.commands.values()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, trace, *trace.commands.values()], ids=lambda c: c.name
+)
 def test_every_command_has_help_with_an_example(command: "object") -> None:
     result = CliRunner().invoke(command, ["--help"])  # type: ignore[arg-type]
     assert result.exit_code == 0
