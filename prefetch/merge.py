@@ -15,13 +15,17 @@ Pure (no I/O). Alone owns what whiteouts, opaque directories and hard links betw
 """
 
 import stat
-from collections.abc import Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.blob.build import build_tree
-from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.blob.gather import Gathered, Wanted
+from bootseer.blob.tree import Inode, Tree
+from bootseer.blob.xattr_codec import Xattrs
 from bootseer.errors import CorruptError
 
 WHITEOUT = b".wh."
@@ -29,6 +33,11 @@ OPAQUE = b".wh..wh..opq"
 _BOOKKEEPING = b".wh..wh."
 """Aufs's own files (`.wh..wh.plnk`); no tool that applies layers shows them."""
 _TRUSTED = b"trusted."
+_AFTER_WHITEOUT = b".wh/"
+"""Sorts right behind all names that begin as whiteouts do."""
+
+_NO_INODE = -1
+"""Of the root, until a layer has an entry for it."""
 
 _LINK_MODE = stat.S_IFLNK | 0o777
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)
@@ -46,20 +55,12 @@ class LayerTree(Struct, frozen=True):
     """False: a plain root file system, in which no name has a special meaning."""
 
 
-class _Node(Struct):
-    """A name in the merged tree: which layer's inode it is; `children` for directories."""
+class _Folder(Struct):
+    """A directory of the merged tree. Inodes have the numbers of `Gathered`."""
 
-    layer: int
     inode: int
-    children: dict[bytes, "_Node"] | None = None
-
-
-class _Result(Struct):
-    """Where the merged inodes are collected."""
-
-    names: list[tuple[bytes, int]] = field(default_factory=list)
-    inodes: list[Inode] = field(default_factory=list)
-    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    children: dict[bytes, "int | _Folder"] = field(default_factory=dict)
+    """Name -> what is no directory, as its inode's number, or a directory."""
 
 
 def merge(layers: Sequence[LayerTree]) -> Tree:
@@ -70,62 +71,60 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
     """
     if len(layers) == 1 and not layers[0].is_changeset:
         return layers[0].tree
-    root = _Node(-1, 0, {})
-    for number, layer in enumerate(layers):
-        _apply(root, number, layer)
-    result = _collect(root, layers)
+    gathered = Gathered([layer.tree for layer in layers])
+    root = _Folder(_NO_INODE)
+    for first, layer in zip(gathered.first, layers, strict=False):
+        _apply(root, first, layer)
+    has_root = root.inode != _NO_INODE
+    wanted = _collect(root, gathered.mtime_ns(root.inode) if has_root else 0)
     # It takes more than the tree will.
     del root
-    blobs, positions = _used_blobs(result, layers)
-    for (layer_number, _), number in result.numbers.items():
-        inode = result.inodes[number]
-        if any(positions[layer_number, e.blob] != e.blob for e in inode.extents):
-            extents = tuple(
-                Extent(e.file_offset, positions[layer_number, e.blob], e.blob_offset, e.length)
-                for e in inode.extents
-            )
-            result.inodes[number] = replace(inode, extents=extents)
-    return build_tree(result.names, result.inodes, blobs)
+    return gathered.tree(
+        wanted, mode=_unpacked_mode, mtime_ns=_unpacked_time, xattrs=_unpacked_xattrs
+    )
 
 
-def _apply(root: _Node, number: int, layer: LayerTree) -> None:
+def _apply(root: _Folder, first: int, layer: LayerTree) -> None:
+    """`first`: the number that the layer's root has."""
     tree = layer.tree
+    names, inodes = tree.columns.names, tree.columns.name_inode
+    directories = tree.columns.directories()
     implied = {tree.resolve(path) for path in layer.implied}
     links = _resolve_links(root, layer)
     if 0 not in implied:
-        # Only for its time: see `_unpacked`.
-        root.layer, root.inode = number, 0
+        # Only for its time: see `merge`.
+        root.inode = first
     stack = [(0, root)]
     while stack:
-        directory, node = stack.pop()
-        children = node.children
-        assert children is not None
-        names = tree.children(directory)
-        for entry in names:
-            if entry.name.startswith(WHITEOUT):
-                _white_out(children, entry.name)
-        for entry in names:
-            if entry.name.startswith(WHITEOUT):
+        directory, folder = stack.pop()
+        children = folder.children
+        start, end = tree.span(directory)
+        # The names are sorted.
+        whiteout = bisect_left(names, WHITEOUT, start, end)
+        no_whiteout = bisect_left(names, _AFTER_WHITEOUT, whiteout, end)
+        for i in range(whiteout, no_whiteout):
+            _white_out(children, names[i])
+        for i in chain(range(start, whiteout), range(no_whiteout, end)):
+            name, number = names[i], inodes[i]
+            if number not in directories:
+                children[name] = first + number
                 continue
-            if not stat.S_ISDIR(tree.mode(entry.inode)):
-                children[entry.name] = _Node(number, entry.inode)
-                continue
-            child = children.get(entry.name)
-            if child is None or child.children is None:
-                child = children[entry.name] = _Node(number, entry.inode, {})
-            elif entry.inode not in implied:
-                child.layer, child.inode = number, entry.inode
-            stack.append((entry.inode, child))
+            child = children.get(name)
+            if child is None or isinstance(child, int):
+                child = children[name] = _Folder(first + number)
+            elif number not in implied:
+                child.inode = first + number
+            stack.append((number, child))
     for path, target in links.items():
         directory_path, _, name = path.rpartition(b"/")
         parent = _find(root, directory_path)
-        if parent is None or parent.children is None:
+        if not isinstance(parent, _Folder):
             raise CorruptError(f"the hard link {path!r} lies in no directory")
         if not name.startswith(WHITEOUT):
-            parent.children[name] = _Node(target.layer, target.inode)
+            parent.children[name] = target
 
 
-def _white_out(lower: dict[bytes, _Node], name: bytes) -> None:
+def _white_out(lower: dict[bytes, int | _Folder], name: bytes) -> None:
     """`lower` holds nothing of the whiteout's own layer yet."""
     if name == OPAQUE:
         lower.clear()
@@ -136,79 +135,72 @@ def _white_out(lower: dict[bytes, _Node], name: bytes) -> None:
         lower.pop(hidden, None)
 
 
-def _resolve_links(root: _Node, layer: LayerTree) -> Mapping[bytes, _Node]:
-    """Path -> the lower layers' node, before this layer's whiteouts can hide it."""
-    found: dict[bytes, _Node] = {}
+def _resolve_links(root: _Folder, layer: LayerTree) -> Mapping[bytes, int]:
+    """Path -> the lower layers' inode, before this layer's whiteouts can hide it."""
+    found: dict[bytes, int] = {}
     for path, target in layer.links:
-        node = _find(root, target)
-        if node is None or node.children is not None:
+        inode = _find(root, target)
+        if not isinstance(inode, int):
             raise CorruptError(
                 f"the hard link {path!r} points to {target!r}, which is no file of this layer or "
                 "of a lower one"
             )
-        found[path] = _Node(node.layer, node.inode)
+        found[path] = inode
     return found
 
 
-def _find(root: _Node, path: bytes) -> _Node | None:
-    node: _Node | None = root
+def _find(root: _Folder, path: bytes) -> "int | _Folder | None":
+    node: int | _Folder | None = root
     for part in path.split(b"/") if path else ():
-        node = node.children.get(part) if node is not None and node.children else None
+        node = node.children.get(part) if isinstance(node, _Folder) else None
     return node
 
 
-def _collect(root: _Node, layers: Sequence[LayerTree]) -> _Result:
-    result = _Result()
-    stack: list[tuple[bytes, _Node]] = [(b"", root)]
+def _collect(root: _Folder, mtime_ns: int) -> Wanted:
+    """The names of the merged tree, and its inodes in the order of a walk."""
+    numbers = {root.inode: 0}
+    names: list[bytes] = []
+    parents = array("I")
+    targets: list[int] = []
+
+    def enter(folder: _Folder) -> Iterator[int | _Folder]:
+        """List its names, which folders are entered in the order of; what they lead to."""
+        ordered = sorted(folder.children)
+        children = [folder.children[name] for name in ordered]
+        names.extend(ordered)
+        parents.extend(repeat(numbers[folder.inode], len(ordered)))
+        targets.extend(c if isinstance(c, int) else c.inode for c in children)
+        return iter(children)
+
+    stack = [enter(root)]
     while stack:
-        path, node = stack.pop()
-        key = (node.layer, node.inode)
-        number = result.numbers.get(key)
-        if number is None:
-            number = result.numbers[key] = len(result.inodes)
-            known = node.layer >= 0
-            inode = layers[node.layer].tree.inode(node.inode) if known else DEFAULT_ROOT
-            result.inodes.append(_unpacked(inode, path))
-        result.names.append((path, number))
-        if node.children:
-            prefix = path + b"/" if path else b""
-            for name in sorted(node.children, reverse=True):
-                stack.append((prefix + name, node.children[name]))
-    return result
+        for child in stack[-1]:
+            if isinstance(child, int):
+                numbers.setdefault(child, len(numbers))
+                continue
+            numbers[child.inode] = len(numbers)
+            stack.append(enter(child))
+            break
+        else:
+            stack.pop()
+    return Wanted(
+        replace(DEFAULT_ROOT, mtime_ns=mtime_ns),
+        array("I", islice(numbers, 1, None)),
+        names,
+        parents,
+        map(numbers.__getitem__, targets),
+    )
 
 
-def _unpacked(inode: Inode, path: bytes) -> Inode:
-    """The inode as containerd would unpack it."""
-    if inode.mtime_ns < 0:
-        inode = replace(inode, mtime_ns=0)
-    if not path:
-        return replace(DEFAULT_ROOT, mtime_ns=inode.mtime_ns)
-    if any(name.startswith(_TRUSTED) for name, _ in inode.xattrs):
-        # Overlayfs, under which images are mounted, would take its own for orders.
-        kept = tuple(xattr for xattr in inode.xattrs if not xattr[0].startswith(_TRUSTED))
-        inode = replace(inode, xattrs=kept)
-    if stat.S_ISLNK(inode.mode) and inode.mode != _LINK_MODE:
-        # Linux keeps no permissions of a symbolic link, whatever a tar says.
-        inode = replace(inode, mode=_LINK_MODE)
-    return inode
+def _unpacked_mode(mode: int) -> int:
+    """Linux keeps no permissions of a symbolic link, whatever a tar says."""
+    return _LINK_MODE if stat.S_ISLNK(mode) else mode
 
 
-def _used_blobs(
-    result: _Result, layers: Sequence[LayerTree]
-) -> tuple[list[Blob], dict[tuple[int, int], int]]:
-    """The blobs of the result, and (layer, its blob number) -> position among them."""
-    used = {
-        (layer, extent.blob)
-        for (layer, _), number in result.numbers.items()
-        for extent in result.inodes[number].extents
-    }
-    blobs: list[Blob] = []
-    by_digest: dict[str, int] = {}
-    positions = {}
-    for layer, number in sorted(used):
-        blob = layers[layer].tree.blobs[number]
-        if blob.digest not in by_digest:
-            by_digest[blob.digest] = len(blobs)
-            blobs.append(blob)
-        positions[layer, number] = by_digest[blob.digest]
-    return blobs, positions
+def _unpacked_time(mtime_ns: int) -> int:
+    return max(mtime_ns, 0)
+
+
+def _unpacked_xattrs(xattrs: Xattrs) -> Xattrs:
+    """Overlayfs, under which images are mounted, would take its own for orders."""
+    return tuple(xattr for xattr in xattrs if not xattr[0].startswith(_TRUSTED)) if xattrs else ()

@@ -7,11 +7,14 @@ Alone owns how a tree is spread over its columns, and refuses what no file syste
 import stat
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
+
+from msgspec import Struct
 
 from bootseer.blob.columns import SECTIONS, Columns, check_names
 from bootseer.blob.digest_codec import encode_digest
+from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs, encode_xattrs
 from bootseer.errors import CorruptError, InvalidInputError
@@ -49,51 +52,74 @@ def build_tree(
     entries.sort()
     # The paths take more than the tree will.
     by_path.clear()
+    extents = [extent for inode in inodes for extent in inode.extents]
     try:
-        tree = Tree(_columns_from(entries, inodes, blobs), tuple(blobs))
-        tree.validate()
+        return make_tree(
+            Values(
+                numbers={
+                    "name_parent": (parent for parent, _, _ in entries),
+                    "name_inode": (number for _, _, number in entries),
+                    "mode": (inode.mode for inode in inodes),
+                    "uid": (inode.uid for inode in inodes),
+                    "gid": (inode.gid for inode in inodes),
+                    "mtime_ns": (inode.mtime_ns for inode in inodes),
+                    "size_bytes": (inode.size_bytes for inode in inodes),
+                    "rdev": (inode.rdev for inode in inodes),
+                    "extent_count": (len(inode.extents) for inode in inodes),
+                    "extent_file_offset": (extent.file_offset for extent in extents),
+                    "extent_blob": (extent.blob for extent in extents),
+                    "extent_blob_offset": (extent.blob_offset for extent in extents),
+                    "extent_length": (extent.length for extent in extents),
+                },
+                names=[name for _, name, _ in entries],
+                links=(inode.link_target for inode in inodes),
+                xattrs=(inode.xattrs for inode in inodes),
+                digests=(inode.digest or b"" for inode in inodes),
+            ),
+            len(inodes),
+            blobs,
+        )
     except CorruptError as error:
         raise InvalidInputError(f"not a valid tree: {error}") from error
-    return tree
 
 
-def _columns_from(
-    entries: Sequence[tuple[int, bytes, int]], inodes: Sequence[Inode], blobs: Sequence[Blob]
-) -> Columns:
-    """The columns of (parent, name, inode number) entries, sorted. Raises: CorruptError."""
+class Values(Struct, frozen=True):
+    """What a tree's columns hold. Each is gone through once."""
+
+    numbers: Mapping[str, Iterable[int]]
+    """By section, but for the blobs' sections and for what follows."""
+    names: Sequence[bytes]
+    """Sorted by (parent, name)."""
+    links: Iterable[bytes]
+    """The target of each inode; b"" where it is no symbolic link."""
+    xattrs: Iterable[Xattrs]
+    """Of each inode."""
+    digests: Iterable[bytes]
+    """Of each inode's content; b"" where it has none."""
+
+
+def make_tree(values: Values, inode_count: int, blobs: Sequence[Blob]) -> Tree:
+    """The tree of these values, all of them checked. Raises: CorruptError."""
     links: dict[bytes, int] = {}
     xattrs: dict[Xattrs, int] = {}
     digests: dict[bytes, int] = {}
-    extents = [extent for inode in inodes for extent in inode.extents]
-    frames = [frame for blob in blobs for frame in blob.frames]
+    tables = [_frame_table(blob) for blob in blobs]
     # One column at a time: as lists of numbers they would take several times what the tree does.
     numbers: dict[str, Iterable[int]] = {
+        **values.numbers,
         "blob_size_bytes": (blob.size_bytes for blob in blobs),
-        "blob_frame_count": (len(blob.frames) for blob in blobs),
+        "blob_frame_count": map(len, tables),
         "blob_stream_length": (blob.stream_length for blob in blobs),
-        "frame_length": (frame.length for frame in frames),
-        "frame_stream_length": (frame.stream_length for frame in frames),
-        "name_parent": (parent for parent, _, _ in entries),
-        "name_inode": (number for _, _, number in entries),
-        "mode": (inode.mode for inode in inodes),
-        "uid": (inode.uid for inode in inodes),
-        "gid": (inode.gid for inode in inodes),
-        "mtime_ns": (inode.mtime_ns for inode in inodes),
-        "size_bytes": (inode.size_bytes for inode in inodes),
-        "rdev": (inode.rdev for inode in inodes),
-        "link": (_number(links, inode.link_target) for inode in inodes),
-        "xattr": (_number(xattrs, inode.xattrs) for inode in inodes),
-        "extent_count": (len(inode.extents) for inode in inodes),
-        "extent_file_offset": (extent.file_offset for extent in extents),
-        "extent_blob": (extent.blob for extent in extents),
-        "extent_blob_offset": (extent.blob_offset for extent in extents),
-        "extent_length": (extent.length for extent in extents),
-        "digest": (_number(digests, inode.digest or b"") for inode in inodes),
+        "frame_length": (length for table in tables for length in table.lengths),
+        "frame_stream_length": (length for table in tables for length in table.stream_lengths),
+        "link": _numbered(links, values.links),
+        "xattr": _numbered(xattrs, values.xattrs),
+        "digest": _numbered(digests, values.digests),
     }
     sections: dict[str, bytes] = {}
-    for section, values in numbers.items():
+    for section, column_values in numbers.items():
         try:
-            column = array(SECTIONS[section][1], values)
+            column = array(SECTIONS[section][1], column_values)
         except (OverflowError, TypeError) as error:
             raise CorruptError(f"a value of {section} is out of range") from error
         if sys.byteorder == "big":
@@ -103,35 +129,44 @@ def _columns_from(
     sections |= {
         "blob_digests": b"".join(encode_digest(blob.digest) for blob in blobs),
         "blob_stream_digests": b"".join(encode_digest(blob.stream_digest) for blob in blobs),
-        "frame_digests": b"".join(frame.digest for frame in frames),
-        "names": b"".join(name + b"\0" for _, name, _ in entries),
-        "links": b"".join(target + b"\0" for target in links),
+        "frame_digests": b"".join(bytes(table.digests) for table in tables),
+        "names": _heap(values.names),
+        "links": _heap(links),
         "xattrs": encode_xattrs(list(xattrs)),
         "digests": b"".join(digests),
     }
-    columns = Columns(len(inodes), len(entries), sections.__getitem__)
-    _check_frames(blobs)
+    columns = Columns(inode_count, len(values.names), sections.__getitem__)
     check_names(columns)
-    return columns
+    tree = Tree(columns, tuple(blobs))
+    tree.validate()
+    return tree
 
 
-def _number(known: dict[_T, int], value: _T) -> int:
-    """1 + the position of `value` among the distinct values so far; 0 for an empty one."""
-    return known.setdefault(value, len(known) + 1) if value else 0
+def _heap(strings: Collection[bytes]) -> bytes:
+    return b"\0".join((*strings, b"")) if strings else b""
 
 
-def _check_frames(blobs: Sequence[Blob]) -> None:
-    """Raises CorruptError unless each blob's frames follow one another without gaps."""
-    for blob in blobs:
-        offset = stream_offset = 0
-        for frame in blob.frames:
-            if frame.offset != offset or frame.stream_offset != stream_offset:
-                raise CorruptError(f"the frames of {blob.digest} do not follow one another")
-            if len(frame.digest) != 32 or frame.length < 1 or frame.stream_length < 1:
-                raise CorruptError(f"a frame of {blob.digest} is empty or has no digest")
-            offset += frame.length
-            stream_offset += frame.stream_length
-        if offset > blob.size_bytes:
-            raise CorruptError(f"the frames of {blob.digest} reach beyond its end")
-        if blob.frames and stream_offset != blob.stream_length:
-            raise CorruptError(f"the frames of {blob.digest} do not make up its stream")
+def _numbered(known: dict[_T, int], values: Iterable[_T]) -> Iterator[int]:
+    """1 + the position of each value among the distinct ones so far; 0 for an empty one."""
+    return (known.setdefault(value, len(known) + 1) if value else 0 for value in values)
+
+
+def _frame_table(blob: Blob) -> FrameTable:
+    """Raises CorruptError unless the blob's frames follow one another and make up its stream."""
+    table = blob.frames
+    if not isinstance(table, FrameTable):
+        try:
+            table = FrameTable(
+                array("I", (frame.length for frame in blob.frames)),
+                array("I", (frame.stream_length for frame in blob.frames)),
+                b"".join(frame.digest for frame in blob.frames),
+            )
+        except OverflowError as error:
+            raise CorruptError(f"a frame of {blob.digest} has an impossible length") from error
+        if table != blob.frames:
+            raise CorruptError(f"the frames of {blob.digest} do not follow one another")
+    if table.offsets[-1] > blob.size_bytes:
+        raise CorruptError(f"the frames of {blob.digest} reach beyond its end")
+    if table and table.stream_offsets[-1] != blob.stream_length:
+        raise CorruptError(f"the frames of {blob.digest} do not make up its stream")
+    return table

@@ -205,6 +205,11 @@ class Columns:
     def name_inode(self) -> "array[int]":
         return self.ints("name_inode", self.name_count)
 
+    def directories(self) -> frozenset[int]:
+        """The inodes that are directories."""
+        modes = frozenset(filter(stat.S_ISDIR, set(self.mode)))
+        return frozenset(compress(range(self.inode_count), map(modes.__contains__, self.mode)))
+
     def check_values(self) -> None:
         """Raises CorruptError unless each attribute of every inode can be decoded."""
         for column in ("uid", "gid", "mtime_ns", "size_bytes", "rdev", "link", "xattr", "digest"):
@@ -252,8 +257,7 @@ def check_names(c: Columns) -> None:
 
 def _check_directories(c: Columns) -> None:
     """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    modes = frozenset(filter(stat.S_ISDIR, set(c.mode)))
-    directories = set(compress(range(c.inode_count), map(modes.__contains__, c.mode)))
+    directories = c.directories()
     if not directories.issuperset(c.name_parent):
         raise CorruptError("a name lies in something that is not a directory")
     below: dict[int, list[int]] = {}

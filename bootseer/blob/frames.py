@@ -7,9 +7,9 @@ from any thread; decompression releases the GIL.
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
+from operator import attrgetter, sub
 from typing import overload
 
 import zstandard
@@ -41,6 +41,16 @@ class FrameTable(Sequence[Frame]):
         self.offsets = array("Q", accumulate(lengths, initial=0))
         self.stream_offsets = array("Q", accumulate(stream_lengths, initial=0))
         self.digests = digests
+
+    @property
+    def lengths(self) -> Iterator[int]:
+        """Of each frame, compressed."""
+        return map(sub, islice(self.offsets, 1, None), self.offsets)
+
+    @property
+    def stream_lengths(self) -> Iterator[int]:
+        """Of each frame's content."""
+        return map(sub, islice(self.stream_offsets, 1, None), self.stream_offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -178,7 +178,8 @@ class Tree:
         """`inode(number).mode`, without making the rest."""
         return self.columns.mode[number]
 
-    def _range(self, directory: int) -> tuple[int, int]:
+    def span(self, directory: int) -> tuple[int, int]:
+        """Where the names in a directory are among all: from the first to before the second."""
         parents = self.columns.name_parent
         first = bisect_left(parents, directory)
         return first, bisect_right(parents, directory, first)
@@ -188,7 +189,7 @@ class Tree:
     ) -> Sequence[Name]:
         """The names in a directory, sorted by name; empty for anything else. Of a large one a part
         may be asked for: at most `count_max` behind the first `skip`."""
-        first, end = self._range(directory)
+        first, end = self.span(directory)
         first += skip
         if count_max is not None:
             end = min(end, first + count_max)
@@ -201,7 +202,7 @@ class Tree:
         known = self._directories.get(directory)
         if known is not None:
             return known.get(name)
-        first, end = self._range(directory)
+        first, end = self.span(directory)
         names = self.columns.names
         if end - first > _DICT_NAMES_MAX:
             i = bisect_left(names, name, first, end)
@@ -260,7 +261,7 @@ class Tree:
         """What stat shows as st_nlink: names of a file; 2 plus subdirectories of a directory."""
         if not stat.S_ISDIR(self.mode(inode)):
             return self._link_counts[inode]
-        first, end = self._range(inode)
+        first, end = self.span(inode)
         modes = self.columns.mode
         return 2 + sum(stat.S_ISDIR(modes[i]) for i in self.columns.name_inode[first:end])
 
@@ -270,7 +271,7 @@ class Tree:
         inodes = self.columns.name_inode
         modes = self.columns.mode
         yield b"", 0
-        first, end = self._range(0)
+        first, end = self.span(0)
         stack = [(b"", first, end)]
         while stack:
             prefix, i, end = stack.pop()
@@ -282,7 +283,7 @@ class Tree:
                 if stat.S_ISDIR(modes[number]):
                     stack.append((prefix, i, end))
                     prefix = path + b"/"
-                    i, end = self._range(number)
+                    i, end = self.span(number)
 
     def validate(self) -> None:
         """Decode and check everything, contents included. Raises: CorruptError."""

@@ -1,0 +1,159 @@
+"""A tree of inodes that other trees have, taken column by column: no object is made per inode.
+
+Alone owns how the columns of several trees become one tree's. Pure (no I/O). One caller.
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+from operator import attrgetter
+from typing import TypeVar
+
+from msgspec import Struct
+
+from bootseer.blob.build import Values, make_tree
+from bootseer.blob.columns import SECTIONS, Columns
+from bootseer.blob.tree import Blob, Inode, Tree
+from bootseer.blob.xattr_codec import Xattrs
+from bootseer.errors import CorruptError
+
+_T = TypeVar("_T")
+_NO_XATTRS: Xattrs = ()
+
+
+class Wanted(Struct, frozen=True):
+    """What is to be in the tree."""
+
+    root: Inode
+    """Attributes of the root directory, which comes from no tree."""
+    inodes: Sequence[int]
+    """All others, by the numbers of `Gathered`, in the order of their new numbers 1, 2, ..."""
+    names: Sequence[bytes]
+    """Sorted by the new number of their directory, then by name."""
+    parents: Iterable[int]
+    """Of each name, the new number of its directory."""
+    targets: Iterable[int]
+    """Of each name, the new number of what it leads to."""
+
+
+class Gathered:
+    """The inodes of several trees, numbered through: those of the first tree come first."""
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        self._trees = trees
+        self.first = list(accumulate((tree.inode_count for tree in trees), initial=0))
+        """The number of each tree's root, and behind them how many inodes there are."""
+
+    def tree(
+        self,
+        wanted: Wanted,
+        *,
+        mode: Callable[[int], int],
+        mtime_ns: Callable[[int], int],
+        xattrs: Callable[[Xattrs], Xattrs],
+    ) -> Tree:
+        """The wanted tree; the functions say what becomes of values. Only blobs that some file
+        needs are kept, in the order of the trees. Raises: CorruptError."""
+        root, inodes = wanted.root, wanted.inodes
+        extent_counts, extents = self._extents(inodes)
+        blobs, blob_of_extent = self._used_blobs(extents)
+
+        def column(section: str, first: int) -> Iterable[int]:
+            return chain((first,), map(self._joined(section).__getitem__, inodes))
+
+        def referred(values: Callable[[Columns], Iterable[_T]], first: _T) -> Iterable[_T]:
+            joined = list(chain.from_iterable(values(tree.columns) for tree in self._trees))
+            return chain((first,), map(joined.__getitem__, inodes))
+
+        def of_extents(section: str) -> Iterable[int]:
+            return map(self._joined(section).__getitem__, extents)
+
+        numbers = {
+            "name_parent": wanted.parents,
+            "name_inode": wanted.targets,
+            "mode": map(mode, column("mode", root.mode)),
+            "uid": column("uid", root.uid),
+            "gid": column("gid", root.gid),
+            "mtime_ns": map(mtime_ns, column("mtime_ns", root.mtime_ns)),
+            "size_bytes": column("size_bytes", root.size_bytes),
+            "rdev": column("rdev", root.rdev),
+            "extent_count": chain((0,), extent_counts),
+            "extent_file_offset": of_extents("extent_file_offset"),
+            "extent_blob": blob_of_extent,
+            "extent_blob_offset": of_extents("extent_blob_offset"),
+            "extent_length": of_extents("extent_length"),
+        }
+        values = Values(
+            numbers,
+            wanted.names,
+            referred(_links, b""),
+            map(xattrs, referred(_xattrs, _NO_XATTRS)),
+            referred(_digests, b""),
+        )
+        return make_tree(values, len(inodes) + 1, blobs)
+
+    def mtime_ns(self, number: int) -> int:
+        """Of one inode."""
+        tree = bisect_right(self.first, number) - 1
+        return self._trees[tree].columns.mtime_ns[number - self.first[tree]]
+
+    def _joined(self, section: str) -> "array[int]":
+        """The column, of all trees."""
+        joined = array(SECTIONS[section][1])
+        column = attrgetter(section)
+        for tree in self._trees:
+            joined.extend(column(tree.columns))
+        return joined
+
+    def _extents(self, inodes: Iterable[int]) -> tuple["array[int]", "array[int]"]:
+        """How many extents each of the inodes has, and which, numbered through as inodes are."""
+        starts = array("Q")
+        before = 0
+        for tree in self._trees:
+            # The last one says only where the extents of this tree end.
+            starts.extend(before + start for start in tree.columns.extent_start[:-1])
+            before += len(tree.columns.extent_length)
+        starts.append(before)
+        counts, found = array("I"), array("Q")
+        for number in inodes:
+            first, end = starts[number], starts[number + 1]
+            counts.append(end - first)
+            if first != end:
+                found.extend(range(first, end))
+        return counts, found
+
+    def _used_blobs(self, extents: "array[int]") -> tuple[list[Blob], Iterable[int]]:
+        """The blobs that the extents lie in, each once, and for each extent which it is."""
+        blobs = [blob for tree in self._trees for blob in tree.blobs]
+        joined = array("I")
+        before = 0
+        for tree in self._trees:
+            if max(tree.columns.extent_blob, default=-1) >= len(tree.blobs):
+                raise CorruptError("an extent lies in a blob that is not there")
+            joined.extend(before + number for number in tree.columns.extent_blob)
+            before += len(tree.blobs)
+        used: list[Blob] = []
+        by_digest: dict[str, int] = {}
+        positions = {}
+        for number in sorted(set(map(joined.__getitem__, extents))):
+            blob = blobs[number]
+            if blob.digest not in by_digest:
+                by_digest[blob.digest] = len(used)
+                used.append(blob)
+            positions[number] = by_digest[blob.digest]
+        return used, map(positions.__getitem__, map(joined.__getitem__, extents))
+
+
+def _links(columns: Columns) -> Iterable[bytes]:
+    return map([b"", *columns.links].__getitem__, columns.link)
+
+
+def _xattrs(columns: Columns) -> Iterable[Xattrs]:
+    return map([(), *columns.xattr_sets].__getitem__, columns.xattr)
+
+
+def _digests(columns: Columns) -> Iterable[bytes]:
+    heap = columns.digests
+    digests = [b"", *(heap[start : start + 32] for start in range(0, len(heap), 32))]
+    return map(digests.__getitem__, columns.digest)
