@@ -88,6 +88,12 @@ class Writer(Protocol):
         self.abort()
 
     @property
+    def stays_placed(self) -> bool:
+        """Whether what was written lies on the servers that were chosen, and a failure of one of
+        them is the writer's."""
+        return False
+
+    @property
     def held_bytes(self) -> int:
         """How many of the last bytes written the writer may still refer to."""
         return 0

@@ -10,7 +10,6 @@ Every method is thread-safe.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,18 @@ from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
 from bootseer.store.hdfs_joining import join_files
+from bootseer.store.hdfs_reader import HdfsReader, info_of
 from bootseer.store.hdfs_rpc import UNANSWERED, StoredBlock
 from bootseer.store.hdfs_writer import HdfsWriter
 from bootseer.store.opened import Attempt
 
 if TYPE_CHECKING:
-    from hdfs_native import Client, FileReader, FileStatus
+    from hdfs_native import Client, FileReader
 
 
-# The NameNode's answer stays well below the megabyte that is taken from it.
-_BLOCKS_MAX = 1000
+# More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
+# the megabyte that is taken from it.
+_LOCATED_BYTES = 1000 << 20
 
 
 class HdfsBackend(HdfsConnection):
@@ -43,7 +44,7 @@ class HdfsBackend(HdfsConnection):
     def stat(self, path: str) -> FileInfo:
         full = self.full(path)
         status = self.call(lambda client: client.get_file_info(full), "look at", path)
-        return _info(path, status)
+        return info_of(path, status)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         full = self.full(path)
@@ -64,20 +65,13 @@ class HdfsBackend(HdfsConnection):
         full = self.full(path)
         return self.fill(lambda: self.client().read(full), path, offset, buffer, Attempt())
 
-    def open_reader(self, path: str) -> "HdfsReader":
-        """Ask the NameNode where the blocks lie: once for all reads, and again for each reader.
-
-        The NameNode names the nearest replica first, and equally near ones in random order, so
-        another reader of the same file may be served by other DataNodes.
-        """
-        full = self.full(path)
-
-        def work(client: "Client") -> tuple["FileReader", "FileStatus"]:
-            reader = client.read(full)
-            return reader, client.get_file_info(full)
-
-        reader, status = self.call(work, "read", path)
-        return HdfsReader(self, path, reader, status)
+    def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
+        """As `OpensReaders.open_reader`: the NameNode is asked once for all reads, and again for
+        each reader."""
+        reader = HdfsReader(self, path, self.stored_blocks(path) if is_checked else ())
+        if not reader.blocks:
+            self.call(lambda _: reader.opened, "read", path)
+        return reader
 
     def fill(
         self,
@@ -107,13 +101,13 @@ class HdfsBackend(HdfsConnection):
             attempt.stop()  # a helper that is still in the library must not write any more
             raise
 
-    def stored_blocks(self, path: str, size_bytes: int) -> tuple[StoredBlock, ...]:
+    def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
         """Where the file lies, for reads without hdfs-native; empty where those cannot be."""
         name_node = self._found.hurried()
         if name_node is None:
             return ()
         try:
-            return name_node.stored_blocks(self.full(path, file=True), size_bytes)
+            return name_node.stored_blocks(self.full(path, file=True), _LOCATED_BYTES)
         except UNANSWERED:
             return ()
 
@@ -156,7 +150,7 @@ class HdfsBackend(HdfsConnection):
                 if status.path == full and not status.isdir:
                     raise NotFoundError("not a folder")
                 name = status.path.rpartition("/")[2]
-                found.append(_info(f"{path}/{name}" if path else name, status))
+                found.append(info_of(f"{path}/{name}" if path else name, status))
                 call.progress_count += 1
             return found
 
@@ -197,52 +191,3 @@ class HdfsBackend(HdfsConnection):
     def space(self) -> Space | None:
         """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
         return self._space.space(self.full(""))
-
-
-def _info(path: str, status: "FileStatus") -> FileInfo:
-    size_bytes = 0 if status.isdir else status.length
-    block_bytes = status.blocksize or 0
-    return FileInfo(
-        path, size_bytes, status.modification_time * 1_000_000, status.isdir, block_bytes
-    )
-
-
-class HdfsReader:
-    """A file whose blocks the NameNode has named; see `store.opened`."""
-
-    can_stop = True
-
-    def __init__(
-        self, backend: HdfsBackend, path: str, reader: "FileReader", status: "FileStatus"
-    ) -> None:
-        self._backend = backend
-        self._path = path
-        self._reader = reader
-        self._info = _info(path, status)
-        self.block_bytes = self._info.block_bytes
-        self.has_replicas = (status.replication or 1) > 1
-        self._lock = threading.Lock()
-        self._blocks: tuple[StoredBlock, ...] | None = None
-
-    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """As the protocol says."""
-        if attempt.is_checked:
-            blocks = self._stored_blocks()
-            count = self._backend.data_nodes.read_into(blocks, offset, buffer, attempt)
-            if count == len(buffer) or attempt.is_given_up:
-                return count
-            attempt.done_bytes = 0
-        return self._backend.fill(lambda: self._reader, self._path, offset, buffer, attempt)
-
-    def _stored_blocks(self) -> tuple[StoredBlock, ...]:
-        with self._lock:
-            if self._blocks is None:
-                few = self._info.size_bytes <= _BLOCKS_MAX * max(1, self.block_bytes)
-                self._blocks = (
-                    self._backend.stored_blocks(self._path, self._info.size_bytes) if few else ()
-                )
-            return self._blocks
-
-    def current(self) -> FileInfo:
-        """What was opened: blocks never change, whatever happens to the name."""
-        return self._info

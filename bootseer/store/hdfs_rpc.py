@@ -80,10 +80,11 @@ class NameNode(Struct, frozen=True):
                 servers += _servers(block)
         return tuple(servers)
 
-    def stored_blocks(self, path: str, size_bytes: int) -> tuple[StoredBlock, ...]:
-        """The blocks of a file, in order; none where a block is no plain run of its bytes
-        (encrypted, erasure-coded) or is being written. Raises: as `concat`; ValueError."""
-        message = pb.text(1, path) + pb.number(2, 0) + pb.number(3, size_bytes)
+    def stored_blocks(self, path: str, end: int) -> tuple[StoredBlock, ...]:
+        """The blocks of the bytes before `end` of a file, in order; none where a block is no plain
+        run of its bytes (encrypted, erasure-coded) or is being written. Raises: as `concat`;
+        ValueError."""
+        message = pb.text(1, path) + pb.number(2, 0) + pb.number(3, end)
         (located,) = pb.every(self._call("getBlockLocations", message), 1)
         # LocatedBlocksProto: underConstruction, fileEncryptionInfo, ecPolicy
         facts = dict(pb.fields(located))
@@ -137,13 +138,13 @@ class NameNode(Struct, frozen=True):
             raise ValueError("a DataNode has no address")
         return host.decode("utf-8"), pb.positive(identity.get(4))
 
-    def has_plain_blocks(self, path: str) -> bool:
-        """Whether the bytes of a file are those of its blocks: neither encrypted nor erasure-coded.
-        Raises: as `concat`; ValueError."""
-        message = pb.text(1, path) + pb.number(2, 0) + pb.number(3, 1)
-        (located,) = pb.every(self._call("getBlockLocations", message), 1)
-        # LocatedBlocksProto: fileEncryptionInfo, ecPolicy
-        return not {6, 7} & dict(pb.fields(located)).keys()
+    def plain_block_bytes(self, path: str) -> int:
+        """How large the blocks of a file are at most; 0 where their bytes are not the file's
+        (encrypted, erasure-coded). Raises: as `concat`; ValueError."""
+        (status,) = pb.every(self._call("getFileInfo", pb.text(1, path)), 1)
+        # HdfsFileStatusProto: blocksize, fileEncryptionInfo, ecPolicy
+        facts = dict(pb.fields(status))
+        return 0 if {15, 17} & facts.keys() else pb.positive(facts.get(11))
 
     def complete(self, path: str, holder: str, last: bytes) -> bool:
         """Close a file with its `last` block (ExtendedBlockProto); False: not all of its blocks

@@ -25,10 +25,10 @@ def begin_straight(
     if placed is None:
         return None
     try:
-        status = connection.call(lambda client: client.get_file_info(full), "find", path)
-        if placed.name_node.has_plain_blocks(full):
+        block_bytes = placed.name_node.plain_block_bytes(full)
+        if block_bytes:
             silence_max_s = connection.deadline_s * _SILENCE_SHARE
-            return StraightFile(placed, status.blocksize or 0, silence_max_s, kind)
+            return StraightFile(placed, block_bytes, silence_max_s, kind)
     except (*UNANSWERED, BootseerError) as error:
         _log.debug("%s: not straight: %s", path, error)
     return None

@@ -260,6 +260,10 @@ class HdfsWriter(Writer):
             logger.warning("%s has one replica only: %s", self._connection.name(self._path), error)
 
     @property
+    def stays_placed(self) -> bool:
+        return self._straight is not None
+
+    @property
     def held_bytes(self) -> int:
         if self._straight is not None:
             return self._straight.unconfirmed_bytes

@@ -98,7 +98,7 @@ class LocalBackend:
         finally:
             os.close(fd)
 
-    def open_reader(self, path: str) -> LocalReader:
+    def open_reader(self, path: str, *, is_checked: bool = False) -> LocalReader:
         """The file, kept open whatever happens to its name."""
         fd, _ = self._open(path)
         return LocalReader(path, fd, lambda error: self._error(error, "read", path))

@@ -84,8 +84,9 @@ class HasDescriptor(Reader, Protocol):
 class OpensReaders(Protocol):
     """A backend that can keep files open."""
 
-    def open_reader(self, path: str) -> Reader:
-        """Start reading the file at `path`. Raises: NotFoundError, UnavailableError."""
+    def open_reader(self, path: str, *, is_checked: bool = False) -> Reader:
+        """Start reading the file at `path`; `is_checked`: by attempts of that kind, for the most
+        part. Raises: NotFoundError, UnavailableError."""
         ...
 
 
@@ -108,8 +109,8 @@ class _PathReader:
         return self._backend.stat(self._path)
 
 
-def open_reader(backend: Backend, path: str) -> Reader:
+def open_reader(backend: Backend, path: str, *, is_checked: bool = False) -> Reader:
     """The file at `path`, kept open where the backend can do so."""
     if isinstance(backend, OpensReaders):
-        return backend.open_reader(path)
+        return backend.open_reader(path, is_checked=is_checked)
     return _PathReader(backend, path)

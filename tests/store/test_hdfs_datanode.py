@@ -43,7 +43,7 @@ def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
     ],
 )
 def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, length: int) -> None:
-    blocks = stored.stored_blocks("f", len(CONTENT))
+    blocks = stored.stored_blocks("f")
     assert [block.length for block in blocks] == [BLOCK, BLOCK, BLOCK, 777]
     buffer = bytearray(length)
     for _ in range(2):  # the second time on a connection that is kept
@@ -54,18 +54,20 @@ def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, l
 
 @pytest.mark.hdfs
 def test_what_datanodes_do_not_send_exactly_is_left_to_the_library(stored: HdfsBackend) -> None:
-    blocks = stored.stored_blocks("f", len(CONTENT))
+    blocks = stored.stored_blocks("f")
     buffer = bytearray(1000)
     assert stored.data_nodes.read_into(blocks, 3, memoryview(buffer), Attempt()) == 0
     attempt = Attempt()
     attempt.is_checked = True
-    assert stored.open_reader("f").read_into(3, memoryview(buffer), attempt) == 1000
+    assert (
+        stored.open_reader("f", is_checked=True).read_into(3, memoryview(buffer), attempt) == 1000
+    )
     assert buffer == CONTENT[3:1003]
 
 
 @pytest.mark.hdfs
 def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> None:
-    blocks = stored.stored_blocks("f", len(CONTENT))
+    blocks = stored.stored_blocks("f")
     buffer = bytearray(BLOCK)
     attempt = Attempt()
     attempt.stop()

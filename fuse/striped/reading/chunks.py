@@ -49,7 +49,7 @@ class OpenFile:
         self.view = view
         # Of an ordinary file only the blocks that the window spans are read at once.
         self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
-        self.sources = Sources()
+        self.sources = Sources(are_checked=view.layout is not None)
         self.open_count = 0
         self.passed: deque[Key] = deque()
         """The chunks that its only reader left behind last."""

@@ -22,9 +22,10 @@ _DEFAULT_BLOCK_BYTES = 64 * 2**20
 class Source:
     """One stored file."""
 
-    def __init__(self, backend: Backend, path: str) -> None:
+    def __init__(self, backend: Backend, path: str, is_checked: bool) -> None:
         self._backend = backend
         self._path = path
+        self._is_checked = is_checked
         self._lock = threading.Lock()
         self._readers: dict[int, Reader] = {}
         self._numbers = itertools.count()
@@ -80,7 +81,7 @@ class Source:
         return offset // self._block_bytes
 
     def _open(self) -> tuple[int, Reader]:
-        reader = open_reader(self._backend, self._path)
+        reader = open_reader(self._backend, self._path, is_checked=self._is_checked)
         with self._lock:
             number = next(self._numbers)
             self._readers[number] = reader
@@ -91,7 +92,9 @@ class Source:
 class Sources:
     """The stored files of one open file. They are closed when this is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_checked: bool) -> None:
+        """`are_checked`: whether there are checksums for what is read."""
+        self._are_checked = are_checked
         self._lock = threading.Lock()
         self._sources: OrderedDict[str, Source] = OrderedDict()
 
@@ -100,7 +103,7 @@ class Sources:
         with self._lock:
             found = self._sources.get(path)
             if found is None:
-                found = self._sources[path] = Source(backend, path)
+                found = self._sources[path] = Source(backend, path, self._are_checked)
                 if len(self._sources) > _SOURCES_MAX:
                     self._sources.popitem(last=False)
             else:

@@ -203,7 +203,7 @@ class PartWriter:
             group.counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
             group.counters.add_for(self._source, written_bytes=unit.length, write_count=1)
             if not self._sent_count:
-                self._settle()
+                self._settle(writer)
             self._sent_count += 1
             self._note_sent(unit, writer.held_bytes)
 
@@ -218,7 +218,7 @@ class PartWriter:
             self._servers = group.placement.choose(partial(group.backend.place, path))
         return writer
 
-    def _settle(self) -> None:
+    def _settle(self, writer: Writer) -> None:
         """Look where the file has come to lie: a server may be dead without anybody knowing."""
         group = self._group
         backend, path = group.backend, f"{group.folder}/{self.name}"
@@ -226,7 +226,7 @@ class PartWriter:
             return
         if not group.placement.block_bytes:
             group.placement.block_bytes = backend.stat(path).block_bytes
-        if self._servers:
+        if self._servers and not writer.stays_placed:
             self._servers = group.placement.settle(self._servers, backend.servers_of(path))
 
     def _leave_servers(self) -> None:

@@ -61,7 +61,9 @@ class TwoReplicas(LocalBackend):
         """Of each attempt at the replica that is fast."""
         self._opened: set[str] = set()
 
-    def open_reader(self, path: str) -> SlowReplica:  # type: ignore[override]
+    def open_reader(  # type: ignore[override]
+        self, path: str, *, is_checked: bool = False
+    ) -> SlowReplica:
         is_first = path not in self._opened
         self._opened.add(path)
         return SlowReplica(super().open_reader(path), self, is_first)
