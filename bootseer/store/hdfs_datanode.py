@@ -175,13 +175,12 @@ class DataNodes:
 
     def _check_response(self, connection: _Connection, within: int, end_s: float) -> None:
         """Read BlockOpResponseProto: bytes from `within` on, without checksums, are to come."""
-        length = self._exactly(connection, 1, end_s)
-        while length[-1] & 0x80:
-            length += self._exactly(connection, 1, end_s)
-        count, _ = pb.read_varint(length, 0)
-        if count > _RESPONSE_MAX_BYTES:
-            raise ValueError("no response")
-        response = self._exactly(connection, count, end_s)
+        received = b""
+        while True:
+            response, end = pb.delimited(received, _RESPONSE_MAX_BYTES)
+            if response is not None:
+                break
+            received += self._exactly(connection, end - len(received), end_s)
         status = dict(pb.fields(response)).get(1)
         # ReadOpChecksumInfoProto: checksum, chunkOffset; ChecksumProto: type
         (info,) = pb.every(response, 4)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+_VARINT_MAX_BYTES = 10
+
 
 def varint(value: int) -> bytes:
     """A number of 7 bits a byte, lowest first."""
@@ -45,6 +47,21 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise ValueError("too long a number")
+
+
+def delimited(data: bytes | bytearray, max_bytes: int) -> tuple[bytes | None, int]:
+    """The message that `data` begins with, behind its length, and where it ends; None as long as
+    some of it is missing, and a byte that it reaches to at least. Raises: ValueError for one that
+    is longer than `max_bytes`."""
+    head = bytes(data[:_VARINT_MAX_BYTES])
+    try:
+        length, start = read_varint(head, 0)
+    except IndexError:
+        return None, len(data) + 1
+    if length > max_bytes:
+        raise ValueError("too long a message")
+    end = start + length
+    return (bytes(data[start:end]) if end <= len(data) else None), end
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

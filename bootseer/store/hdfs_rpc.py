@@ -255,16 +255,21 @@ def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
 def _result(answer: bytes) -> bytes:
     """The message that the answer holds. Raises: RpcError, what the NameNode raised."""
     try:
-        length, start = pb.read_varint(answer, 0)
-        header = answer[start : start + length]
+        header, end = _message(answer)
         status = [value for field, value in pb.fields(header) if field == 2 and value != _SUCCESS]
         if not status:
-            length, start = pb.read_varint(answer, start + length)
-            return answer[start : start + length]
+            return _message(answer[end:])[0]
         texts = pb.every(header, 4) + pb.every(header, 5)
     except (IndexError, ValueError) as error:
         raise ConnectionError("the NameNode's answer cannot be understood") from error
     raise RpcError(": ".join(text.decode("utf-8", "replace") for text in texts))
+
+
+def _message(data: bytes) -> tuple[bytes, int]:
+    message, end = pb.delimited(data, _FRAME_MAX_BYTES)
+    if message is None:
+        raise ValueError("no message")
+    return message, end
 
 
 def _header(call_id: int, client: bytes, retry_count: int) -> bytes:

@@ -228,17 +228,10 @@ class _Block:
         """The next one that the DataNode sent; None where it is not here yet."""
         received = self._received
         while True:
-            for size in range(1, len(received) + 1):
-                if received[size - 1] & 0x80:
-                    continue
-                count, start = pb.read_varint(bytes(received[:size]), 0)
-                if count > _MESSAGE_MAX_BYTES:
-                    raise ValueError("no message")
-                if len(received) >= start + count:
-                    message = bytes(received[start : start + count])
-                    del received[: start + count]
-                    return message
-                break
+            message, end = pb.delimited(received, _MESSAGE_MAX_BYTES)
+            if message is not None:
+                del received[:end]
+                return message
             try:
                 data = self._socket.recv(_MESSAGE_MAX_BYTES)
             except BlockingIOError:
@@ -246,8 +239,6 @@ class _Block:
             if not data:
                 raise ConnectionError("the DataNode closed the connection")
             received += data
-            if len(received) > 2 * _MESSAGE_MAX_BYTES:
-                raise ValueError("no message")
 
 
 def _request(added: AddedBlock, holder: str, kind: ChecksumKind) -> bytes:
