@@ -26,8 +26,8 @@ class Attempt(Struct):
     """By the monotonic clock."""
     until_exit: bool
     """What is mounted goes when this process ends."""
-    note: Callable[[Path, str, str], None]
-    """Saves that a target holds a fingerprint, made on a base."""
+    note: Callable[[Path, str, str, str], None]
+    """Saves that a target holds a fingerprint, made on a base. See `state.remember`."""
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)
     """Where each target lies on this host."""

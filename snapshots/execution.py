@@ -63,7 +63,7 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
         # Whatever it is: the command has run, and must not run again.
         raise NotStoredError(setup_s) from error
     for target, path in attempt.paths.items():
-        attempt.note(path, attempt.key, under.bases[target])
+        attempt.note(path, attempt.key, under.bases[target], "")
     result = attempt.result(
         "captured",
         file_count=manifest.file_count,

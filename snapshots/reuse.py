@@ -97,7 +97,7 @@ def restore_stored(
     )
     # Targets that the set-up did not make: known to be missing.
     for target in bases.keys() - {item.target.path for item in placed}:
-        attempt.note(attempt.paths[target], attempt.key, bases[target])
+        attempt.note(attempt.paths[target], attempt.key, bases[target], "")
     result = attempt.result(
         "restored",
         file_count=manifest.file_count,

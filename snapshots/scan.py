@@ -20,7 +20,7 @@ ENTRIES_MAX = 5_000_000
 
 
 class Entry(NamedTuple):
-    """One name, as lstat shows it."""
+    """One name, as lstat shows it; in the order of `blob.stat_record`."""
 
     mode: int
     uid: int
@@ -119,8 +119,8 @@ def _open_below(top: int, path: bytes) -> int:
     return os.open(path, flags, dir_fd=top)
 
 
-def _is_cache(path: bytes) -> bool:
-    # Interpreters write these whenever they like.
+def is_cache(path: bytes) -> bool:
+    """Whether it is a bytecode cache: interpreters write these whenever they like."""
     return path.endswith((b".pyc", b"__pycache__"))
 
 
@@ -134,29 +134,9 @@ def base_digest(scanned: Scan) -> str:
         return "nothing"
     digest = hashlib.sha256()
     for path in sorted(scanned):
-        if _is_cache(path):
+        if is_cache(path):
             continue
         entry = scanned[path]
         size = 0 if stat.S_ISDIR(entry.mode) else entry.size_bytes
         digest.update(b"%d:%b,%d,%d," % (len(path), path, stat.S_IFMT(entry.mode), size))
-    return "sha256:" + digest.hexdigest()
-
-
-def exact_digest(scanned: Scan) -> str:
-    """Equal later on this node only if nothing was written here in between.
-
-    The kernel sets ctime at every change and nobody can set it back, so size, ctime and inode
-    together are proof. Bytecode caches do not count.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(scanned):
-        if _is_cache(path):
-            continue
-        entry = scanned[path]
-        digest.update(b"%d:%b," % (len(path), path))
-        if stat.S_ISDIR(entry.mode):
-            # Its times change when a bytecode cache appears in it.
-            digest.update(b"%d,%d,%d;" % entry[:3])
-        else:
-            digest.update(b"%d,%d,%d,%d,%d,%d,%d,%d,%d;" % entry)
     return "sha256:" + digest.hexdigest()

@@ -17,11 +17,12 @@ from msgspec import Struct
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.private import private_opener
+from bootseer.snapshots.exact import exact_digest
 from bootseer.snapshots.lock import private_directory
-from bootseer.snapshots.scan import Scan, exact_digest, scan
+from bootseer.snapshots.scan import Scan, scan
 from bootseer.structs import asdict
 
-_VERSION = 1
+_VERSION = 2
 _BYTES_MAX = 64 * 1024
 
 
@@ -33,7 +34,7 @@ class State(Struct, frozen=True):
     base: str
     """What was there before (`scan.base_digest`)."""
     exact: str
-    """What is there now (`scan.exact_digest`)."""
+    """What is there now (`exact.exact_digest`)."""
     boot_id: str
     """After a crash of the node files may be shorter than their sizes tell: another boot's state
     is not trusted."""
@@ -66,22 +67,23 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     return state
 
 
-def remember(settings: Settings, root: Path) -> Callable[[Path, str, str], None]:
-    """A function of (target, fingerprint, base) that saves the state of the target as it is now.
+def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:
+    """A function of (target, fingerprint, base, exact) that saves the state of the target: the
+    exact digest that is given, or if it is empty, that of what is there now.
 
     It does nothing for a root other than this host's: that one is gone after the job.
     """
 
-    def save(target: Path, fingerprint: str, base: str) -> None:
+    def save(target: Path, fingerprint: str, base: str, exact: str) -> None:
         if root == Path("/"):
-            save_state(settings.cache_dir, target, fingerprint, base, scan(target))
+            exact = exact or exact_digest(scan(target))
+            _save_state(settings.cache_dir, target, State(fingerprint, base, exact, _boot_id()))
 
     return save
 
 
-def save_state(cache_dir: Path, target: Path, fingerprint: str, base: str, after: Scan) -> None:
-    """Remember that `target` holds `fingerprint`. Never raises: it is only a hint."""
-    state = State(fingerprint, base, exact_digest(after), _boot_id())
+def _save_state(cache_dir: Path, target: Path, state: State) -> None:
+    """Never raises: it is only a hint."""
     path = _file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
         private_directory(path.parent)

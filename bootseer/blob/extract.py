@@ -25,7 +25,7 @@ from msgspec import Struct
 from bootseer.blob.extract_columns import worker_columns
 from bootseer.blob.extract_plan import plan_extraction
 from bootseer.blob.extract_pool import FILES_MAX
-from bootseer.blob.extract_tasks import carry_out, start_pool
+from bootseer.blob.extract_tasks import carry_out, make_records, start_pool
 from bootseer.blob.extract_writer import Settings, Writer
 from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
@@ -54,6 +54,9 @@ class ExtractResult(Struct, frozen=True):
     skipped_owners: int
     skipped_xattrs: int
     skipped_set_id_bits: int
+    records: bytearray | memoryview
+    """For each name of the tree what lstat shows, as `stat_record` has it, where that was asked
+    for; behind them that of the root."""
 
 
 def extract(
@@ -68,6 +71,7 @@ def extract(
     allow_devices: bool = False,
     in_place: bool = False,
     durable: bool = False,
+    recorded: bytes = b"",
     max_files: int = MAX_FILES,
     max_bytes: int = MAX_BYTES,
     on_progress: Callable[[int], None] | None = None,
@@ -81,8 +85,9 @@ def extract(
     `owners`: restore user and group; None: when running as root. Without, set-user-ID and
     set-group-ID bits survive only on files that were ours already. `in_place` fills the empty
     directory itself instead of replacing it (a mount point; then a killed process leaves what it
-    had made). `durable` flushes to the disk before the target appears. `on_progress` is called
-    with counts of content bytes written.
+    had made). `durable` flushes to the disk before the target appears. `recorded`: for each name
+    of the tree a byte, not 0 where `ExtractResult.records` shall have it; none of them if empty.
+    `on_progress` is called with counts of content bytes written.
 
     On failure nothing remains. Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError
     (also for device nodes without `allow_devices`), InvalidInputError (beyond a limit),
@@ -126,12 +131,15 @@ def extract(
                 tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
             )
             more = {"is_verified": is_verified, "file_count": len(files)}
-            columns = worker_columns(tree, plan, asdict(settings) | more)
+            columns = worker_columns(tree, plan, asdict(settings) | more, recorded)
+            records = make_records(tree, recorded, pool)
             writer = Writer(tree, plan, columns, root_fd, settings)
             stack.callback(writer.close)
             writer.make_large_files()
-            carry_out(tree, plan, columns, read, pool, writer, root_fd, files, on_progress)
+            carry_out(tree, plan, columns, read, pool, writer, root_fd, files, records, on_progress)
             writer.finish()
+            if recorded:
+                writer.record(recorded, records)
         if durable:
             os.sync()
         if not in_place:
@@ -159,6 +167,7 @@ def extract(
         writer.skipped.owners,
         writer.skipped.xattrs,
         writer.skipped.set_id_bits,
+        records,
     )
 
 

@@ -11,7 +11,9 @@ from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Tree
 
 
-def worker_columns(tree: Tree, plan: Plan, settings: Mapping[str, int]) -> dict[str, Section]:
+def worker_columns(
+    tree: Tree, plan: Plan, settings: Mapping[str, int], recorded: bytes
+) -> dict[str, Section]:
     """What a worker needs to carry out the tasks: the columns of `extract_sections`.
 
     Without owners, set-ID bits that would hand our rights to a program meant for another's are
@@ -70,6 +72,7 @@ def worker_columns(tree: Tree, plan: Plan, settings: Mapping[str, int]) -> dict[
         "part_name": array("I", [i for i, _ in plan.parts]),
         "part_start": part_start,
         "places": places,
+        "recorded": recorded,
     }
 
 

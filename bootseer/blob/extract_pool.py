@@ -59,8 +59,10 @@ class Pool:
         try:
             self.columns_fd = self._own(os.memfd_create("bootseer-extract-plan"))
             self.stored_fd = self._own(os.memfd_create("bootseer-extract-blob"))
+            self.records_fd = self._own(os.memfd_create("bootseer-extract-records"))
             self._results, self._reports = map(self._own, os.pipe2(os.O_CLOEXEC))
-            given = (self._reports, self.columns_fd, self.stored_fd, root_fd, *files)
+            memories = (self.columns_fd, self.stored_fd, self.records_fd)
+            given = (self._reports, *memories, root_fd, *files)
             for _ in range(count):
                 tasks, end = map(self._own, os.pipe2(os.O_CLOEXEC))
                 self._tasks.append(end)

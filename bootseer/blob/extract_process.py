@@ -23,7 +23,7 @@ RESULT = Struct("<II")
 """Of a report: length of the JSON that follows, task."""
 
 # What a worker's descriptors are.
-TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, ROOT_FD, FILES_FD = range(3, 9)
+TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, RECORDS_FD, ROOT_FD, FILES_FD = range(3, 10)
 """The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
 
 _MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
@@ -46,10 +46,13 @@ def _from_files(bases: "array[int]") -> Stored:
 
 def _worker() -> Worker:
     columns = read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
+    records = memoryview(mmap.mmap(RECORDS_FD, 0)) if columns["recorded"] else bytearray()
     if columns["settings"][SETTINGS.index("file_count")]:
-        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD)
+        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD, records)
     frames = memoryview(mmap.mmap(STORED_FD, 0, prot=mmap.PROT_READ))
-    return Worker(columns, lambda offset, length: frames[offset : offset + length], ROOT_FD)
+    return Worker(
+        columns, lambda offset, length: frames[offset : offset + length], ROOT_FD, records
+    )
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ SECTIONS = {
     "part_name": "I",
     "part_start": "I",
     "places": "Q",
+    "recorded": "",
 }
 SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified", "file_count")
 

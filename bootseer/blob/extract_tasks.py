@@ -1,6 +1,7 @@
 """Carries out the tasks of an extraction: in worker processes, or for a small tree in this one."""
 
 import logging
+import mmap
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from bootseer.blob.extract_worker import DamagedError, Worker
 from bootseer.blob.extract_writer import Writer
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.read import ReadBlob
+from bootseer.blob.stat_record import RECORD
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
 
@@ -43,6 +45,16 @@ def start_pool(
         return None
 
 
+def make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> bytearray | memoryview:
+    """Room for a record of each name, and behind them of the root, which the pool's processes have,
+    too; none if nothing is recorded. Raises: OSError."""
+    size_bytes = (tree.name_count + 1) * RECORD.size if recorded else 0
+    if pool is None or not size_bytes:
+        return bytearray(size_bytes)
+    os.ftruncate(pool.records_fd, size_bytes)
+    return memoryview(mmap.mmap(pool.records_fd, size_bytes))
+
+
 def carry_out(
     tree: Tree,
     plan: Plan,
@@ -52,9 +64,11 @@ def carry_out(
     writer: Writer,
     root_fd: int,
     files: Sequence[int],
+    records: bytearray | memoryview,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """All tasks, each once; `on_progress` gets content bytes. Raises: BootseerError."""
+    """All tasks, each once; `on_progress` gets content bytes. `records`: see `make_records`.
+    Raises: BootseerError."""
 
     def count(task: int) -> None:
         if on_progress:
@@ -63,7 +77,7 @@ def carry_out(
                 on_progress(written)
 
     if pool is None:
-        _alone(tree, plan, columns, read, writer, root_fd, count)
+        _alone(tree, plan, columns, read, writer, root_fd, records, count)
     elif plan.task_count:
         _together(tree, plan, columns, read, pool, writer, files, count)
 
@@ -75,6 +89,7 @@ def _alone(
     read: ReadBlob,
     writer: Writer,
     root_fd: int,
+    records: bytearray | memoryview,
     count: Callable[[int], None],
 ) -> None:
     bases = columns["blob_base"]
@@ -83,7 +98,7 @@ def _alone(
         blob = next(i for i in range(len(tree.blobs)) if offset < bases[i + 1])
         return read(blob, offset - bases[blob], length)
 
-    worker = Worker({**columns, "name_list": tree.columns.names}, stored, root_fd)
+    worker = Worker({**columns, "name_list": tree.columns.names}, stored, root_fd, records)
     try:
         for task in plan.tasks():
             writer.make_directories(task)

@@ -7,7 +7,8 @@ descriptor: what the kernel does is most of it.
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import zstandard
@@ -15,6 +16,7 @@ from blake3 import blake3
 
 from bootseer.blob.extract_directories import Directories
 from bootseer.blob.extract_sections import SETTINGS
+from bootseer.blob.stat_record import put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 """(offset, length) in the stored bytes of all blobs, one behind the other."""
@@ -35,10 +37,6 @@ class UnreadError(Exception):
         self.error = error
 
 
-class StoppedError(Exception):
-    """Nobody wants the rest."""
-
-
 class Worker:
     """Carries out tasks: groups of whole files, then parts of large ones. For one thread."""
 
@@ -47,19 +45,22 @@ class Worker:
         columns: Mapping[str, Any],
         stored: Stored,
         root_fd: int,
-        is_stopped: Callable[[], bool] = lambda: False,
+        records: bytearray | memoryview,
     ) -> None:
-        """`columns`: those of `extract_sections`, and `name_list`, the names split."""
+        """`columns`: those of `extract_sections`, and `name_list`, the names split; `records`: one
+        for each name, written where the column `recorded` says so."""
         self._c = columns
         self._stored = stored
-        self._is_stopped = is_stopped
+        self._records = records
         self._settings = dict(zip(SETTINGS, columns["settings"], strict=True))
         self._directories = Directories(
             columns["name_list"], columns["name_parent"], columns["directory_name"], root_fd
         )
         self._decompressor = zstandard.ZstdDecompressor()
-        self._frame = -1
-        self._content: bytes = b""
+        # The frame that was decoded last: its blob, and where it lies in its stream.
+        self._blob = -1
+        self._start = self._end = 0
+        self._content = memoryview(b"")
         self.current = 0
         """Index of the name that is written; for messages."""
 
@@ -68,7 +69,7 @@ class Worker:
         self._directories.close()
 
     def run(self, task: int) -> None:
-        """Raises: OSError, of the name `current`; DamagedError; StoppedError."""
+        """Raises: OSError, of the name `current`; DamagedError."""
         group_count = len(self._c["group_start"]) - 1
         if task < group_count:
             self._write_group(self._c["group_start"][task], self._c["group_start"][task + 1])
@@ -77,40 +78,44 @@ class Worker:
 
     def _write_group(self, first: int, end: int) -> None:
         c = self._c
-        names, inodes, parents = c["name_list"], c["name_inode"], c["name_parent"]
-        modes, mtimes, sizes, starts = c["mode"], c["mtime_ns"], c["size_bytes"], c["extent_start"]
-        uids, gids = c["uid"], c["gid"]
+        ids = c["files"][first:end]
+        inodes = _of(c["name_inode"], ids)
+        columns = (
+            *(_of(c[name], ids) for name in ("name_parent", "name_list")),
+            *(_of(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
+        )
+        starts, recorded, records = c["extent_start"], c["recorded"], self._records
         file_offsets, lengths = c["extent_file_offset"], c["extent_length"]
         blobs, blob_offsets = c["extent_blob"], c["extent_blob_offset"]
         settings = self._settings
-        owners, uid, gid = settings["owners"], settings["uid"], settings["gid"]
-        kept_bits, atime = ~settings["umask"], settings["atime_ns"]
+        owners, own_uid, own_gid = settings["owners"], settings["uid"], settings["gid"]
+        kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
         last_parent, directory = -1, -1
-        for i in c["files"][first:end]:
+        for i, number, parent, name, mode, uid, gid, mtime, size in zip(
+            ids, inodes, *columns, strict=True
+        ):
             self.current = i
-            number, parent = inodes[i], parents[i]
             if parent != last_parent:
-                if self._is_stopped():
-                    raise StoppedError
                 directory, last_parent = self._directories.get(parent), parent
-            mode = modes[number] & 0o7777
-            fd = os.open(names[i], _CREATE, mode & 0o777, dir_fd=directory)
+            fd = os.open(name, _CREATE, mode & 0o777, dir_fd=directory)
             try:
                 end_bytes = 0
                 for k in range(starts[number], starts[number + 1]):
                     offset, length = file_offsets[k], lengths[k]
                     self._write(fd, offset, blobs[k], blob_offsets[k], length)
                     end_bytes = offset + length
-                if end_bytes != sizes[number]:
-                    os.ftruncate(fd, sizes[number])
+                if end_bytes != size:
+                    os.ftruncate(fd, size)
                 has_changed = False
-                if owners and (uids[number] != uid or gids[number] != gid):
+                if owners and (uid != own_uid or gid != own_gid):
                     # Takes set-ID bits away, so it comes first.
-                    os.chown(fd, uids[number], gids[number])
+                    os.chown(fd, uid, gid)
                     has_changed = True
-                if has_changed or mode != mode & 0o777 & kept_bits:
-                    os.chmod(fd, mode)
-                os.utime(fd, ns=(atime, mtimes[number]))
+                if has_changed or mode & 0o7777 != mode & kept_bits:
+                    os.chmod(fd, mode & 0o7777)
+                os.utime(fd, ns=(atime, mtime))
+                if recorded and recorded[i]:
+                    put_record(os.fstat(fd), records, i)
             finally:
                 os.close(fd)
 
@@ -128,34 +133,33 @@ class Worker:
             os.close(fd)
 
     def _write(self, fd: int, offset: int, blob: int, blob_offset: int, length: int) -> None:
-        c = self._c
-        starts = c["frame_stream_offset"]
-        first, end = c["blob_frame"][blob], c["blob_frame"][blob + 1]
-        if first == end:
-            # Stored as the stream itself.
-            _write_all(fd, self._stored(c["blob_base"][blob] + blob_offset, length), offset)
-            return
-        # Each blob has one offset more than frames: that of its end.
-        frame = self._frame
-        first, end = first + blob, end + blob
-        if not (first <= frame < end and starts[frame] <= blob_offset < starts[frame + 1]):
-            frame = bisect_right(starts, blob_offset, first, end) - 1
-        while length:
-            content = self._content if frame == self._frame else self._decoded(frame, blob)
-            start = blob_offset - starts[frame]
-            count = min(length, len(content) - start)
-            whole = count == len(content)
-            _write_all(fd, content if whole else memoryview(content)[start : start + count], offset)
+        while True:
+            # Most files lie wholly in the frame of the one before.
+            if blob != self._blob or not self._start <= blob_offset < self._end:
+                c = self._c
+                first, end = c["blob_frame"][blob], c["blob_frame"][blob + 1]
+                if first == end:
+                    # Stored as the stream itself.
+                    base = c["blob_base"][blob]
+                    _write_all(fd, memoryview(self._stored(base + blob_offset, length)), offset)
+                    return
+                # Each blob has one offset more than frames: that of its end.
+                starts = c["frame_stream_offset"]
+                self._decode(bisect_right(starts, blob_offset, first + blob, end + blob) - 1, blob)
+            start = blob_offset - self._start
+            data = self._content[start : start + length]
+            _write_all(fd, data, offset)
+            count = len(data)
+            if count == length:
+                return
             offset, blob_offset, length = offset + count, blob_offset + count, length - count
-            frame += 1
-            if length and self._is_stopped():
-                raise StoppedError
 
-    def _decoded(self, frame: int, blob: int) -> bytes:
-        """Frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
+    def _decode(self, frame: int, blob: int) -> None:
+        """Have frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
         c = self._c
         offset, end = c["frame_offset"][frame], c["frame_offset"][frame + 1]
-        wanted = c["frame_stream_offset"][frame + 1] - c["frame_stream_offset"][frame]
+        start_bytes, end_bytes = c["frame_stream_offset"][frame : frame + 2]
+        wanted = end_bytes - start_bytes
         place = f"the frame at offset {offset - c['blob_base'][blob]}"
         data = self._stored(offset, end - offset)
         if len(data) != end - offset:
@@ -175,13 +179,18 @@ class Worker:
             raise DamagedError(f"{place} cannot be decompressed: {error}") from error
         if len(content) != wanted:
             raise DamagedError(f"{place} has a wrong length")
-        self._frame, self._content = frame, content
-        return content
+        self._blob, self._start, self._end = blob, start_bytes, end_bytes
+        self._content = memoryview(content)
 
 
-def _write_all(fd: int, data: "bytes | memoryview", offset: int) -> None:
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
     count = os.pwrite(fd, data, offset)
     while count < len(data):
         offset += count
-        data = memoryview(data)[count:]
+        data = data[count:]
         count = os.pwrite(fd, data, offset)
+
+
+def _of(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
+    """Some of a column, taken in one call."""
+    return itemgetter(*indexes)(column) if len(indexes) > 1 else [column[i] for i in indexes]

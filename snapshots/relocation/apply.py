@@ -80,10 +80,11 @@ def restore_relocated(
     prefix = prefix_of(target.path, os.fsdecode(path))
     _check_free(path)
 
-    def fill(target: Target, tree: Tree, directory: Path) -> None:
+    def fill(target: Target, tree: Tree, directory: Path) -> str:
         fetch_tree(store, target, tree, directory, deadline_s)
         for sentence in relocate(tree, directory, prefix).sentences(prefix):
             report(sentence)
+        return ""
 
     restore(
         manifest,
@@ -92,7 +93,7 @@ def restore_relocated(
         store,
         fill=fill,
         # What is there is no longer what the snapshot holds.
-        on_finished=lambda target, fingerprint, base: None,
+        on_finished=lambda target, fingerprint, base, exact: None,
     )
 
 

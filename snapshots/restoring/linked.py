@@ -6,6 +6,7 @@ at yet. Relative to open directories; follows no symbolic links. Owns its thread
 
 import contextlib
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterable
@@ -13,7 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.blob.frame_writer import usable_cpus
+from bootseer.blob.stat_record import RECORD
+from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
+from bootseer.snapshots.exact import made_digest, names_to_record
+from bootseer.snapshots.restoring.node_trees import Build, NodeTrees, is_whole
 from bootseer.snapshots.restoring.reflink import clone
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,6 +39,31 @@ def copy_tree(source: Path, target: Path, *, hard: bool) -> None:
         if isinstance(error, BootseerError):
             raise
         raise from_oserror(error, f"link {source} to {target}") from error
+
+
+def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
+    """Make `target`, which must not exist, equal to the node's extracted tree, file by file the
+    same ones; its `exact.made_digest`. See `NodeTrees.using`.
+
+    What makes sure that the tree is whole looks at the new names: once for both, and what it saw
+    is what is there now, since linking to a file changes it.
+    """
+    recorded = names_to_record(tree)
+    records = bytearray()
+
+    def link(source: Path) -> bool:
+        nonlocal records
+        if not source.is_dir():
+            return False
+        copy_tree(source, target, hard=True)
+        records = bytearray((tree.name_count + 1) * RECORD.size)
+        if is_whole(target, tree, records):
+            return True
+        shutil.rmtree(target)
+        return False
+
+    with trees.using(index_digest, tree, build, link):
+        return made_digest(tree, recorded, records)
 
 
 class _Copy:

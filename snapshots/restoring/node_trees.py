@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bootseer.blob.stat_record import put_record
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
@@ -33,6 +34,8 @@ _KIND = stat.S_IFMT(0o177777)
 
 Build = Callable[[Path], None]
 """Extracts the tree to a path that does not exist, whole or not at all."""
+Take = Callable[[Path], bool]
+"""Uses an extracted tree; or it is missing or not whole, and nothing has happened."""
 
 
 class NodeTrees:
@@ -53,20 +56,24 @@ class NodeTrees:
         return self.path(index_digest).is_dir()
 
     @contextlib.contextmanager
-    def using(self, index_digest: str, tree: Tree, build: Build) -> Iterator[tuple[Path, int]]:
+    def using(
+        self, index_digest: str, tree: Tree, build: Build, take: Take | None = None
+    ) -> Iterator[tuple[Path, int]]:
         """The extracted tree, made by `build` where it is missing or damaged, and the descriptor
-        of its lock. It is not removed before that descriptor is closed by all who have it.
+        of its lock. It is not removed before that descriptor is closed by all who have it. `take`
+        uses the tree, if it finds it whole, which nobody else looks at then.
 
         Raises: BusyError where it is damaged and in use; BootseerError.
         """
         path = self.path(index_digest)
+        take = take or (lambda path: is_whole(path, tree))
         try:
             make_private_directory(self.directory)
             lock = self._lock(path, fcntl.LOCK_SH)
         except OSError as error:
             raise from_oserror(error, f"lock the extracted snapshot {path}") from error
         try:
-            while not is_whole(path, tree):
+            while not take(path):
                 # Alone: nobody else is using it, or making it.
                 os.close(lock)
                 lock = -1
@@ -176,21 +183,25 @@ class NodeTrees:
         return self.can_link_to(directory) and can_reflink(self.directory)
 
 
-def is_whole(path: Path, tree: Tree) -> bool:
-    """Whether the directory holds exactly the tree's names, each file with its size and time."""
+def is_whole(path: Path, tree: Tree, records: bytearray | None = None) -> bool:
+    """Whether the directory holds exactly the tree's names, each file with its size and time.
+    `records` get what lstat shows of each name, and behind them of the directory itself."""
     try:
         top = os.open(path, _DIRECTORY)
     except OSError:
         return False
     try:
-        device = os.fstat(top).st_dev
+        status = os.fstat(top)
+        device = status.st_dev
+        if records is not None:
+            put_record(status, records, tree.name_count)
         # A stack of paths: any depth, one descriptor open at a time.
         stack = [(0, b"")]
         while stack:
             directory, prefix = stack.pop()
             fd = os.open(prefix, _DIRECTORY, dir_fd=top) if prefix else top
             try:
-                below = _is_as_in(fd, directory, tree, device)
+                below = _is_as_in(fd, directory, tree, device, records)
             finally:
                 if fd != top:
                     os.close(fd)
@@ -205,7 +216,9 @@ def is_whole(path: Path, tree: Tree) -> bool:
     return True
 
 
-def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[bytes, int]] | None:
+def _is_as_in(
+    fd: int, directory: int, tree: Tree, device: int, records: bytearray | None
+) -> list[tuple[bytes, int]] | None:
     """The directories in an open directory, by name and inode number of the tree; None where it
     is not as the tree has it. Each link waits for this: no object is made but what stat gives.
 
@@ -230,6 +243,8 @@ def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[by
                 return None
         elif kind == stat.S_IFDIR:
             directories.append((name, number))
+        if records is not None:
+            put_record(found, records, i)
     return directories
 
 

@@ -18,6 +18,7 @@ from bootseer.errors import (
 )
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
+from bootseer.snapshots.exact import Records
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import work as working
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
@@ -27,8 +28,9 @@ from bootseer.store import Store
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
 
 
-Fill = Callable[[Target, Tree, Path], None]
-"""Makes a target's tree at a path that does not exist, whole or not at all."""
+Fill = Callable[[Target, Tree, Path], str]
+"""Makes a target's tree at a path that does not exist, whole or not at all. Returns its
+`exact.made_digest`, or nothing where it is not known."""
 
 
 class Placed(Struct, frozen=True):
@@ -90,13 +92,14 @@ def restore(
     *finished*; the next run goes on with it.
     """
     works: list[working.Work] = []
+    exact: list[str] = []
     try:
         for item in placed:
             tree, encoded = load_encoded_tree(store, item.target)
             check_tree(item.target, tree)
             work = working.make_work(item.path)
             works.append(work)
-            fill(item.target, tree, work.tree)
+            exact.append(fill(item.target, tree, work.tree))
             working.write_plan(
                 work,
                 works[0],
@@ -106,7 +109,7 @@ def restore(
                 deletions=item.target.deletions,
             )
         working.commit(works)
-        working.complete(works, on_finished)
+        working.complete(works, exact, on_finished)
     except BaseException:
         if not working.is_committed(works):
             working.remove(works)
@@ -119,9 +122,25 @@ def check_tree(target: Target, tree: Tree) -> None:
         raise CorruptError(f"the snapshot of {text_of(target.path)} holds a reserved name")
 
 
-def fetch_tree(store: Store, target: Target, tree: Tree, directory: Path, deadline_s: float) -> int:
-    """Extract a target's tree to `directory`, whole or not at all. How many bytes of blobs were
-    fetched. Raises: as `restore`."""
+class Fetched(Struct, frozen=True):
+    """What `fetch_tree` did."""
+
+    moved_bytes: int
+    """Of blobs."""
+    records: Records
+
+
+def fetch_tree(
+    store: Store,
+    target: Target,
+    tree: Tree,
+    directory: Path,
+    deadline_s: float,
+    *,
+    recorded: bytes = b"",
+) -> Fetched:
+    """Extract a target's tree to `directory`, whole or not at all. `recorded`: see
+    `blob.extract`. Raises: as `restore`."""
     # Here: a mount, which should be there at once, needs none of it.
     from bootseer.blob.extract import extract
     from bootseer.progress import Progress
@@ -132,17 +151,24 @@ def fetch_tree(store: Store, target: Target, tree: Tree, directory: Path, deadli
     near = near_blobs(store, tree)
     if near is not None:
         with Progress(label, sum(tree.columns.extent_length)) as progress:
-            extract(tree, near.read, directory, files=near.files, on_progress=progress.advance)
+            result = extract(
+                tree,
+                near.read,
+                directory,
+                files=near.files,
+                recorded=recorded,
+                on_progress=progress.advance,
+            )
         if len(tree.blobs) == 1:
-            return tree.blobs[0].size_bytes
-        return plan_frames(tree).wanted_bytes
+            return Fetched(tree.blobs[0].size_bytes, result.records)
+        return Fetched(plan_frames(tree).wanted_bytes, result.records)
     plan = plan_frames(tree)
     with (
         Progress(label, plan.wanted_bytes) as progress,
         FrameSource(store, plan, deadline_s=deadline_s, on_progress=progress.advance) as source,
     ):
-        extract(tree, source.read, directory, is_verified=True)
-    return plan.wanted_bytes
+        result = extract(tree, source.read, directory, is_verified=True, recorded=recorded)
+    return Fetched(plan.wanted_bytes, result.records)
 
 
 def check_relocatable(tree: Tree) -> None:

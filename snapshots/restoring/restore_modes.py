@@ -14,6 +14,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.prefetch.server_process import ServerProcess
+from bootseer.snapshots.exact import made_digest, names_to_record
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.facts import find_facts
@@ -96,9 +97,12 @@ def restore_by_choice(
 
     moved_bytes = sum(item.target.index.size_bytes for item in placed)
 
-    def extract(target: Target, tree: Tree, directory: Path) -> None:
+    def extract(target: Target, tree: Tree, directory: Path) -> str:
         nonlocal moved_bytes
-        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s)
+        recorded = names_to_record(tree) if target.whole and not wish.is_container else b""
+        done = fetch_tree(store, target, tree, directory, settings.deadline_s, recorded=recorded)
+        moved_bytes += done.moved_bytes
+        return made_digest(tree, recorded, done.records)
 
     restore(manifest, placed, bases, store, fill=extract, on_finished=on_finished)
     return Restored(choice, moved_bytes)
@@ -116,7 +120,7 @@ def _link(
 ) -> Restored:
     """From the node's extracted trees, made where they are missing."""
     from bootseer.snapshots.restoring.held import hold_snapshot
-    from bootseer.snapshots.restoring.linked import copy_tree
+    from bootseer.snapshots.restoring.linked import copy_tree, link_tree
     from bootseer.snapshots.restoring.overlaid import overlay_snapshot
 
     trees = NodeTrees(settings)
@@ -124,14 +128,17 @@ def _link(
 
     def build(target: Target, tree: Tree, directory: Path) -> None:
         nonlocal moved_bytes
-        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s)
+        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s).moved_bytes
 
-    def fill(target: Target, tree: Tree, directory: Path) -> None:
+    def fill(target: Target, tree: Tree, directory: Path) -> str:
         def build_one(path: Path) -> None:
             build(target, tree, path)
 
+        if choice.mode == modes.HARDLINK:
+            return link_tree(trees, target.index.digest, tree, build_one, directory)
         with trees.using(target.index.digest, tree, build_one) as (source, _):
-            copy_tree(source, directory, hard=choice.mode == modes.HARDLINK)
+            copy_tree(source, directory, hard=False)
+        return ""
 
     if choice.method == modes.OVERLAY and wish.scratch is not None:
         overlay_snapshot(store, trees, placed, wish.scratch, build)

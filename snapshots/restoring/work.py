@@ -38,9 +38,9 @@ _VERSION = 1
 _PLAN_BYTES_MAX = 1 << 30
 
 
-OnFinished = Callable[[Path, str, str], None]
-"""Called with target, fingerprint and base once a target is in place, and again if a crash lets
-a restore be finished twice."""
+OnFinished = Callable[[Path, str, str, str], None]
+"""Called with target, fingerprint, base and exact digest, if it is known, once a target is in
+place, and again if a crash lets a restore be finished twice."""
 
 
 class _Plan(Struct, frozen=True):
@@ -153,24 +153,26 @@ def abandon(targets: Sequence[Path]) -> None:
                     remove([Work(target, directory)])
 
 
-def complete(works: Sequence[Work], on_finished: OnFinished) -> None:
-    """Carry out committed plans. Raises: BootseerError; the next `recover` goes on."""
-    for work in works:
-        _finish(work, on_finished)
+def complete(works: Sequence[Work], exact: Sequence[str], on_finished: OnFinished) -> None:
+    """Carry out committed plans. `exact`: of each staged tree its exact digest, or nothing.
+    Raises: BootseerError; the next `recover` goes on."""
+    for work, digest in zip(works, exact, strict=True):
+        _finish(work, digest, on_finished)
     remove(works)
 
 
-def _finish(work: Work, on_finished: OnFinished) -> None:
+def _finish(work: Work, exact: str, on_finished: OnFinished) -> None:
     """Carry out a plan: first or again."""
     plan = _read_plan(work)
-    _carry_out(work, plan)
-    on_finished(work.target, plan.fingerprint, plan.base)
+    is_all = _carry_out(work, plan)
+    on_finished(work.target, plan.fingerprint, plan.base, exact if is_all else "")
 
 
-def _carry_out(work: Work, plan: _Plan) -> None:
+def _carry_out(work: Work, plan: _Plan) -> bool:
+    """Whether the target is now the staged tree, and nothing else."""
     try:
         if work.tree.is_dir() and not work.is_inside and _rename_whole(work):
-            return
+            return True
         tree = _read_tree(work)
         target = os.open(work.target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -186,6 +188,7 @@ def _carry_out(work: Work, plan: _Plan) -> None:
             os.close(target)
     except OSError as error:
         raise from_oserror(error, f"finish the restore of {work.target}") from error
+    return False
 
 
 def _rename_whole(work: Work) -> bool:
@@ -263,7 +266,7 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
     for work in committed:
         logger.warning("finishing the interrupted restore of %s", work.target)
-        _finish(work, on_finished)
+        _finish(work, "", on_finished)
         (work.directory / "plan").unlink()
     for work in committed:
         if not _others(work):

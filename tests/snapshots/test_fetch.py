@@ -106,6 +106,6 @@ def test_a_store_on_a_disk_of_this_node_is_read_as_files(
         pytest.skip("the tests' folder is on a file system that counts as far")
     (manifest,) = catalogue.list_all(store)
     (target,) = manifest.targets
-    moved_bytes = fetch_tree(store, target, tree, tmp_path / "out", 20.0)
+    moved_bytes = fetch_tree(store, target, tree, tmp_path / "out", 20.0).moved_bytes
     assert tree.blobs[0].size_bytes * 0.9 < moved_bytes <= tree.blobs[0].size_bytes
     assert state(tmp_path / "out") == state(tmp_path / "source")
