@@ -1,13 +1,18 @@
 """How well a bundle met what a start read, and whether that start should be recorded. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from bootseer.blob.tree import Extent
 from bootseer.prefetch.bundle import Bundle
-from bootseer.prefetch.cache import sectors_of
+from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.hot_store import MERGED_TRACE_COUNT
+
+_Span: TypeAlias = tuple[int, int]
+"""Half-open."""
 
 RECALL_ENOUGH = 0.95
 """A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
@@ -42,34 +47,50 @@ def aim_of(
     extents_of: Callable[[int], Sequence[Extent]],
 ) -> Aim:
     """Compare a bundle with a log of accesses (inode, offset, length, time). Pure."""
-    wanted = [bytearray(-(-length // 512)) for length in stream_lengths]
-    held = [bytearray(len(marks)) for marks in wanted]
+    # One number for each sector of all streams, one stream behind the other.
+    starts = list(accumulate((-(-length // SECTOR_BYTES) for length in stream_lengths), initial=0))
+    asked: list[_Span] = []
     known: dict[int, Sequence[Extent]] = {}
     for inode, offset, length, _ in accesses:
         extents = known.get(inode)
         if extents is None:
             extents = known[inode] = extents_of(inode)
         for extent in extents:
-            start = max(offset, extent.file_offset)
+            begin = max(offset, extent.file_offset)
             stop = min(offset + length, extent.file_offset + extent.length)
-            if start < stop:
+            if begin < stop:
                 shift = extent.blob_offset - extent.file_offset
-                first, end = sectors_of(start + shift, stop - start)
-                wanted[extent.blob][first:end] = b"\1" * (end - first)
+                first, end = sectors_of(begin + shift, stop - begin)
+                asked.append((starts[extent.blob] + first, starts[extent.blob] + end))
+    held: list[_Span] = []
     for frame in bundle.frames if bundle else ():
         for piece in frame.extents:
             first, end = sectors_of(piece.offset, piece.length)
-            held[piece.blob][first:end] = b"\2" * (end - first)
-    used = 0
-    for marks, others in zip(wanted, held, strict=True):
-        # Both marks of a sector side by side in one long integer: 1 | 2 = 3.
-        both = int.from_bytes(marks, "little") | int.from_bytes(others, "little")
-        used += both.to_bytes(len(marks), "little").count(3)
-    return Aim(
-        512 * sum(marks.count(2) for marks in held),
-        512 * sum(marks.count(1) for marks in wanted),
-        512 * used,
-    )
+            held.append((starts[piece.blob] + first, starts[piece.blob] + end))
+    asked, held = _union(asked), _union(held)
+    held_count, asked_count = _count(held), _count(asked)
+    used_count = held_count + asked_count - _count(_union(asked + held))
+    return Aim(SECTOR_BYTES * held_count, SECTOR_BYTES * asked_count, SECTOR_BYTES * used_count)
+
+
+def _union(spans: list[_Span]) -> list[_Span]:
+    """The same numbers as ascending spans that do not touch each other."""
+    spans.sort()
+    found: list[_Span] = []
+    start = end = 0
+    for first, stop in spans:
+        if first > end:
+            found.append((start, end))
+            start, end = first, stop
+        elif stop > end:
+            end = stop
+    found.append((start, end))
+    return found
+
+
+def _count(spans: Sequence[_Span]) -> int:
+    """How many numbers are in a union."""
+    return sum([end - first for first, end in spans])
 
 
 def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:

@@ -86,28 +86,27 @@ class TreeFileSystem(Operations):
     # ---- names and attributes -------------------------------------------------------------
 
     def _attributes(self, number: int) -> Attributes:
-        inode = self._tree.inode(number)
-        mode = inode.mode
-        size = inode.size_bytes
-        blocks = None
+        # Thousands of files are looked up in a start: not worth an `Inode` each.
+        tree, columns = self._tree, self._tree.columns
+        mode = columns.mode[number]
+        extents = tree.extents(number)
+        blocks: int | None = sum([-(-extent[3] // 512) for extent in extents])
         if stat.S_ISDIR(mode):
-            size = _DIRECTORY_BYTES
+            size, blocks = _DIRECTORY_BYTES, None
         elif stat.S_ISLNK(mode):
-            size = len(inode.link_target)
-        elif inode.extents:
-            blocks = sum(-(-extent.length // 512) for extent in inode.extents)
+            size, blocks = len(tree.link_target(number)), None
         else:
-            blocks = 0
-        uid, gid = self._owner or (inode.uid, inode.gid)
-        time_ns = inode.mtime_ns
+            size = columns.size_bytes[number]
+        uid, gid = self._owner or (columns.uid[number], columns.gid[number])
+        time_ns = columns.mtime_ns[number]
         return Attributes(
             node=number + 1,
             mode=mode,
             size_bytes=size,
-            link_count=self._tree.link_count(number),
+            link_count=tree.link_count(number),
             uid=uid,
             gid=gid,
-            rdev=inode.rdev,
+            rdev=columns.rdev[number],
             atime_ns=time_ns,
             mtime_ns=time_ns,
             ctime_ns=time_ns,
