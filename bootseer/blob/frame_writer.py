@@ -116,11 +116,12 @@ class FrameWriter:
         if self._pieces_bytes and self._pieces_bytes + length > self.frame_bytes:
             self.cut()
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append to the current frame, never splitting `data`; a frame that is full is done."""
-        self._pieces.append(data)
-        self._pieces_bytes += len(data)
-        self.position += len(data)
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """Append to the current frame, never splitting these; a frame that is full is done."""
+        self._pieces += pieces
+        length = sum(map(len, pieces))
+        self._pieces_bytes += length
+        self.position += length
         if self._pieces_bytes >= self.frame_bytes:
             self.cut()
 

@@ -12,26 +12,49 @@ from bootseer.errors import CorruptError
 
 _TIME_NS_MAX = 2**63 - 1
 _XATTR = b"SCHILY.xattr."
+_PLAIN = frozenset(
+    (
+        b"path",
+        b"linkpath",
+        b"size",
+        b"uid",
+        b"gid",
+        b"uname",
+        b"gname",
+        b"mtime",
+        b"atime",
+        b"ctime",
+    )
+)
 
 
 def verify_checksum(block: bytes, position: int) -> None:
     """Unsigned as POSIX says, or signed as some old tars did."""
-    digits = block[148:156].strip(b" \0")
-    expected = int(digits, 8) if digits and not digits.strip(b"01234567") else -1
+    # The bytes of a block of ASCII add up to less than Adler-32's modulus.
+    if block.isascii() and zlib.adler32(block) & 0xFFFF == _adler_of_block(block[148:156]):
+        return
+    expected = _checksum(block[148:156])
     # The field itself counts as eight spaces.
     total = _sum(block[:148]) + 256 + _sum(block[156:412]) + _sum(block[412:])
     if expected != total and expected != total - 256 * sum(byte > 127 for byte in block):
         raise CorruptError(f"not a tar header at byte {position}: its checksum is wrong")
 
 
+def _checksum(field: bytes) -> int:
+    """What the field says; -1 for nothing that can be right."""
+    digits = field.strip(b" \0")
+    return int(digits, 8) if digits and not digits.strip(b"01234567") else -1
+
+
+@lru_cache(maxsize=4096)
+def _adler_of_block(field: bytes) -> int:
+    """The lower half of the Adler-32 of a block that has this checksum field, and rightly so."""
+    return _checksum(field) - 256 + _sum(field) + 1
+
+
 def _sum(part: bytes) -> int:
     """Of the bytes, at most 256: Adler-32 has it, modulo 65521 and plus 1, without a loop."""
     return (zlib.adler32(part) & 0xFFFF) - 1
-
-
-def text(block: bytes, start: int, length: int) -> bytes:
-    """A name: it ends at its first NUL."""
-    return block[start : start + length].split(b"\0", 1)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -67,12 +90,11 @@ def decimal(found: Mapping[bytes, bytes], keyword: bytes, otherwise: int) -> int
 
 def decimal_seconds_ns(digits: bytes) -> int:
     """Decimal seconds as nanoseconds, exactly; further digits are dropped."""
-    negative = digits.startswith(b"-")
-    seconds, _, fraction = digits.removeprefix(b"-").partition(b".")
+    seconds, _, fraction = digits.partition(b".")
     if len(fraction) > 40 or (fraction and not fraction.isdigit()):
         raise CorruptError(f"{digits[:40]!r} is not a time of a tar header")
-    value = integer(seconds) * 10**9 + int(fraction[:9].ljust(9, b"0"))
-    return -value if negative else value
+    value = integer(seconds.removeprefix(b"-")) * 10**9 + int(fraction[:9].ljust(9, b"0"))
+    return -value if digits.startswith(b"-") else value
 
 
 def bounded_ns(time_ns: int) -> int:
@@ -117,6 +139,11 @@ def records(body: bytes, sparse: list[tuple[int, int]]) -> dict[bytes, bytes]:
             found.pop(keyword, None)
         position = end
     return found
+
+
+def is_plain(found: Mapping[bytes, bytes]) -> bool:
+    """Whether an extended header has nothing but what replaces fields of a plain one."""
+    return found.keys() <= _PLAIN
 
 
 def xattrs(found: Mapping[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:

@@ -77,18 +77,14 @@ def copy_member(
     writer.reserve(len(member.raw) + (padded if is_small else 0))
     extents = extents_of(member, writer.position + len(member.raw))
     if is_small:
-        content = reader.take(padded)
-        writer.write(member.raw + content)
-        return extents, _digest_of_small(content, stored)
+        content = memoryview(reader.view(padded))
+        writer.write(member.raw, content)
+        return extents, content_digest(content[:stored]) if stored else _EMPTY_DIGEST
     writer.write(member.raw)
     writer.cut()
     segments = member.segments if member.segments is not None else [(0, stored)]
     pieces = _copied_pieces(reader, writer, stored, segments)
     return extents, _digest(pieces, segments, member.size_bytes)
-
-
-def _digest_of_small(content: bytes, length: int) -> bytes:
-    return content_digest(memoryview(content)[:length]) if length else _EMPTY_DIGEST
 
 
 def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
@@ -186,7 +182,8 @@ class Unpacked:
             return
         inode = _inode(member, extents, digest)
         cost = len(extents) * _EXTENT_COST_BYTES + len(inode.link_target)
-        cost += sum(len(n) + len(v) + _XATTR_COST_BYTES for n, v in inode.xattrs)
+        if inode.xattrs:
+            cost += sum(len(n) + len(v) + _XATTR_COST_BYTES for n, v in inode.xattrs)
         self._charge(cost)
         if known is not None and self._is_directory(known) and stat.S_ISDIR(inode.mode):
             self._inodes[known] = inode

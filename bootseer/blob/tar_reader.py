@@ -6,8 +6,11 @@ caller can copy an archive unchanged. Reads forward only, with bounded memory. O
 """
 
 import stat
+import struct
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from msgspec import Struct
 
 from bootseer.blob import tar_fields, tar_sparse
 from bootseer.blob.tar_header import BLOCK
@@ -35,6 +38,9 @@ _KINDS = {
     b"D": stat.S_IFDIR,
 }
 _WITHOUT_CONTENT = b"123456"
+_FIELDS = struct.Struct("<100s8s8s8s12s12s8xc100s6s82x155s12x")
+"""Name, mode, owner, group, size, time, kind, link, magic, prefix; device numbers and the checksum
+are left out."""
 
 
 class Readable(Protocol):
@@ -45,7 +51,7 @@ class Readable(Protocol):
         ...
 
 
-class Member(NamedTuple):
+class Member(Struct, frozen=True, gc=False):
     """One member, except for its content, which follows in the stream."""
 
     raw: bytes
@@ -194,26 +200,27 @@ class TarReader:
         long_name: bytes,
         long_link: bytes,
     ) -> Member:
-        kind = block[156:157]
-        path = long_name or tar_fields.text(block, 0, 100)
-        if not long_name and block[257:263] == b"ustar\0" and block[345]:
-            path = tar_fields.text(block, 345, 155) + b"/" + path
-        link = long_link or tar_fields.text(block, 157, 100)
-        stored = tar_fields.number(block[124:136])
-        uid, gid = tar_fields.number(block[108:116]), tar_fields.number(block[116:124])
-        mtime_ns = tar_fields.bounded_ns(tar_fields.number(block[136:148]) * 10**9)
+        number = tar_fields.number
+        name, mode, owner, group, size, time, kind, link, magic, prefix = _FIELDS.unpack(block)
+        path = long_name or name.split(b"\0", 1)[0]
+        if prefix[0] and not long_name and magic == b"ustar\0":
+            path = prefix.split(b"\0", 1)[0] + b"/" + path
+        link = long_link or (link.split(b"\0", 1)[0] if link[0] else b"")
+        stored, uid, gid = number(size), number(owner), number(group)
+        mtime_ns = number(time) * 10**9
         xattrs: tuple[tuple[bytes, bytes], ...] = ()
+        is_sparse = False
         if records:
             path = records.get(b"path", path)
             link = records.get(b"linkpath", link)
             stored = tar_fields.decimal(records, b"size", stored)
-            uid, gid = (
-                tar_fields.decimal(records, b"uid", uid),
-                tar_fields.decimal(records, b"gid", gid),
-            )
+            uid = tar_fields.decimal(records, b"uid", uid)
+            gid = tar_fields.decimal(records, b"gid", gid)
             if b"mtime" in records:
-                mtime_ns = tar_fields.bounded_ns(tar_fields.decimal_seconds_ns(records[b"mtime"]))
-            xattrs = tar_fields.xattrs(records)
+                mtime_ns = tar_fields.decimal_seconds_ns(records[b"mtime"])
+            if not tar_fields.is_plain(records):
+                xattrs = tar_fields.xattrs(records)
+                is_sparse = tar_sparse.is_sparse(records)
         file_type = _KINDS.get(kind, stat.S_IFREG)
         # Archives older than POSIX mark a directory by its name only.
         if kind == b"\0" and path.endswith(b"/"):
@@ -225,31 +232,31 @@ class TarReader:
         sparse_map: tar_sparse.SparseMap | None = None
         if kind == b"S":
             sparse_map = tar_sparse.old_map(path, block, self.take)
-        elif stat.S_ISREG(file_type) and tar_sparse.is_sparse(records):
+        elif is_sparse and stat.S_ISREG(file_type):
             path = records.get(b"GNU.sparse.name", path)
             sparse_map = tar_sparse.pax_map(path, records, sparse, stored, self.take)
             stored -= sum(map(len, sparse_map.blocks))
         if sparse_map is not None:
             tar_sparse.verify(sparse_map, path, stored)
             raw += sparse_map.blocks
-        if max(len(path), len(link)) > PATH_BYTES_MAX:
+        if len(path) > PATH_BYTES_MAX or len(link) > PATH_BYTES_MAX:
             raise CorruptError(
                 f"a name or link in the tar archive is longer than {PATH_BYTES_MAX} bytes: "
                 f"{path[:80]!r}"
             )
         return Member(
-            raw=b"".join(raw),
-            path=path,
-            mode=file_type | (tar_fields.number(block[100:108]) & 0o7777),
-            uid=uid,
-            gid=gid,
-            mtime_ns=mtime_ns,
-            rdev=tar_fields.device(block) if kind in (b"3", b"4") else 0,
-            link=link,
-            is_hard_link=kind == b"1",
-            is_label=kind == b"V",
-            xattrs=xattrs,
-            stored_bytes=stored,
-            size_bytes=stored if sparse_map is None else sparse_map.size_bytes,
-            segments=None if sparse_map is None else sparse_map.segments,
+            b"".join(raw),
+            path,
+            file_type | (number(mode) & 0o7777),
+            uid,
+            gid,
+            tar_fields.bounded_ns(mtime_ns),
+            tar_fields.device(block) if kind in (b"3", b"4") else 0,
+            link,
+            kind == b"1",
+            kind == b"V",
+            xattrs,
+            stored,
+            stored if sparse_map is None else sparse_map.size_bytes,
+            None if sparse_map is None else sparse_map.segments,
         )
