@@ -20,6 +20,7 @@ from typing import Any
 import bootseer
 from bootseer.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError, from_oserror
+from bootseer.forked import Forked, fork_into, may_fork
 from bootseer.private import private_opener
 from bootseer.reported import error_from_json, error_to_json
 from bootseer.waiting import wait_readable
@@ -34,7 +35,11 @@ class Starting(Closing):
     """A process from its start to its report. Leaving a `with` block closes the pipe only."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", report_fd: int, what: str, log: Path
+        self,
+        process: "subprocess.Popen[bytes] | Forked",
+        report_fd: int,
+        what: str,
+        log: Path,
     ) -> None:
         self.process = process
         self._report_fd = report_fd
@@ -118,11 +123,14 @@ def start(module: str, document: str, *, what: str, log: Path, append: bool = Fa
     return starting
 
 
-def begin(module: str, *, what: str, log: Path, append: bool = False) -> Starting:
+def begin(
+    module: str, *, what: str, log: Path, append: bool = False, forks: bool = False
+) -> Starting:
     """Start `module` in a session of its own; its output goes to the file `log`. It waits for its
     document, and ends when it gets none because we have ended.
 
-    `what` names the process in messages. Raises: BootseerError; no process is left then.
+    `what` names the process in messages. `forks`: it may be a copy of this one (see `forked`).
+    Raises: BootseerError; no process is left then.
     """
     try:
         sink = open(log, "ab" if append else "wb", opener=private_opener)  # noqa: SIM115
@@ -130,16 +138,20 @@ def begin(module: str, *, what: str, log: Path, append: bool = False) -> Startin
         raise from_oserror(error, f"open the log {log}") from error
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=sink,
-            stderr=sink,
-            pass_fds=[theirs],
-            start_new_session=True,
-            env=python_environment(),
-            cwd="/",
-        )
+        process: subprocess.Popen[bytes] | Forked
+        if forks and may_fork():
+            process = fork_into(module, [str(theirs)], python_environment(), sink.fileno(), theirs)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=[theirs],
+                start_new_session=True,
+                env=python_environment(),
+                cwd="/",
+            )
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):

@@ -77,7 +77,7 @@ def load_local_tree(settings: Settings, index_digest: str) -> Tree:
         raise from_oserror(error, f"read the image's index {path}") from error
     if digest_of(data) != index_digest:
         raise CorruptError(f"{path} does not match the digest in its name; remove it")
-    return decode_index(data)
+    return decode_index(data, is_verified=True)
 
 
 def publishing_dir(settings: Settings) -> Path:

@@ -40,7 +40,21 @@ class ServerProcess:
         self._what = what
 
     def serve(self, document: str) -> None:
-        """Hand it its plan, once; it serves when this returns, as nobody's child.
+        """Hand it its plan, once, and `wait`."""
+        self.hand(document)
+        self.wait()
+
+    def hand(self, document: str) -> None:
+        """Hand it its plan, once; then `wait`."""
+        assert self._starting is not None
+        try:
+            self._starting.hand(document)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def wait(self) -> None:
+        """Once it was handed its plan: it serves when this returns, as nobody's child.
 
         Raises: what it reported, DeadlineError, UnavailableError.
         """
@@ -50,7 +64,6 @@ class ServerProcess:
             # Popen.wait would look every 50 ms, and each start waits for this.
             process_fd = os.pidfd_open(starting.process.pid)
             try:
-                starting.hand(document)
                 if not wait_readable([process_fd], _START_S):
                     raise DeadlineError(f"{self._what} did not start in {_START_S:g} s")
             finally:
@@ -85,9 +98,11 @@ def begin_server(
     identity: str | None = None,
     module: str = "bootseer.prefetch.serve",
     what: str = "the image's server",
+    forks: bool = False,
 ) -> ServerProcess:
     """Start a process that will serve a mount, by default one that nobody has named yet, through
-    `module`, whose `main` forks once it has its plan. Then `serve` or `abandon` it.
+    `module`, whose `main` forks once it has its plan. Then `serve` or `abandon` it. `forks`: as
+    `background.begin` has it.
 
     Raises: BootseerError.
     """
@@ -99,4 +114,5 @@ def begin_server(
         make_private_directory(log.parent)
     except OSError as error:
         raise from_oserror(error, f"make the folder {log.parent}") from error
-    return ServerProcess(identity, background.begin(module, what=what, log=log, append=True), what)
+    starting = background.begin(module, what=what, log=log, append=True, forks=forks)
+    return ServerProcess(identity, starting, what)

@@ -42,6 +42,24 @@ _log = logging.getLogger(__name__)
 _FAILED_END_S = 3.0
 
 
+class Serving:
+    """A server that knows what it is to serve. `wait` for it, or give it up."""
+
+    def __init__(self, plan: ServePlan, process: ServerProcess) -> None:
+        self.plan = plan
+        self._process: ServerProcess | None = process
+
+    def wait(self) -> None:
+        """Until the tree is mounted. Raises, once: as `mount_image`; nothing is mounted then."""
+        process, self._process = self._process, None
+        try:
+            if process is not None:
+                process.wait()
+        except BaseException:
+            _end_failed(self.plan)
+            raise
+
+
 def serve_tree(
     settings: Settings,
     name: str,
@@ -56,6 +74,27 @@ def serve_tree(
     `mount_image` does. `name` is what people will see. The plan that its server carries out.
 
     `process` serves it, if one was begun for the mount that `state_dir` is for.
+    Raises: as `mount_image`.
+    """
+    serving = begin_serving(
+        settings, name, index_digest, directory, options, state_dir=state_dir, process=process
+    )
+    serving.wait()
+    return serving.plan
+
+
+def begin_serving(
+    settings: Settings,
+    name: str,
+    index_digest: str,
+    directory: Path,
+    options: ServeOptions = DEFAULTS,
+    *,
+    state_dir: Path | None = None,
+    process: ServerProcess | None = None,
+) -> Serving:
+    """The first half of `serve_tree`, for who has something to do while the server begins.
+
     Raises: as `mount_image`.
     """
     record = options.record
@@ -90,18 +129,22 @@ def serve_tree(
     )
     try:
         process = process or begin_server(settings, identity=state.id)
-        process.serve(json.dumps(plan_to_json(plan)))
+        process.hand(json.dumps(plan_to_json(plan)))
     except BaseException:
-        # A server that did start unmounts and cleans up by itself, also when it finds nobody to
-        # report to; until then the directory is still in use.
-        if not wait_released(state_dir, _FAILED_END_S):
-            # It was ready in the moment in which we were interrupted.
-            with contextlib.suppress(BootseerError):
-                end_server(state_dir, state, _FAILED_END_S)
-        if not is_alive(state_dir):
-            shutil.rmtree(state_dir, ignore_errors=True)
+        _end_failed(plan)
         raise
-    return plan
+    return Serving(plan, process)
+
+
+def _end_failed(plan: ServePlan) -> None:
+    # A server that did start unmounts and cleans up by itself, also when it finds nobody to
+    # report to; until then the directory is still in use.
+    if not wait_released(plan.state_dir, _FAILED_END_S):
+        # It was ready in the moment in which we were interrupted.
+        with contextlib.suppress(BootseerError):
+            end_server(plan.state_dir, plan.state, _FAILED_END_S)
+    if not is_alive(plan.state_dir):
+        shutil.rmtree(plan.state_dir, ignore_errors=True)
 
 
 def check_mount_point(directory: Path) -> Path:

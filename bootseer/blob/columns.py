@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate, compress, islice
-from operator import ge, le
+from operator import ge
 from typing import TypeVar
 
 from bootseer.blob.xattr_codec import Xattrs, decode_xattrs
@@ -231,42 +231,45 @@ def check_names(c: Columns) -> None:
     """Raises CorruptError unless the names form a tree that a Linux file system can hold."""
     if c.inode_count < 1 or not stat.S_ISDIR(c.mode[0]):
         raise CorruptError("inode 0 is not a directory")
-    if not {stat.S_IFMT(mode) for mode in set(c.mode)} <= _KNOWN_TYPES or max(c.mode) > 0o177777:
+    modes = set(c.mode)
+    if not {stat.S_IFMT(mode) for mode in modes} <= _KNOWN_TYPES or max(modes) > 0o177777:
         raise CorruptError("an inode has an unknown file type")
-    heap = c.load("names")
-    guarded = b"\0" + heap
-    if b"/" in heap or any(bad in guarded for bad in (b"\0\0", b"\0.\0", b"\0..\0")):
+    # Loops over all inodes or names run in C here, over lists, whose numbers are objects already:
+    # this is most of what opening a tree costs.
+    names, parents, numbers = c.names, c.name_parent.tolist(), c.name_inode.tolist()
+    if b"/" in c.load("names") or any(bad in names for bad in (b"", b".", b"..")):
         raise CorruptError('a name is empty, ".", "..", or contains "/"')
-    if c.names and max(map(len, c.names)) > NAME_BYTES_MAX:
+    if names and max(map(len, names)) > NAME_BYTES_MAX:
         raise CorruptError(f"a name is longer than {NAME_BYTES_MAX} bytes")
-    # Loops over all inodes or names run in C here: this is most of what opening a tree costs.
-    names, parents = c.names, c.name_parent.tolist()
-    sorted_here = all(map(le, parents, islice(parents, 1, None)))
     backwards = compress(range(len(names)), map(ge, names, islice(names, 1, None)))
-    if not sorted_here or any(parents[i] == parents[i + 1] for i in backwards):
+    if parents != sorted(parents) or any(parents[i] == parents[i + 1] for i in backwards):
         raise CorruptError("the names are not sorted, or one occurs twice in a directory")
-    named = set(c.name_inode)
+    named = set(numbers)
     if 0 in named:
         raise CorruptError("the root directory is named inside itself")
-    if named and max(c.name_inode) >= c.inode_count:
+    if named and max(named) >= c.inode_count:
         raise CorruptError("a name refers to an inode that is not there")
     if len(named) != c.inode_count - 1:
         raise CorruptError("an inode has no name")
-    _check_directories(c)
+    _check_directories(c.mode, parents, numbers, frozenset(filter(stat.S_ISDIR, modes)))
 
 
-def _check_directories(c: Columns) -> None:
+def _check_directories(
+    modes: "array[int]", parents: list[int], numbers: list[int], directory_modes: frozenset[int]
+) -> None:
     """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    directories = c.directories()
-    if not directories.issuperset(c.name_parent):
+    flags = bytes(map(directory_modes.__contains__, modes))
+    # Sorted, so the last one is the largest.
+    if parents and (parents[-1] >= len(flags) or not all(map(flags.__getitem__, set(parents)))):
         raise CorruptError("a name lies in something that is not a directory")
     below: dict[int, list[int]] = {}
     count = 1
-    pairs = zip(c.name_parent, c.name_inode, strict=True)
-    for parent, number in compress(pairs, map(directories.__contains__, c.name_inode)):
+    is_named = list(map(flags.__getitem__, numbers))
+    pairs = zip(compress(parents, is_named), compress(numbers, is_named), strict=True)
+    for parent, number in pairs:
         below.setdefault(parent, []).append(number)
         count += 1
-    if count != len(directories):
+    if count != sum(flags):
         raise CorruptError("a directory has two names")
     # Every directory has one name, so those not reached from the root hang on a cycle.
     level, reached, depth = [0], 1, 0
@@ -276,5 +279,5 @@ def _check_directories(c: Columns) -> None:
         depth += 1
         if depth > DEPTH_MAX:
             raise CorruptError(f"directories are nested more than {DEPTH_MAX} deep")
-    if reached != len(directories):
+    if reached != count:
         raise CorruptError("some directories contain one another")

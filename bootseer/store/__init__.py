@@ -4,6 +4,9 @@ Owns the mapping from a URL to a backend. Nothing heavy is imported before a URL
 fsspec and hdfs-native are loaded by the backends that stand on them.
 """
 
+import contextlib
+
+from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
 from bootseer.store.lease import Lease
 from bootseer.store.paths import split_scheme
@@ -41,6 +44,22 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
     from bootseer.store.generic import FsspecBackend
 
     return FsspecBackend(url)
+
+
+def load_backend(url: str) -> None:
+    """Load what `open_backend` would, so that the copies of this process have it. Never raises."""
+    with contextlib.suppress(BootseerError, ImportError):
+        scheme = split_scheme(url).removeprefix("limit+")
+        if scheme in ("", "file"):
+            import bootseer.store.local
+        elif scheme in ("hdfs", "viewfs"):
+            import hdfs_native  # noqa: F401
+
+            import bootseer.store.hdfs
+        elif scheme == "oci":
+            import bootseer.store.oci
+        else:
+            import bootseer.store.generic  # noqa: F401
 
 
 def open_store(url: str, *, deadline_s: float | None = None) -> Store:

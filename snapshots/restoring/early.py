@@ -1,7 +1,8 @@
 """A mount's server that is begun before anything is known of the snapshot.
 
-It loads its code beside all that a restore does first. Light: whoever calls it loads the rest of
-`snapshots` afterwards. One thread per process.
+It loads its code beside all that a restore does first, and is a copy of this process: only for a
+program of ours, at its beginning. Light: whoever calls it loads the rest of `snapshots` afterwards.
+One thread per process.
 """
 
 import contextlib
@@ -26,9 +27,14 @@ def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
         and os.geteuid() == 0
         and os.access(_DEVICE, os.R_OK | os.W_OK)
     ):
+        # What both need is loaded once.
+        import bootseer.snapshots.restoring.restore_modes  # noqa: F401
+        from bootseer.store import load_backend
+
+        load_backend(settings.store_url)
         # Whoever needs one tells what is wrong.
         with contextlib.suppress(BootseerError):
-            process = begin_server(settings)
+            process = begin_server(settings, forks=True)
     try:
         yield process
     finally:

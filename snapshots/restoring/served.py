@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import repeat
 from pathlib import Path
@@ -25,7 +24,7 @@ from bootseer.prefetch.mount_state import new_mount_dir, wait_released
 from bootseer.prefetch.publish import index_path
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
-from bootseer.prefetch.start_server import serve_tree
+from bootseer.prefetch.start_server import Serving, begin_serving
 from bootseer.private import make_private_directory
 from bootseer.snapshots.catalogue import decode_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.manifest import Manifest, text_of
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 PURPOSE = "snapshot"
 
 _END_S = 10.0
-_SERVERS_AT_ONCE = 4
 
 
 class MountOutcome(Struct, frozen=True):
@@ -72,20 +70,21 @@ def mount_snapshot(
     `process`, if one was begun, serves one of them."""
     encoded = [_have_index(settings, store, item) for item in placed]
     with ExitStack() as undo:
-        with ThreadPoolExecutor(min(_SERVERS_AT_ONCE, len(placed))) as pool:
-            processes = [process, *repeat(None, len(placed) - 1)]
-            serving = [
-                pool.submit(_serve, settings, *pair) for pair in zip(placed, processes, strict=True)
-            ]
-            # Meanwhile: its server checks all but whose tree it is.
-            problem = _check_trees(placed, encoded)
-            outcomes = [one.result() for one in serving]
-        served = [one for one in outcomes if isinstance(one, Served)]
-        for one in served:
-            undo.callback(_give_up, one.state_dir)
-        for error in (problem, *outcomes):
-            if isinstance(error, BootseerError):
-                raise error
+        all_serving = []
+        processes = [process, *repeat(None, len(placed) - 1)]
+        for item, begun in zip(placed, processes, strict=True):
+            all_serving.append(_begin_serving(settings, item, begun))
+            undo.callback(_give_up, all_serving[-1])
+        # Meanwhile: the servers check the names, and all but whose trees they are.
+        for item, data in zip(placed, encoded, strict=True):
+            if data is not None:
+                check_tree(item.target, decode_tree(item.target, data, checks_names=False))
+        for serving in all_serving:
+            serving.wait()
+        served = [
+            Served(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
+            for one in all_serving
+        ]
         cover_all(
             settings, manifest, placed, served, bases, mode=modes.MOUNT, until_exit=until_exit
         )
@@ -113,46 +112,34 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
     return data
 
 
-def _check_trees(placed: Sequence[Placed], encoded: Sequence[bytes | None]) -> BootseerError | None:
-    """What is wrong with trees that were fetched."""
-    try:
-        for item, data in zip(placed, encoded, strict=True):
-            if data is not None:
-                check_tree(item.target, decode_tree(item.target, data))
-    except BootseerError as error:
-        return error
-    return None
-
-
-def _serve(
-    settings: Settings, item: Placed, process: ServerProcess | None
-) -> Served | BootseerError:
-    """Serve the target's tree in a new mount folder; or why not."""
+def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
+    """Have the target's tree served in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings, process.identity if process else None)
+    tree = state_dir / "tree"
     try:
-        make_private_directory(state_dir / "tree")
-        plan = serve_tree(
-            settings,
-            name_of(item.target.path),
-            item.target.index.digest,
-            state_dir / "tree",
-            ServeOptions(
-                purpose=PURPOSE,
-                scratch=str(scratch_of(settings, state_dir)),
-                watch_pid=os.getpid(),
-            ),
-            state_dir=state_dir,
-            process=process,
-        )
-    except BootseerError as error:
-        return error
+        make_private_directory(tree)
     except OSError as error:
-        return from_oserror(error, f"prepare the mount of {item.path}")
-    return Served(state_dir, state_dir / "tree", plan.ready_name)
+        raise from_oserror(error, f"prepare the mount of {item.path}") from error
+    return begin_serving(
+        settings,
+        name_of(item.target.path),
+        item.target.index.digest,
+        tree,
+        ServeOptions(
+            purpose=PURPOSE,
+            scratch=str(scratch_of(settings, state_dir)),
+            watch_pid=os.getpid(),
+        ),
+        state_dir=state_dir,
+        process=process,
+    )
 
 
-def _give_up(state_dir: Path) -> None:
+def _give_up(serving: Serving) -> None:
     """End a server whose tree nobody needs. Never raises."""
+    state_dir = serving.plan.state_dir
+    with contextlib.suppress(BootseerError):
+        serving.wait()
     with contextlib.suppress(BootseerError):
         mounts.unmount(state_dir / "tree", timeout_s=1.0)
     if not wait_released(state_dir, _END_S):
