@@ -3,10 +3,13 @@ one line and an exit code; each group lives in its own `*_commands.py` and is im
 used, so that `bootseer run` costs little more than the interpreter.
 """
 
+import atexit
+import contextlib
 import importlib
 import logging
 import os
 import sys
+import threading
 
 import click
 
@@ -90,7 +93,21 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except OSError as error:
         code = code or _output_lost(error)
+    if arguments is None:
+        _leave(code)
     sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    """End this program as the interpreter does, but for taking every module apart, which takes a
+    quarter of a short command's time. Returns where something else is to be waited for."""
+    threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    if any(not one.daemon for one in threads):
+        return
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _open_standard_files() -> None:
