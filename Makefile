@@ -10,6 +10,21 @@ BIN := $(VENV)/bin
 DEMO_PACKAGES := python3-venv
 TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr containerd default-jdk-headless docker-registry fio fuse3 gcc iproute2 libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
 
+# Every command that a test starts would compile all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# uv takes a tenth of pip's processor time, and leaves compiling to the first import. It does not
+# read pip's settings: these are handed on, and where others are needed pip follows.
+export UV_HTTP_TIMEOUT ?= 180
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+UV_INSTALL := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+
 define install_packages
 @missing=; for package in $(1); do \
 	dpkg-query -W -f='$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; done; \
@@ -20,7 +35,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test lint types wheel-test docs clean system-demo system-test
+.PHONY: demo test lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
@@ -32,9 +47,13 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Against the oldest and the newest Python that are supported.
-types: $(VENV)/ready
+# Against the oldest and the newest Python that are supported; one process each.
+types: types-oldest types-newest
+
+types-oldest: $(VENV)/ready
 	$(BIN)/mypy
+
+types-newest: $(VENV)/ready
 	$(BIN)/mypy --python-version 3.14
 
 # Built, installed elsewhere, run outside the checkout.
@@ -50,13 +69,13 @@ system-test:
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(PIP_INSTALL) uv
+	$(UV_INSTALL) --editable '.[dev,bench]' || $(PIP_INSTALL) --editable '.[dev,bench]'
 	touch $@
 
-# Torch and its like are large: only for the tests, which are skipped without them. Modules are
-# compiled when they are first imported: a third of the time that installing takes.
+# Torch and its like are large: only for the tests, which are skipped without them.
 $(VENV)/formats: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[formats]' \
+	$(UV_INSTALL) --editable '.[formats]' || $(PIP_INSTALL) --editable '.[formats]' \
 		|| echo "not installed, tests that want them are skipped: torch, safetensors, transformers"
 	touch $@
 

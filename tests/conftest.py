@@ -41,6 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         scheduling.sort_long_first(items)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("loadgroup", default=False):
+        scheduling.check_groups(session.items)
+
+
 @pytest.fixture
 def store_url(tmp_path: Path) -> str:
     """The URL of a local store that does not exist yet."""

@@ -54,6 +54,16 @@ def sort_long_first(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def check_groups(items: list[pytest.Item]) -> None:
+    """In a worker. Raises: UsageError where xdist has not put the group's name behind the tests'.
+
+    Each worker would start an HDFS of its own then, and nobody would notice.
+    """
+    for item in items:
+        if item.get_closest_marker(HDFS) and not item.nodeid.endswith(f"@{HDFS}"):
+            raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
+
+
 class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
     """By file, but for the tests of a group, which have its name behind their own."""
 
