@@ -30,18 +30,19 @@ def main() -> None:
     """Raises: CalledProcessError or AssertionError where the wheel is not whole."""
     with tempfile.TemporaryDirectory(prefix="bootseer-wheel-") as name:
         work = Path(name)
-        _run([sys.executable, "-m", "build", "--wheel", "--outdir", str(work), str(_ROOT)], work)
+        build = [sys.executable, "-m", "build", "--installer", "uv", "--wheel", "--outdir"]
+        _run([*build, str(work), str(_ROOT)], work)
         (wheel,) = work.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             tops = {entry.split("/")[0] for entry in archive.namelist()}
             assert tops == {"bootseer", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}, tops
             assert "bootseer/py.typed" in archive.namelist()
         environment = work / "environment"
-        _run([sys.executable, "-m", "venv", str(environment)], work)
+        _run([sys.executable, "-m", "uv", "venv", "--quiet", str(environment)], work)
         python = str(environment / "bin/python")
         constraints = str(_ROOT / "constraints.txt")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, "--constraint", constraints, str(wheel)], work)
+        install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python]
+        _run([*install, "--constraint", constraints, str(wheel)], work)
         _run([python, "-I", "-c", _CHECK], work)
         bootseer = str(environment / "bin/bootseer")
         _run([bootseer, "--version"], work)
