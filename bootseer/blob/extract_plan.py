@@ -6,11 +6,13 @@ cut where a frame begins, so that groups can be written by several workers.
 
 import stat
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from msgspec import Struct
 
+from bootseer.blob.extract_sections import taken
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
@@ -47,8 +49,10 @@ class Plan(Struct, frozen=True):
     """Group n's files are those from `group_start[n]` to before `group_start[n + 1]`."""
     parts: list[tuple[int, list[Place]]]
     """Of large files: name, and some of its bytes."""
+    task_bytes: "array[int]"
+    """What each task writes; holes do not count."""
     content_bytes: int
-    """To be written; holes do not count."""
+    """All of that."""
 
     @property
     def task_count(self) -> int:
@@ -81,22 +85,17 @@ class Plan(Struct, frozen=True):
             return (self.parts[task - groups][0],)
         return self.files[self.group_start[task] : self.group_start[task + 1]]
 
-    def places(self, tree: Tree, task: int) -> Iterator[Place]:
+    def places(self, tree: Tree, task: int) -> Iterable[Place]:
         """What a task writes."""
         groups = len(self.group_start) - 1
         if task >= groups:
-            yield from self.parts[task - groups][1]
-            return
+            return self.parts[task - groups][1]
         c = tree.columns
-        for i in self.names(task):
-            number = c.name_inode[i]
-            for k in range(c.extent_start[number], c.extent_start[number + 1]):
-                yield (
-                    c.extent_file_offset[k],
-                    c.extent_blob[k],
-                    c.extent_blob_offset[k],
-                    c.extent_length[k],
-                )
+        starts = c.extent_start
+        inodes = taken(c.name_inode, self.names(task))
+        extents = [k for number in inodes for k in range(starts[number], starts[number + 1])]
+        columns = (c.extent_file_offset, c.extent_blob, c.extent_blob_offset, c.extent_length)
+        return zip(*(taken(column, extents) for column in columns), strict=True)
 
 
 def plan_extraction(
@@ -117,7 +116,10 @@ def plan_extraction(
     others: list[int] = []
     links: list[tuple[int, int]] = []
     with_xattrs: list[int] = []
-    modes, starts, xattrs = c.mode, c.extent_start, c.xattr
+    modes, starts, xattrs, sizes = c.mode, c.extent_start, c.xattr, c.size_bytes
+    extents = (c.extent_file_offset, c.extent_blob, c.extent_blob_offset, c.extent_length)
+    file_offsets, blobs, blob_offsets, lengths = extents
+    stream_lengths = [blob.stream_length for blob in tree.blobs]
     first_names: dict[int, int] = {}
     # Every inode has a name, so without hard links there are as many of both.
     has_links = tree.name_count != tree.inode_count - 1
@@ -135,9 +137,15 @@ def plan_extraction(
             if start == end:
                 empty.append(i)
                 continue
-            places = tree.extents(number)
-            _, blob, offset, length = places[0]
-            if len(places) > 1:
+            blob, offset, length = blobs[start], blob_offsets[start], lengths[start]
+            # Of most files there is one extent, which makes sense.
+            if (
+                end - start > 1
+                or not 0 < length <= sizes[number] - file_offsets[start]
+                or blob >= len(stream_lengths)
+                or offset + length > stream_lengths[blob]
+            ):
+                places = tree.extents(number)
                 # With its neighbours where most of it lies: a frame should be wanted once.
                 _, blob, offset, _ = max(places, key=lambda place: place[3])
                 length = sum(place[3] for place in places)
@@ -152,19 +160,24 @@ def plan_extraction(
             others.append(i)
     files.sort()
     large.sort()
-    group_start = _groups(tree, files)
+    group_start, task_bytes = _groups(tree, files)
     group_start.extend(
         len(files) + min(i + GROUP_FILES, len(empty)) for i in range(0, len(empty), GROUP_FILES)
     )
+    large_files = [i for _, _, i, _ in large]
+    parts = [(i, part) for i in large_files for part in _parts(tree, tree.extents(c.name_inode[i]))]
+    task_bytes.extend([0] * (len(group_start) - 1 - len(task_bytes)))
+    task_bytes.extend(sum(place[3] for place in part) for _, part in parts)
     return Plan(
         _parents_first(tree, directories),
-        [i for _, _, i, _ in large],
+        large_files,
         others,
         links,
         with_xattrs,
         array("I", [*(i for _, _, i, _ in files), *empty]),
         group_start,
-        [(i, part) for _, _, i, _ in large for part in _parts(tree, tree.extents(c.name_inode[i]))],
+        parts,
+        task_bytes,
         content_bytes,
     )
 
@@ -183,23 +196,34 @@ def _parents_first(tree: Tree, directories: list[int]) -> list[int]:
     return ordered
 
 
-def _groups(tree: Tree, files: list[tuple[int, int, int, int]]) -> "array[int]":
-    """Where in `files` (blob, offset, name, length) each group begins, and where the last ends."""
-    starts = array("I", [0])
-    group_bytes = group_files = 0
-    last = (-1, -1)
-    for position, (blob, offset, _, length) in enumerate(files):
-        is_full = group_bytes >= GROUP_BYTES or group_files >= GROUP_FILES
-        if is_full and (blob, _frame_number(tree.blobs[blob], offset)) != last:
-            starts.append(position)
-            group_bytes = group_files = 0
-        group_bytes += length
-        group_files += 1
-        if group_bytes >= GROUP_BYTES or group_files >= GROUP_FILES:
-            last = (blob, _frame_number(tree.blobs[blob], offset + length - 1))
-    if files:
-        starts.append(len(files))
-    return starts
+def _groups(
+    tree: Tree, files: list[tuple[int, int, int, int]]
+) -> tuple["array[int]", "array[int]"]:
+    """Where in `files` (blob, offset, name, length) each group begins, and where the last ends; and
+    how many bytes each has."""
+    starts, group_bytes = array("I", [0]), array("Q")
+    # Of the files before each.
+    totals = [0, *accumulate(length for _, _, _, length in files)]
+    start = 0
+    while start < len(files):
+        end = min(start + GROUP_FILES, bisect_left(totals, totals[start] + GROUP_BYTES), len(files))
+        while end < len(files) and _shares_frame(tree, files[end - 1], files[end]):
+            end += 1
+        starts.append(end)
+        group_bytes.append(totals[end] - totals[start])
+        start = end
+    return starts, group_bytes
+
+
+def _shares_frame(
+    tree: Tree, one: tuple[int, int, int, int], following: tuple[int, int, int, int]
+) -> bool:
+    """Whether a file begins in the frame in which the one before it ends."""
+    blob, offset, _, length = one
+    if following[0] != blob:
+        return False
+    last = _frame_number(tree.blobs[blob], offset + length - 1)
+    return _frame_number(tree.blobs[blob], following[1]) == last
 
 
 def _frame_number(blob: Blob, offset: int) -> int:

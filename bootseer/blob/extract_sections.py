@@ -6,7 +6,8 @@ has them within milliseconds and without the rest of Bootseer. Stateless.
 
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -43,6 +44,11 @@ SETTINGS = ("owners", "uid", "gid", "umask", "atime_ns", "is_verified", "file_co
 
 Section: TypeAlias = "array[int] | bytes"
 _LENGTH = Struct("<Q")
+
+
+def taken(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
+    """Some of a column, in one call."""
+    return itemgetter(*indexes)(column) if len(indexes) > 1 else [column[i] for i in indexes]
 
 
 def write_columns(fd: int, columns: Mapping[str, Section]) -> None:

@@ -72,7 +72,7 @@ def carry_out(
 
     def count(task: int) -> None:
         if on_progress:
-            written = sum(length for _, _, _, length in plan.places(tree, task))
+            written = plan.task_bytes[task]
             if written:
                 on_progress(written)
 

@@ -7,15 +7,14 @@ descriptor: what the kernel does is most of it.
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import zstandard
 from blake3 import blake3
 
 from bootseer.blob.extract_directories import Directories
-from bootseer.blob.extract_sections import SETTINGS
+from bootseer.blob.extract_sections import SETTINGS, taken
 from bootseer.blob.stat_record import put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
@@ -79,10 +78,10 @@ class Worker:
     def _write_group(self, first: int, end: int) -> None:
         c = self._c
         ids = c["files"][first:end]
-        inodes = _of(c["name_inode"], ids)
+        inodes = taken(c["name_inode"], ids)
         columns = (
-            *(_of(c[name], ids) for name in ("name_parent", "name_list")),
-            *(_of(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
+            *(taken(c[name], ids) for name in ("name_parent", "name_list")),
+            *(taken(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
         )
         starts, recorded, records = c["extent_start"], c["recorded"], self._records
         file_offsets, lengths = c["extent_file_offset"], c["extent_length"]
@@ -189,8 +188,3 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         offset += count
         data = data[count:]
         count = os.pwrite(fd, data, offset)
-
-
-def _of(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
-    """Some of a column, taken in one call."""
-    return itemgetter(*indexes)(column) if len(indexes) > 1 else [column[i] for i in indexes]
