@@ -11,6 +11,7 @@ a tree of 100,000 names opens in milliseconds; `Inode` and `Name` objects are ma
 
 import stat
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress, islice
@@ -233,13 +234,13 @@ class Tree:
         return first
 
     @cached_property
-    def _link_counts(self) -> "array[int]":
-        from array import array
-
-        counts = array("I", bytes(4 * self.inode_count))
-        for number in self.columns.name_inode:
-            counts[number] += 1
-        return counts
+    def _link_counts(self) -> dict[int, int]:
+        """Of the inodes that have several names."""
+        if self.name_count == self.inode_count - 1:
+            # Each but the root has a name, so none has two.
+            return {}
+        counts = Counter(self.columns.name_inode)
+        return {number: count for number, count in counts.items() if count > 1}
 
     def parent(self, directory: int) -> int:
         """The inode number of the directory that holds `directory`; the root is its own parent.
@@ -260,7 +261,7 @@ class Tree:
     def link_count(self, inode: int) -> int:
         """What stat shows as st_nlink: names of a file; 2 plus subdirectories of a directory."""
         if not stat.S_ISDIR(self.mode(inode)):
-            return self._link_counts[inode]
+            return self._link_counts.get(inode, 1)
         first, end = self.span(inode)
         modes = self.columns.mode
         return 2 + sum(stat.S_ISDIR(modes[i]) for i in self.columns.name_inode[first:end])
