@@ -126,6 +126,7 @@ class HdfsConnection:
             if self._client_or_none is None:
                 from hdfs_native import Client
 
+                self._found.check()
                 _outlive_inherited_connections()
                 config = {
                     # A DataNode that hangs is left in time for another replica to be tried.

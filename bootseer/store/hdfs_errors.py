@@ -18,6 +18,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
+from bootseer.store.hdfs_kerberos import kerberos_failure
 
 # The first text that is found decides. Order matters: HDFS reports a file in the place of a
 # folder as an AccessControlException.
@@ -68,6 +69,8 @@ def translate(error: BaseException, what: str) -> BootseerError:
         return InvalidInputError(f"cannot {what}: HDFS names are UTF-8")
     if isinstance(error, OSError) and error.errno:
         return from_oserror(error, what)
+    if failure := kerberos_failure(text):
+        return failure[0](f"cannot {what}: {failure[1]}")
     for part, kind in _TEXTS:
         if part in text:
             return kind(message)

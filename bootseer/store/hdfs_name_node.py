@@ -1,6 +1,7 @@
 """The NameNode to call past hdfs-native: where it is, and whether it takes calls from us.
 
-Owns the answer to the latter, asked once. Thread-safe.
+Owns the answer to the latter, asked once; one that wants Kerberos is hdfs-native's alone.
+Thread-safe.
 """
 
 import getpass
@@ -12,10 +13,14 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from bootseer.store.hdfs_rpc import NameNode
+from bootseer.errors import BootseerError, PermissionDeniedError
+from bootseer.store.hdfs_kerberos import check_library
+from bootseer.store.hdfs_rpc import ATTEMPTS_MAX, NameNode, RpcError
 
 _DEFAULT_PORT = 8020
 _HURRIED_S = 5.0
+_CHECK_S = 2.0
+_REFUSAL = "SIMPLE authentication is not enabled"
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
 
@@ -28,16 +33,50 @@ class FoundNameNode:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._asked = False
+        self._wants_kerberos = False
         self._name_node: NameNode | None = None
+
+    def check(self) -> None:
+        """Raise what hdfs-native would retry until a deadline, without a word about the reason.
+
+        Raises: UnsupportedError: the library for Kerberos is missing; PermissionDeniedError: the
+        NameNode wants Kerberos, and no configuration says so.
+        """
+        with self._lock:
+            if not self._asked:
+                if _is_secure(_configuration()):
+                    self._asked = True
+                    check_library()
+                else:
+                    self._ask(_CHECK_S, attempts_max=1)
+            if self._wants_kerberos:
+                raise PermissionDeniedError(
+                    f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
+                    "core-site.xml and hdfs-site.xml"
+                )
 
     def get(self) -> NameNode | None:
         """None where nobody is known, or takes calls from us: no where it wants Kerberos."""
         with self._lock:
             if not self._asked:
+                self._ask(self._deadline_s)
                 self._asked = True
-                found = _find(self._cluster, self._deadline_s)
-                self._name_node = found if found is not None and found.answers() else None
             return self._name_node
+
+    def _ask(self, deadline_s: float, attempts_max: int = ATTEMPTS_MAX) -> None:
+        """Find out, if somebody answers."""
+        found = _find(self._cluster, self._deadline_s)
+        if found is None:
+            return
+        try:
+            replace(found, deadline_s=deadline_s).ask(attempts_max)
+        except RpcError as error:
+            self._asked = True
+            self._wants_kerberos = _REFUSAL in str(error)
+        except BootseerError:
+            pass
+        else:
+            self._asked, self._name_node = True, found
 
     def hurried(self) -> NameNode | None:
         """As `get`, for questions whose answers are worth no long wait."""
@@ -50,7 +89,7 @@ class FoundNameNode:
 def _find(cluster: str, deadline_s: float) -> NameNode | None:
     parts = urlsplit(cluster)
     config = _configuration()
-    if config.get("hadoop.security.authentication", "simple") != "simple":
+    if _is_secure(config):
         return None
     user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     host = parts.hostname or ""
@@ -62,6 +101,10 @@ def _find(cluster: str, deadline_s: float) -> NameNode | None:
         found = [(host, parts.port or _DEFAULT_PORT)]
     by_name = config.get("dfs.client.use.datanode.hostname") == "true"
     return NameNode(tuple(found), user, deadline_s, by_name) if found else None
+
+
+def _is_secure(config: dict[str, str]) -> bool:
+    return config.get("hadoop.security.authentication", "simple") != "simple"
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -1,6 +1,8 @@
 """A file of HDFS that is kept open for many reads; see `store.opened`. Thread-safe."""
 
+import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from bootseer.store.backend import FileInfo
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
     from hdfs_native import FileReader, FileStatus
 
     from bootseer.store.hdfs import HdfsBackend
+
+# The tokens with which DataNodes let us read blocks are good for some hours (10 by default), and
+# hdfs-native asks for new ones only when it opens a file.
+_OPENED_S = 3600.0
 
 
 class HdfsReader:
@@ -31,6 +37,7 @@ class HdfsReader:
         self.blocks = blocks
         self._lock = threading.Lock()
         self._opened: tuple[FileReader, FileInfo, int] | None = None
+        self._opened_until_s = 0.0
 
     @property
     def opened(self) -> "tuple[FileReader, FileInfo, int]":
@@ -38,12 +45,27 @@ class HdfsReader:
         to be called within the deadline."""
         with self._lock:
             if self._opened is None:
-                client, full = self._backend.client(), self._backend.full(self._path)
-                reader = client.read(full)
-                # In this order: what was replaced meanwhile does not look like what is read.
-                status = client.get_file_info(full)
-                self._opened = reader, info_of(self._path, status), status.replication or 1
+                self._opened = self._open()
             return self._opened
+
+    def _open(self) -> "tuple[FileReader, FileInfo, int]":
+        self._opened_until_s = time.monotonic() + _OPENED_S
+        client, full = self._backend.client(), self._backend.full(self._path)
+        reader = client.read(full)
+        # In this order: what was replaced meanwhile does not look like what is read.
+        status = client.get_file_info(full)
+        return reader, info_of(self._path, status), status.replication or 1
+
+    def _usable(self) -> "FileReader":
+        """As `opened`, and opened again now and then, where that is the same file still."""
+        reader, info, _ = self.opened
+        with self._lock:
+            if time.monotonic() > self._opened_until_s:
+                with contextlib.suppress(Exception):
+                    again = self._open()
+                    if again[1] == info:
+                        self._opened, reader = again, again[0]
+            return reader
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +84,7 @@ class HdfsReader:
             if count == len(buffer) or attempt.is_given_up:
                 return count
             attempt.done_bytes = 0
-        return self._backend.fill(lambda: self.opened[0], self._path, offset, buffer, attempt)
+        return self._backend.fill(self._usable, self._path, offset, buffer, attempt)
 
     def current(self) -> FileInfo:
         """What was opened: blocks never change, whatever happens to the name."""

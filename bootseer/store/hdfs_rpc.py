@@ -20,7 +20,7 @@ from bootseer.store.hdfs_replicas import Replica
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _FRAME_MAX_BYTES = 1 << 20
-_ATTEMPTS_MAX = 5
+ATTEMPTS_MAX = 5
 _PAUSE_S = 0.3
 # Of RpcRequestHeaderProto: protocol buffers, "final packet" (an ordinary call).
 _RPC_KIND, _RPC_OPERATION = 2, 0
@@ -180,19 +180,15 @@ class NameNode(Struct, frozen=True):
                 return total, pb.positive(used)
         return None
 
-    def answers(self) -> bool:
-        """Whether it takes calls from us: no where it wants Kerberos, or is not there."""
-        try:
-            self._call("getFileInfo", pb.text(1, "/"))
-        except (RpcError, UnavailableError, DeadlineError, UnsupportedError):
-            return False
-        return True
+    def ask(self, attempts_max: int = ATTEMPTS_MAX) -> None:
+        """Return if it takes calls from us: not where it wants Kerberos. Raises: as `concat`."""
+        self._call("getFileInfo", pb.text(1, "/"), attempts_max)
 
-    def _call(self, method: str, message: bytes) -> bytes:
+    def _call(self, method: str, message: bytes, attempts_max: int = ATTEMPTS_MAX) -> bytes:
         client = secrets.token_bytes(16)
         end_s = time.monotonic() + self.deadline_s
         cause: Exception = UnsupportedError("no NameNode is known")
-        for attempt in range(_ATTEMPTS_MAX):
+        for attempt in range(attempts_max):
             for address in self.addresses:
                 try:
                     return self._call_one(address, client, attempt, method, message, end_s)
@@ -202,6 +198,8 @@ class NameNode(Struct, frozen=True):
                     cause = error
                 except OSError as error:
                     cause = error
+            if attempt + 1 == attempts_max:
+                break
             if time.monotonic() + _PAUSE_S > end_s:
                 raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s")
             time.sleep(_PAUSE_S)
