@@ -66,8 +66,11 @@ def index_path(settings: Settings, index_digest: str) -> Path:
     return settings.cache_dir / "indexes" / index_digest.partition(":")[2]
 
 
-def load_local_tree(settings: Settings, index_digest: str) -> Tree:
-    """The tree from the node's own copy of the index. Raises: NotFoundError, CorruptError."""
+def load_local_tree(settings: Settings, index_digest: str, *, checks_names: bool = True) -> Tree:
+    """The tree from the node's own copy of the index. `checks_names`: see `blob.index.decode`.
+
+    Raises: NotFoundError, CorruptError.
+    """
     path = index_path(settings, index_digest)
     try:
         data = path.read_bytes()
@@ -77,7 +80,7 @@ def load_local_tree(settings: Settings, index_digest: str) -> Tree:
         raise from_oserror(error, f"read the image's index {path}") from error
     if digest_of(data) != index_digest:
         raise CorruptError(f"{path} does not match the digest in its name; remove it")
-    return decode_index(data, is_verified=True)
+    return decode_index(data, is_verified=True, checks_names=checks_names)
 
 
 def publishing_dir(settings: Settings) -> Path:

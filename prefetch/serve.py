@@ -49,7 +49,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
         state = plan.state
         write_state(plan.state_dir, state)
-        tree = load_local_tree(plan.settings, state.index_digest)
+        tree = load_local_tree(plan.settings, state.index_digest, checks_names=plan.checks_names)
         log = AccessLog()
 
         def worker() -> TreeFileSystem:

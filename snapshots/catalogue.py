@@ -243,12 +243,12 @@ def read_encoded_tree(store: Store, target: Target) -> bytes:
     return data
 
 
-def decode_tree(target: Target, data: bytes, *, checks_names: bool = True) -> Tree:
+def decode_tree(target: Target, data: bytes) -> Tree:
     """The target's tree in `data`, which `read_encoded_tree` gave, checked against its blobs.
 
-    `checks_names`: see `index.decode`. Raises: CorruptError.
+    Raises: CorruptError.
     """
-    tree = index.decode(data, is_verified=True, checks_names=checks_names)
+    tree = index.decode(data, is_verified=True)
     blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
     if blobs != [(blob.digest, blob.size_bytes) for blob in target.blobs]:
         raise CorruptError(f"the index {target.index.digest} belongs to other blobs")

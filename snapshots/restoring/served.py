@@ -72,13 +72,13 @@ def mount_snapshot(
     with ExitStack() as undo:
         all_serving = []
         processes = [process, *repeat(None, len(placed) - 1)]
-        for item, begun in zip(placed, processes, strict=True):
-            all_serving.append(_begin_serving(settings, item, begun))
+        for item, data, begun in zip(placed, encoded, processes, strict=True):
+            all_serving.append(_begin_serving(settings, item, begun, checks_names=data is None))
             undo.callback(_give_up, all_serving[-1])
-        # Meanwhile: the servers check the names, and all but whose trees they are.
+        # Meanwhile: half of what a server would take until it can serve.
         for item, data in zip(placed, encoded, strict=True):
             if data is not None:
-                check_tree(item.target, decode_tree(item.target, data, checks_names=False))
+                check_tree(item.target, decode_tree(item.target, data))
         for serving in all_serving:
             serving.wait()
         served = [
@@ -112,7 +112,9 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
     return data
 
 
-def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
+def _begin_serving(
+    settings: Settings, item: Placed, process: ServerProcess | None, *, checks_names: bool
+) -> Serving:
     """Have the target's tree served in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings, process.identity if process else None)
     tree = state_dir / "tree"
@@ -129,6 +131,7 @@ def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | No
             purpose=PURPOSE,
             scratch=str(scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
+            checks_names=checks_names,
         ),
         state_dir=state_dir,
         process=process,
