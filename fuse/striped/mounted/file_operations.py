@@ -315,7 +315,11 @@ class FileOperations(MountTables):
         finally:
             writer.close()
         assert writer.view is not None
-        self._published(known, writer.view)
+        with self._lock:
+            # The close of what emptied it may not have been heard of yet.
+            for handle in known.handles:
+                handle.is_superseded = True
+            self._published(known, writer.view)
 
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
         if not writer.needs_publishing and not writer.has_failed:

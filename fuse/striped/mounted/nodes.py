@@ -68,9 +68,9 @@ class Node(Struct, eq=False):
         """The writer that was opened last, if any is at work."""
         for handle in reversed(self.handles):
             # The kernel closes the files of a killed process a moment after it is gone.
-            is_at_work = handle.writer is not None and not handle.was_killed
-            if is_at_work and not (handle.is_superseded and handle.only_empties):
-                return handle.writer
+            writer = handle.writer if not handle.was_killed else None
+            if writer is not None and (writer.was_written or not handle.is_superseded):
+                return writer
         return None
 
 
@@ -94,7 +94,7 @@ class Handle(Struct, eq=False):
     is_releasing: bool = False
     """Whether its last descriptor is known to be gone."""
     is_superseded: bool = False
-    """Whether the name was opened anew since: emptying it would come too late."""
+    """Whether the file was opened anew, or cut, since: emptying it would come too late."""
     request: int = 0
     """The request that opened it: a successor may be asked to do that once more."""
     noted: Record | None = None

@@ -241,3 +241,13 @@ def test_a_small_file_that_is_appended_to_can_be_renamed(one: Driver, two: Drive
         one.pwrite(unwritten, 0, b"x")
     assert code_of(caught.value) == errno.EIO
     one.fs.release(*unwritten, 0)
+
+
+def test_a_size_is_shown_before_the_close_before_it_is_complete(one: Driver) -> None:
+    """The kernel says after close(2) that the last descriptor is gone, here after truncate(2)."""
+    emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    one.fs.flush(CALLER, *emptied)
+    one.truncate("f", 5)
+    assert one.size("f") == 5
+    one.fs.release(*emptied, 0)
+    assert (one.size("f"), one.read("f")) == (5, bytes(5))
