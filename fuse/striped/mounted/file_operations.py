@@ -153,10 +153,15 @@ class FileOperations(MountTables):
                     handle.is_superseded = True
                 # Too late for that: they are at it.
                 closed = [handle for handle in emptied if handle.is_releasing]
+            releasing = [handle for handle in known.handles if handle.is_releasing]
         if flags & os.O_ACCMODE != os.O_RDONLY:
             for handle in closed:
                 assert handle.writer is not None
                 self._publish(handle, handle.writer)
+            for handle in releasing:
+                # Shown now, so that it does not hide what is published after it.
+                with handle.publishing:
+                    pass
             return
         # A copy of the descriptor may be open still, in a command that has not written yet: then
         # the old content stands.
@@ -322,11 +327,12 @@ class FileOperations(MountTables):
             self._published(known, writer.view)
 
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
-        if not writer.needs_publishing and not writer.has_failed:
-            return
-        try:
-            writer.publish()
-        finally:
-            self._note_unfinished(handle)
-        if writer.view is not None:
-            self._published(handle.node, writer.view)
+        with handle.publishing:
+            if not writer.needs_publishing and not writer.has_failed:
+                return
+            try:
+                writer.publish()
+            finally:
+                self._note_unfinished(handle)
+            if writer.view is not None:
+                self._published(handle.node, writer.view)

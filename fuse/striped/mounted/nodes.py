@@ -9,6 +9,7 @@ makes the same tables.
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -95,6 +96,8 @@ class Handle(Struct, eq=False):
     """Whether its last descriptor is known to be gone."""
     is_superseded: bool = False
     """Whether the file was opened anew, or cut, since: emptying it would come too late."""
+    publishing: threading.Lock = field(default_factory=threading.Lock)
+    """Held from publishing what it wrote until the node shows it."""
     request: int = 0
     """The request that opened it: a successor may be asked to do that once more."""
     noted: Record | None = None

@@ -4,14 +4,18 @@ import errno
 import os
 import random
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.operations import SetAttributes
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.mounted.nodes import Node
 from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.view import FileView
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
@@ -251,3 +255,36 @@ def test_a_size_is_shown_before_the_close_before_it_is_complete(one: Driver) -> 
     assert one.size("f") == 5
     one.fs.release(*emptied, 0)
     assert (one.size("f"), one.read("f")) == (5, bytes(5))
+
+
+def test_a_late_close_does_not_hide_a_truncation(
+    one: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the close published is shown before what was published after it."""
+    emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    one.fs.flush(CALLER, *emptied)
+    close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
+    published, shown, cut, done = (threading.Event() for _ in range(4))
+    show = one.fs._published
+
+    def published_late(node: Node, view: FileView) -> None:
+        if threading.current_thread() is close:
+            published.set()
+            cut.wait(0.3)
+            show(node, view)
+            shown.set()
+            # The handle is forgotten after this, and what the node shows is looked up anew.
+            done.wait(0.3)
+        else:
+            show(node, view)
+            cut.set()
+            shown.wait(10)
+
+    monkeypatch.setattr(one.fs, "_published", published_late)
+    node = one.node("f")
+    close.start()
+    assert published.wait(10)
+    attributes, _ = one.fs.setattr(CALLER, node, SetAttributes(size_bytes=5))
+    done.set()
+    close.join(10)
+    assert attributes.size_bytes == 5
