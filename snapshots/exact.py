@@ -8,30 +8,38 @@ interpreters write these whenever they like. Stateless.
 
 import hashlib
 import stat
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import compress
 
-from bootseer.blob.stat_record import RECORD
+from bootseer.blob.stat_record import RECORD, Records, directory_record
 from bootseer.blob.tree import Tree
-from bootseer.snapshots.scan import WORK_PREFIX, Scan, is_cache
+from bootseer.snapshots.scan import WORK_PREFIX, Entry, Scan, is_cache
 
-Records = bytearray | memoryview
-"""As `blob.stat_record` has them: of each name of a tree, and behind them of its root."""
-
-# Of a directory only mode, user and group: its times change when a bytecode cache appears in it.
-_DIRECTORY_BYTES = 12
+_Directory = tuple[bytes, list[bytes], bytes | Records]
+"""Path, sorted names in it that count, at least one, and their records one behind the other."""
 
 
 def exact_digest(scanned: Scan) -> str:
     """Equal later on this node only if nothing was written here in between."""
-    paths = sorted(path for path in scanned if not is_cache(path))
-    entries = [scanned[path] for path in paths]
-    return _digest(
-        paths,
-        (
-            RECORD.pack(*entry)[: _DIRECTORY_BYTES if stat.S_ISDIR(entry.mode) else None]
-            for entry in entries
-        ),
-    )
+    below: dict[bytes, list[bytes]] = {}
+    for path in scanned:
+        if path and not is_cache(path):
+            below.setdefault(path.rpartition(b"/")[0], []).append(path)
+
+    def directories() -> Iterable[_Directory]:
+        for directory in sorted(below):
+            paths = sorted(below[directory])
+            records = b"".join(_record(scanned[path]) for path in paths)
+            yield directory, [path.rpartition(b"/")[2] for path in paths], records
+
+    return _digest(_record(scanned[b""]) if scanned else b"", directories())
+
+
+def _record(entry: Entry) -> bytes:
+    if stat.S_ISDIR(entry.mode):
+        return directory_record(entry.mode, entry.uid, entry.gid)
+    return RECORD.pack(*entry)
 
 
 def names_to_record(tree: Tree) -> bytes:
@@ -48,28 +56,32 @@ def made_digest(tree: Tree, recorded: bytes, records: Records) -> str:
     `recorded` names, made after the last change. Nothing if there are none."""
     if not recorded:
         return ""
-    c = tree.columns
-    prefixes: dict[int, bytes] = {0: b""}
-    paths = [(b"", tree.name_count)]
-    for i, (name, parent) in enumerate(zip(c.names, c.name_parent, strict=True)):
-        if recorded[i]:
-            prefix = prefixes.get(parent)
-            if prefix is None:
-                prefix = prefixes[parent] = tree.path(parent) + b"/"
-            paths.append((prefix + name, i))
-    paths.sort()
-    size, modes, inodes = RECORD.size, c.mode, c.name_inode
-    found = []
-    for _, i in paths:
-        is_directory = i == tree.name_count or stat.S_ISDIR(modes[inodes[i]])
-        found.append(records[size * i : size * i + (_DIRECTORY_BYTES if is_directory else size)])
-    return _digest([path for path, _ in paths], found)
+    names, parents = tree.columns.names, tree.columns.name_parent
+    ranges = []
+    first = 0
+    while first < len(names):
+        end = bisect_right(parents, parents[first], first)
+        ranges.append((tree.path(parents[first]), first, end))
+        first = end
+    size = RECORD.size
+
+    def directories() -> Iterable[_Directory]:
+        for path, first, end in sorted(ranges):
+            wanted = recorded[first:end]
+            if 0 not in wanted:
+                yield path, names[first:end], records[size * first : size * end]
+            elif any(wanted):
+                numbers = compress(range(first, end), wanted)
+                found = b"".join(records[size * i : size * (i + 1)] for i in numbers)
+                yield path, list(compress(names[first:end], wanted)), found
+
+    return _digest(records[size * len(names) :], directories())
 
 
-def _digest(paths: Sequence[bytes], records: Iterable[bytes | Records]) -> str:
-    """Names hold no NUL, and a record says by its mode how long it is."""
-    digest = hashlib.sha256(b"%d\0" % len(paths))
-    digest.update(b"\0".join(paths))
-    digest.update(b"\0")
-    digest.update(b"".join(records))
+def _digest(root: bytes | Records, directories: Iterable[_Directory]) -> str:
+    """No path holds a NUL, no name is empty, and there are as many records as names."""
+    digest = hashlib.sha256(root)
+    for path, names, records in directories:
+        digest.update(b"%b\0%b\0\0" % (path, b"\0".join(names)))
+        digest.update(records)
     return "sha256:" + digest.hexdigest()

@@ -28,6 +28,7 @@ from bootseer.blob.extract_pool import FILES_MAX
 from bootseer.blob.extract_tasks import carry_out, make_records, start_pool
 from bootseer.blob.extract_writer import Settings, Writer
 from bootseer.blob.read import ReadBlob
+from bootseer.blob.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
@@ -54,7 +55,7 @@ class ExtractResult(Struct, frozen=True):
     skipped_owners: int
     skipped_xattrs: int
     skipped_set_id_bits: int
-    records: bytearray | memoryview
+    records: Records
     """For each name of the tree what lstat shows, as `stat_record` has it, where that was asked
     for; behind them that of the root."""
 

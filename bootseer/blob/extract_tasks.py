@@ -15,7 +15,7 @@ from bootseer.blob.extract_worker import DamagedError, Worker
 from bootseer.blob.extract_writer import Writer
 from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.read import ReadBlob
-from bootseer.blob.stat_record import RECORD
+from bootseer.blob.stat_record import RECORD, Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
 
@@ -45,7 +45,7 @@ def start_pool(
         return None
 
 
-def make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> bytearray | memoryview:
+def make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> Records:
     """Room for a record of each name, and behind them of the root, which the pool's processes have,
     too; none if nothing is recorded. Raises: OSError."""
     size_bytes = (tree.name_count + 1) * RECORD.size if recorded else 0
@@ -64,7 +64,7 @@ def carry_out(
     writer: Writer,
     root_fd: int,
     files: Sequence[int],
-    records: bytearray | memoryview,
+    records: Records,
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """All tasks, each once; `on_progress` gets content bytes. `records`: see `make_records`.
@@ -89,7 +89,7 @@ def _alone(
     read: ReadBlob,
     writer: Writer,
     root_fd: int,
-    records: bytearray | memoryview,
+    records: Records,
     count: Callable[[int], None],
 ) -> None:
     bases = columns["blob_base"]

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from bootseer.blob.extract_directories import Directories
 from bootseer.blob.extract_sections import SETTINGS, taken
-from bootseer.blob.stat_record import put_record
+from bootseer.blob.stat_record import Records, put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 """(offset, length) in the stored bytes of all blobs, one behind the other."""
@@ -44,7 +44,7 @@ class Worker:
         columns: Mapping[str, Any],
         stored: Stored,
         root_fd: int,
-        records: bytearray | memoryview,
+        records: Records,
     ) -> None:
         """`columns`: those of `extract_sections`, and `name_list`, the names split; `records`: one
         for each name, written where the column `recorded` says so."""

@@ -18,7 +18,7 @@ from msgspec import Struct
 from bootseer.blob.extract_directories import Directories
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_sections import Section
-from bootseer.blob.stat_record import put_record
+from bootseer.blob.stat_record import Records, put_directory, put_record
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 
@@ -142,16 +142,17 @@ class Writer:
             self._finish_name(i)
         self._finish(0, b".", self._root_fd)
 
-    def record(self, recorded: bytes, records: bytearray | memoryview) -> None:
+    def record(self, recorded: bytes, records: Records) -> None:
         """What has been made or changed after the tasks, and the root. See `extract`."""
         plan = self._plan
-        late = (plan.directories, plan.large, plan.with_xattrs, plan.others, *plan.links)
-        for i in filter(recorded.__getitem__, chain.from_iterable(late)):
-            with self.naming(i):
-                directory = self._directories.get(self._parents[i])
-                status = os.stat(self._names[i], dir_fd=directory, follow_symlinks=False)
-                put_record(status, records, i)
-        put_record(os.fstat(self._root_fd), records, self._tree.name_count)
+        late = chain(plan.large, plan.with_xattrs, plan.others, *plan.links)
+        for put, names in ((put_directory, plan.directories), (put_record, late)):
+            for i in filter(recorded.__getitem__, names):
+                with self.naming(i):
+                    directory = self._directories.get(self._parents[i])
+                    status = os.stat(self._names[i], dir_fd=directory, follow_symlinks=False)
+                    put(status, records, i)
+        put_directory(os.fstat(self._root_fd), records, self._tree.name_count)
 
     @contextmanager
     def naming(self, i: int) -> Iterator[None]:

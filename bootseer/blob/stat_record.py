@@ -1,6 +1,7 @@
 """What lstat shows of a name, as bytes of one length: all that a change of it would change.
 
-Alone owns their layout, which `snapshots.exact` hashes. Stateless.
+Of a directory only mode, user and group: the rest is as its names are. Alone owns the layout, which
+`snapshots.exact` hashes. Stateless.
 """
 
 import os
@@ -8,10 +9,14 @@ from struct import Struct
 
 RECORD = Struct("<3I3q2QI")
 """Mode, user, group; size, time of modification and of change in ns; inode, device; link count."""
+_DIRECTORY = Struct(f"<3I{RECORD.size - 12}x")
+
+Records = bytearray | memoryview
+"""Of each name of a tree, and behind them of its root."""
 
 
-def put_record(status: os.stat_result, records: bytearray | memoryview, number: int) -> None:
-    """Write the record of a name to its place among those of all names."""
+def put_record(status: os.stat_result, records: Records, number: int) -> None:
+    """Write the record of a name, not of a directory, to its place among those of all names."""
     RECORD.pack_into(
         records,
         number * RECORD.size,
@@ -25,3 +30,16 @@ def put_record(status: os.stat_result, records: bytearray | memoryview, number: 
         status.st_dev,
         status.st_nlink,
     )
+
+
+def put_directory(status: os.stat_result, records: Records, number: int) -> None:
+    """Write the record of a directory to its place."""
+    place = number * RECORD.size
+    records[place : place + RECORD.size] = directory_record(
+        status.st_mode, status.st_uid, status.st_gid
+    )
+
+
+def directory_record(mode: int, uid: int, gid: int) -> bytes:
+    """The record of a directory."""
+    return _DIRECTORY.pack(mode, uid, gid)

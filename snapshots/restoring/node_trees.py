@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.blob.stat_record import put_record
+from bootseer.blob.stat_record import Records, put_directory, put_record
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
@@ -183,7 +183,7 @@ class NodeTrees:
         return self.can_link_to(directory) and can_reflink(self.directory)
 
 
-def is_whole(path: Path, tree: Tree, records: bytearray | None = None) -> bool:
+def is_whole(path: Path, tree: Tree, records: Records | None = None) -> bool:
     """Whether the directory holds exactly the tree's names, each file with its size and time.
     `records` get what lstat shows of each name, and behind them of the directory itself."""
     try:
@@ -194,7 +194,7 @@ def is_whole(path: Path, tree: Tree, records: bytearray | None = None) -> bool:
         status = os.fstat(top)
         device = status.st_dev
         if records is not None:
-            put_record(status, records, tree.name_count)
+            put_directory(status, records, tree.name_count)
         # A stack of paths: any depth, one descriptor open at a time.
         stack = [(0, b"")]
         while stack:
@@ -217,7 +217,7 @@ def is_whole(path: Path, tree: Tree, records: bytearray | None = None) -> bool:
 
 
 def _is_as_in(
-    fd: int, directory: int, tree: Tree, device: int, records: bytearray | None
+    fd: int, directory: int, tree: Tree, device: int, records: Records | None
 ) -> list[tuple[bytes, int]] | None:
     """The directories in an open directory, by name and inode number of the tree; None where it
     is not as the tree has it. Each link waits for this: no object is made but what stat gives.
@@ -243,6 +243,9 @@ def _is_as_in(
                 return None
         elif kind == stat.S_IFDIR:
             directories.append((name, number))
+            if records is not None:
+                put_directory(found, records, i)
+            continue
         if records is not None:
             put_record(found, records, i)
     return directories

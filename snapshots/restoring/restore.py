@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.blob.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
@@ -18,7 +19,6 @@ from bootseer.errors import (
 )
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
-from bootseer.snapshots.exact import Records
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import work as working
 from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
