@@ -71,8 +71,10 @@ class Presence:
 
     def lacks(self, offset: int, length: int) -> bool:
         """Whether any sector of `[offset, offset + length)` is absent."""
-        first, end = sectors_of(offset, length)
-        return self._map.find(ABSENT, HEADER_BYTES + first, HEADER_BYTES + end) >= 0
+        # As `_slice` has it: each read asks this.
+        start = HEADER_BYTES + offset // SECTOR_BYTES
+        stop = HEADER_BYTES - -(offset + length) // SECTOR_BYTES
+        return self._map.find(ABSENT, start, stop) >= 0
 
     def doubts(self, offset: int, length: int) -> bool:
         """Whether any of them is suspect."""

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, DeadlineError
@@ -39,6 +39,11 @@ _ZEROS = bytes(1024 * 1024)
 _NEGATIVE = Entry(None, entry_ttl_s=_TTL_S)
 _DIRECTORY_BYTES = 4096
 """What stat shows as a directory's size; tools divide by it."""
+
+
+_Content: TypeAlias = tuple[int, int, int, tuple[Extent, ...]]
+"""Size and extents of a file, and between them, where one extent is all of it, as in nearly every
+file, its blob and where it begins there; else -1 and 0."""
 
 
 class Streams(Protocol):
@@ -71,8 +76,8 @@ class TreeFileSystem(Operations):
         self._owner = owner
         self._on_mounted = on_mounted
         self._on_destroyed = on_destroyed
-        # inode -> (size, extents), for inodes that were read.
-        self._contents: dict[int, tuple[int, tuple[Extent, ...]]] = {}
+        # By node, for files that were read.
+        self._contents: dict[int, _Content] = {}
         self._has_xattrs = bool(tree.columns.xattr_sets)
 
     def mounted(self) -> None:
@@ -144,45 +149,44 @@ class TreeFileSystem(Operations):
 
     # `open` stays at its default, ENOSYS: the kernel opens files without asking and keeps pages.
 
-    def _content(self, node: int) -> tuple[int, tuple[Extent, ...]]:
+    def _content(self, node: int) -> _Content:
         known = self._contents.get(node)
         if known is None:
-            inode = self._tree.inode(self._number(node))
-            known = self._contents[node] = (inode.size_bytes, inode.extents)
+            number = self._number(node)
+            size = self._tree.columns.size_bytes[number]
+            extents = tuple([Extent(*extent) for extent in self._tree.extents(number)])
+            whole = extents[0] if len(extents) == 1 else None
+            if whole is None or whole.file_offset or whole.length != size:
+                known = (size, -1, 0, extents)
+            else:
+                known = (size, whole.blob, whole.blob_offset, extents)
+            self._contents[node] = known
         return known
 
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
     ) -> Buffer | Sequence[Buffer]:
-        size, extents = self._content(node)
+        # Few calls here and behind: whoever reads waits for each, and Python's code is mostly not
+        # in the processor's caches any more when the next request comes.
+        size, blob, start, extents = self._contents.get(node) or self._content(node)
         end = min(offset + length, size)
         if offset >= end:
             return b""
         if self._on_access is not None:
             self._on_access(node - 1, offset, end - offset)
         try:
-            return self._content_of(node, size, extents, offset, end)
+            if blob >= 0:
+                count = end - offset
+                return self._streams.read(
+                    blob, start + offset, count, reader=node, end=start + size
+                )
+            return self._gather(node, extents, offset, end)
         except BootseerError as error:
             path = os.fsdecode(self._tree.path(node - 1))
             _log.error("cannot read bytes %d to %d of /%s: %s", offset, end, path, error)
             # Not ENOENT for a blob that is gone: the file is there.
             code = errno.ETIMEDOUT if isinstance(error, DeadlineError) else errno.EIO
             raise OSError(code, os.strerror(code)) from error
-
-    def _content_of(
-        self, node: int, size: int, extents: tuple[Extent, ...], offset: int, end: int
-    ) -> Buffer | Sequence[Buffer]:
-        if len(extents) == 1 and not extents[0].file_offset and extents[0].length == size:
-            # Nearly every file.
-            whole = extents[0]
-            return self._streams.read(
-                whole.blob,
-                whole.blob_offset + offset,
-                end - offset,
-                reader=node,
-                end=whole.blob_offset + size,
-            )
-        return self._gather(node, extents, offset, end)
 
     def _gather(
         self, node: int, extents: Sequence[Extent], offset: int, end: int
@@ -217,7 +221,7 @@ class TreeFileSystem(Operations):
             count -= part
 
     def lseek(self, caller: Caller, node: int, handle: int, offset: int, whence: int) -> int:
-        size, extents = self._content(node)
+        size, _, _, extents = self._content(node)
         if not 0 <= offset < size:
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
         wants_data = whence == os.SEEK_DATA

@@ -10,6 +10,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 from msgspec import Struct
 
@@ -20,6 +21,7 @@ from bootseer.fuse.kernel.lookups import LookupCounts
 from bootseer.fuse.kernel.operations import Caller, DirectoryEntry, Entry, Opened, Operations
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 # The kernel refuses a reply whose error is not in this range (fuse_dev_do_write).
 _ERRNO_MAX = 511
@@ -120,12 +122,12 @@ class Dispatcher:
 
     # ---- names ------------------------------------------------------------------------------
 
-    def _counted(self, make: Callable[[], Entry]) -> Answer:
-        """Run `make`, which names one node, and answer with its entry."""
+    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Call `make`, which names one node, and answer with its entry."""
         nodes: Sequence[int] = ()
         self.lookups.begin()
         try:
-            entry = make()
+            entry = make(*args, **kwargs)
             body = wire.encode_entry(entry)
             if entry.attributes is not None:
                 nodes = (entry.attributes.node,)
@@ -139,26 +141,26 @@ class Dispatcher:
 
     def _lookup(self, caller: Caller, node: int, body: memoryview) -> Answer:
         name = wire.decode_name(body)
-        return self._counted(lambda: self.operations.lookup(caller, node, name))
+        return self._counted(self.operations.lookup, caller, node, name)
 
     def _mknod(self, caller: Caller, node: int, body: memoryview) -> Answer:
         mode, rdev, _, _ = wire.MKNOD_IN.unpack_from(body)
         name = wire.decode_name(body[wire.MKNOD_IN.size :])
-        return self._counted(lambda: self.operations.mknod(caller, node, name, mode, rdev))
+        return self._counted(self.operations.mknod, caller, node, name, mode, rdev)
 
     def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
         mode, _ = wire.MKDIR_IN.unpack_from(body)
         name = wire.decode_name(body[wire.MKDIR_IN.size :])
-        return self._counted(lambda: self.operations.mkdir(caller, node, name, mode))
+        return self._counted(self.operations.mkdir, caller, node, name, mode)
 
     def _symlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
         name, target = wire.decode_two_names(body)
-        return self._counted(lambda: self.operations.symlink(caller, node, name, target))
+        return self._counted(self.operations.symlink, caller, node, name, target)
 
     def _link(self, caller: Caller, node: int, body: memoryview) -> Answer:
         (existing,) = wire.LINK_IN.unpack_from(body)
         name = wire.decode_name(body[wire.LINK_IN.size :])
-        return self._counted(lambda: self.operations.link(caller, existing, node, name))
+        return self._counted(self.operations.link, caller, existing, node, name)
 
     def _forget(self, caller: Caller, node: int, body: memoryview) -> None:
         self._forget_one(node, wire.FORGET_IN.unpack_from(body)[0])

@@ -34,7 +34,8 @@ class LookupCounts:
             counts = self._counts
             for node in nodes:
                 counts[node] = counts.get(node, 0) + 1
-            self._drop_unused()
+            if self._zero:
+                self._drop_unused()
 
     def forget(self, node: int, count: int) -> None:
         """The kernel dropped `count` references, or a reply with them did not arrive.
