@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from bootseer.config import Settings
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.snapshots.manifest import text_of
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.setup.request import Report, Request
@@ -28,6 +29,8 @@ class Attempt(Struct):
     """What is mounted goes when this process ends."""
     note: Callable[[Path, str, str, str], None]
     """Saves that a target holds a fingerprint, made on a base. See `state.remember`."""
+    process: ServerProcess | None = None
+    """Serves a mount, if one was begun."""
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)
     """Where each target lies on this host."""

@@ -84,6 +84,7 @@ def restore_stored(
         until_exit=attempt.until_exit,
         is_container=attempt.request.root != Path("/"),
         scratch=attempt.request.scratch,
+        process=attempt.process,
     )
     done = restore_by_choice(
         attempt.settings,

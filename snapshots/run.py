@@ -19,6 +19,7 @@ from bootseer.errors import (
     SetupFailedError,
 )
 from bootseer.prefetch.cover_users import sweep_covers
+from bootseer.prefetch.server_process import ServerProcess
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import is_too_old, show_age
@@ -57,6 +58,7 @@ def run_setup(
     lease_s: float = 30.0,
     until_exit: bool = False,
     store_is_silent: bool = False,
+    process: ServerProcess | None = None,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
@@ -65,6 +67,7 @@ def run_setup(
     long a node that died holds the others up. `until_exit`: what is mounted goes when
     this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
     has just waited for the store in vain; it is asked briefly whether it answers by now.
+    `process`: see `restoring.early.server_ahead`.
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used.
@@ -72,7 +75,7 @@ def run_setup(
     started = time.monotonic()
     sweep_covers(settings)
     note = remember(settings, request.root)
-    attempt = Attempt(settings, request, report, started, until_exit, note)
+    attempt = Attempt(settings, request, report, started, until_exit, note, process)
     run = _Run(attempt, wait_s, lease_s, store_is_silent)
     try:
         resolved = resolve(request, report)
@@ -149,6 +152,7 @@ class _Run:
         """The command, as without Bootseer."""
         self.report(f"warning: running the set-up without a snapshot: {reason}")
         self._settle()
+        self._end_server()
         return self.attempt.result("ran", setup_s=run_command(self.attempt.request))
 
     def _settle(self) -> None:
@@ -161,6 +165,11 @@ class _Run:
         except BootseerError as error:
             logger.warning("giving up an interrupted restore: %s", error)
             working.abandon(hosts)
+
+    def _end_server(self) -> None:
+        """Nothing will be mounted, and a set-up may take long."""
+        if self.attempt.process is not None:
+            self.attempt.process.abandon()
 
     def _locked(self, store: Store, resolved: Resolved) -> SetupResult:
         attempt = self.attempt
@@ -199,6 +208,7 @@ class _Run:
                     if too_old is not None:
                         age = show_age(time.time_ns() - too_old.created_ns)
                         self.report(f"snapshot {key[:12]} is {age} old; it is made anew")
+                    self._end_server()
                     under = Circumstances(resolved, before, bases, replace, bool(too_old))
                     return run_and_capture(attempt, store, under)
             if time.monotonic() >= self.end:
