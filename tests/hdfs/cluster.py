@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,7 @@ class MiniHdfs:
         conf: Mapping[str, str] | None = None,
         apart: bool = False,
         heap: str = "512m",
+        java_options: Sequence[str] = (),
     ) -> None:
         self.home = home.absolute()
         self.datanode_count = datanode_count
@@ -49,6 +50,7 @@ class MiniHdfs:
         self._conf = dict(conf or {})
         self._apart = apart
         self._heap = heap
+        self._java_options = java_options
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._archive: Path | None = None
@@ -66,10 +68,11 @@ class MiniHdfs:
         command = ["java", f"-Xmx{self._heap}", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
         command += ["-Djava.net.preferIPv4Stack=true"]
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
-        command += ["-cp", ":".join(map(str, jars)), "MiniHdfs", str(self.home)]
+        command += [*self._java_options, "-cp", ":".join(map(str, jars))]
+        command += ["MiniHdfs", str(self.home)]
         bind = "shared"
         if self._apart:
-            bind = ",".join(str(port) for port in _relay_ports(self.datanode_count))
+            bind = ",".join(str(port) for port in unassigned_ports(self.datanode_count))
         command += [str(self.datanode_count), bind]
         command += [f"{key}={value}" for key, value in self._conf.items()]
         with (self.home / "hdfs.log").open("ab") as log:
@@ -193,7 +196,7 @@ class MiniHdfs:
         self.stop()
 
 
-def _relay_ports(count: int) -> list[int]:
+def unassigned_ports(count: int) -> list[int]:
     """Ports that are free on all of loopback, and that no outgoing connection will be given.
 
     The latter are from 32768 on (net.ipv4.ip_local_port_range), and there are many of them.
