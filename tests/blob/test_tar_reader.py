@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bootseer.blob.pack import pack_tar
 from bootseer.blob.read import BlobReader, verify
+from bootseer.blob.tar_fields import verify_checksum
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from tests.blob.trees import reader_of
@@ -88,6 +89,16 @@ def test_paths_lead_through_symbolic_links_inside_the_root() -> None:
                            entry("abs", tarfile.SYMTYPE, "/usr"), entry("abs/lib/y")))  # fmt: skip
     assert tree.resolve(b"usr/lib/x") is not None
     assert tree.resolve(b"usr/lib/y") is not None
+
+
+@pytest.mark.parametrize("name", ["a", "\u00e9", "\u00ff" * 45])
+@pytest.mark.parametrize("off", [1, 256, 65521, -65521])
+def test_a_header_checksum_that_is_off_is_refused(name: str, off: int) -> None:
+    data = archive(entry(name), gnu=True)
+    verify_checksum(data[:512], 0)
+    digits = b"%06o" % ((int(data[148:154], 8) + off) % 8**6)
+    with pytest.raises(CorruptError, match="checksum"):
+        verify_checksum(data[:148] + digits + data[154:512], 0)
 
 
 def test_hard_links() -> None:

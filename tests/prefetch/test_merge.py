@@ -1,6 +1,7 @@
 """Layers are merged as the specification says: an obviously right model, and chosen cases."""
 
 import stat
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
+from bootseer.blob.columns import Columns
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError
@@ -206,8 +208,6 @@ def test_a_plain_root_file_system_has_no_whiteouts() -> None:
 
 def test_only_blobs_that_are_needed_are_kept() -> None:
     def layer(name: str, digit: str) -> LayerTree:
-        from array import array
-
         frames = FrameTable(array("I", [10]), array("I", [100]), bytes(32))
         inode = Inode(FILE, size_bytes=5, extents=(Extent(0, 0, 20, 5),))
         tree = build_tree(
@@ -221,6 +221,20 @@ def test_only_blobs_that_are_needed_are_kept() -> None:
     assert [blob.digest[7] for blob in tree.blobs] == ["2", "3"]
     found = {p: tree.inode(n).extents[0].blob for p, n in tree.walk() if p}
     assert found == {b"x": 1, b"y": 0, b"z": 0}
+
+
+def test_an_extent_in_no_blob_of_its_layer_is_not_looked_for_in_the_next_layers_blobs() -> None:
+    frames = FrameTable(array("I", [10]), array("I", [100]), bytes(32))
+    blob = Blob("sha256:" + "1" * 64, 10, frames, "sha256:" + "1" * 64, 100)
+    inode = Inode(FILE, size_bytes=5, extents=(Extent(0, 0, 20, 5),))
+    right = build_tree([(b"x", 1)], [Inode(DIRECTORY), inode], [blob])
+
+    def load(section: str) -> bytes:
+        return bytes([1, 0, 0, 0]) if section == "extent_blob" else right.columns.load(section)
+
+    wrong = Tree(Columns(2, 1, load), right.blobs)
+    with pytest.raises(CorruptError, match="blob"):
+        merge([LayerTree(wrong), LayerTree(right)])
 
 
 def test_deep_trees_do_not_recurse() -> None:
