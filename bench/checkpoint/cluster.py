@@ -66,7 +66,14 @@ class CappedHdfs:
         self.bytes_per_s = bytes_per_s
         self.rates: list[float | None] = [bytes_per_s] * count
         apart = limiter is not None and limiter.apart
-        self._hdfs = MiniHdfs(home, datanode_count=count, conf=_CONF, apart=apart, heap="768m")
+        self._hdfs = MiniHdfs(
+            home,
+            datanode_count=count,
+            conf=_CONF,
+            apart=apart,
+            heap="768m",
+            is_measured=True,
+        )
         self._limiter = limiter
         self._links: Links | None = None
         self._stack = contextlib.ExitStack()

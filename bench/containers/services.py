@@ -57,5 +57,5 @@ def hdfs_store(folder: Path) -> Iterator[str]:
     from tests.hdfs.cluster import MiniHdfs
 
     conf = {"dfs.replication": "1"}
-    with MiniHdfs(folder / "hdfs", datanode_count=1, conf=conf) as cluster:
+    with MiniHdfs(folder / "hdfs", datanode_count=1, conf=conf, is_measured=True) as cluster:
         yield f"{cluster.url}/bootseer"
