@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from bootseer.errors import NotFoundError
 from bootseer.store.hdfs import HdfsBackend
 from bootseer.store.hdfs_datanode import DataNodes, _headers
 from bootseer.store.hdfs_replicas import Replica
@@ -73,6 +74,23 @@ def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> 
     attempt.stop()
     assert stored.data_nodes.read_into(blocks, 0, memoryview(buffer), attempt) == 0
     assert not any(buffer)
+
+
+@pytest.mark.hdfs
+def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBackend) -> None:
+    """What lies elsewhere is known from the start; the library is asked only now."""
+    with contextlib.closing(HdfsBackend(stored.url)) as backend:  # what failed is remembered
+        with backend.create("gone") as writer:
+            writer.write(CONTENT[:BLOCK])
+        reader = backend.open_reader("gone", is_checked=True)
+        backend.delete("gone")
+        (block,) = reader.blocks
+        for replica in block.replicas:
+            backend.data_nodes._shun(replica.address)
+        attempt = Attempt()
+        attempt.is_checked = True
+        with pytest.raises(NotFoundError):
+            reader.read_into(0, memoryview(bytearray(1024)), attempt)
 
 
 # BlockOpResponseProto: success; checksums of no kind, 512 bytes each, from offset 0.
