@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import (
@@ -19,7 +20,6 @@ from bootseer.errors import (
     SetupFailedError,
 )
 from bootseer.prefetch.cover_users import sweep_covers
-from bootseer.prefetch.server_process import ServerProcess
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import is_too_old, show_age
@@ -30,6 +30,7 @@ from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring import mounted
 from bootseer.snapshots.restoring import work as working
+from bootseer.snapshots.restoring.early import server_ahead
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_stored
 from bootseer.snapshots.scan import base_digest
 from bootseer.snapshots.setup.execute import run_command
@@ -58,7 +59,7 @@ def run_setup(
     lease_s: float = 30.0,
     until_exit: bool = False,
     store_is_silent: bool = False,
-    process: ServerProcess | None = None,
+    forks: bool = False,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
@@ -67,7 +68,7 @@ def run_setup(
     long a node that died holds the others up. `until_exit`: what is mounted goes when
     this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
     has just waited for the store in vain; it is asked briefly whether it answers by now.
-    `process`: see `restoring.early.server_ahead`.
+    `forks`: a server may begin as a copy of this process (see `restoring.early`).
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used.
@@ -75,8 +76,8 @@ def run_setup(
     started = time.monotonic()
     sweep_covers(settings)
     note = remember(settings, request.root)
-    attempt = Attempt(settings, request, report, started, until_exit, note, process)
-    run = _Run(attempt, wait_s, lease_s, store_is_silent)
+    attempt = Attempt(settings, request, report, started, until_exit, note)
+    run = _Run(attempt, wait_s, lease_s, store_is_silent, forks)
     try:
         resolved = resolve(request, report)
     except (InvalidInputError, NotFoundError):
@@ -92,7 +93,12 @@ class _Run:
     """Uses what there is, waits for whoever is making it, or makes it."""
 
     def __init__(
-        self, attempt: Attempt, wait_s: float, lease_s: float, store_is_silent: bool
+        self,
+        attempt: Attempt,
+        wait_s: float,
+        lease_s: float,
+        store_is_silent: bool,
+        forks: bool,
     ) -> None:
         self.attempt = attempt
         self.settings = attempt.settings
@@ -100,6 +106,7 @@ class _Run:
         self.wait_s = wait_s
         self.lease_s = lease_s
         self.store_is_silent = store_is_silent
+        self.forks = forks
         self.end = attempt.started + wait_s
         self.is_locked = False
 
@@ -124,7 +131,7 @@ class _Run:
                 store = stack.enter_context(
                     open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
                 )
-                return self._locked(store, resolved)
+                return self._locked(store, resolved, stack)
             except SetupFailedError:
                 raise
             except NotStoredError as error:
@@ -171,7 +178,7 @@ class _Run:
         if self.attempt.process is not None:
             self.attempt.process.abandon()
 
-    def _locked(self, store: Store, resolved: Resolved) -> SetupResult:
+    def _locked(self, store: Store, resolved: Resolved, stack: ExitStack) -> SetupResult:
         attempt = self.attempt
         kept = keep_mount(attempt, store, resolved)
         if kept is not None:
@@ -181,6 +188,9 @@ class _Run:
         kept = keep_in_place(attempt, store, resolved, before)
         if kept is not None:
             return kept
+        # In a container this interpreter's files are not there.
+        if self.forks and attempt.request.root == Path("/"):
+            attempt.process = stack.enter_context(server_ahead(self.settings))
         key = attempt.key = resolved.key(bases)
         pause = _POLL_FIRST_S
         is_told = False

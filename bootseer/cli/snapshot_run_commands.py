@@ -121,14 +121,11 @@ def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options
     if dry_run:
         _tell(settings, request, as_json)
         return
-    from bootseer.snapshots.restoring.early import server_ahead
+    from bootseer.snapshots.run import run_setup
 
     # As an exception it ends the command and gives the lease back.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with server_ahead(settings) as process:
-        from bootseer.snapshots.run import run_setup
-
-        result = run_setup(settings, request, report=say, wait_s=wait_s, process=process)
+    result = run_setup(settings, request, report=say, wait_s=wait_s, forks=True)
     if as_json:
         emit_json(
             {

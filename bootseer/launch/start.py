@@ -15,7 +15,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import Struct
@@ -30,7 +29,6 @@ from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Time
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container
-    from bootseer.prefetch.server_process import ServerProcess
     from bootseer.snapshots.setup.request import Request
 
 # What makes a set-up line a script for the shell rather than a plain command.
@@ -140,14 +138,6 @@ class _Start:
             self._container.enter()
 
     def _set_up(self, command: list[str], span: Span) -> None:
-        from bootseer.snapshots.restoring.early import server_ahead
-
-        # Not in a container: this interpreter's files are not there.
-        ahead = nullcontext() if self._container is not None else server_ahead(self._settings)
-        with ahead as process:
-            self._set_up_with(process, command, span)
-
-    def _set_up_with(self, process: "ServerProcess | None", command: list[str], span: Span) -> None:
         from bootseer.snapshots.run import run_setup
         from bootseer.snapshots.setup.request import Request, run_plainly
 
@@ -167,7 +157,7 @@ class _Start:
             report=self._say,
             until_exit=True,
             store_is_silent=self._store_is_silent,
-            process=process,
+            forks=True,
         )
         # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
         self._store_is_silent |= result.how == "ran"
