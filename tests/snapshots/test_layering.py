@@ -330,8 +330,11 @@ def _tree(*blob_bytes: int, uses: Sequence[tuple[int, int]]) -> Tree:
     blobs = [
         Blob(
             f"sha256:{number:064x}",
-            10,
-            (Frame(0, 10, 0, size, bytes(32)),),
+            20,
+            (
+                Frame(0, 10, 0, size // 2, bytes(32)),
+                Frame(10, 10, size // 2, size - size // 2, bytes(32)),
+            ),
             f"blake3:{0:064x}",
             size,
         )
