@@ -14,7 +14,7 @@ from bootseer.store.backend import Backend, FileInfo
 class Attempt:
     """One try to fill a buffer, which its owner may give up at any moment."""
 
-    __slots__ = ("done_bytes", "is_checked", "is_given_up", "is_late", "lock")
+    __slots__ = ("done_bytes", "is_checked", "is_given_up", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -25,9 +25,6 @@ class Attempt:
         self.is_checked = False
         """Whether its owner checks the bytes, and asks again where they are wrong: a reader may
         leave out checks of its own."""
-        self.is_late = False
-        """Whether its owner found it slower than others of its kind, and asks for the same again:
-        a reader that has a choice serves it, and what comes later, from elsewhere."""
 
     def give_up(self) -> None:
         """Let the reader stop as soon as it can."""

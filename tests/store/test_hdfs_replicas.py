@@ -1,6 +1,6 @@
-"""Which DataNode is read from: evenly, and not the one that is slow or away."""
+"""Which DataNode is read from: each as much as it can give, and none that is away."""
 
-from bootseer.store.hdfs_replicas import Replica, Replicas
+from bootseer.store.hdfs_replicas import Address, Replica, Replicas
 from bootseer.store.opened import Attempt
 
 A, B, C = (("10.0.0.1", 9866), ("10.0.0.2", 9866), ("10.0.0.3", 9866))
@@ -24,19 +24,61 @@ def test_the_one_with_the_fewest_reads_is_chosen() -> None:
     assert replicas.begin(HERE, Attempt()) == B
 
 
-def test_what_is_late_is_asked_for_elsewhere_and_so_is_what_comes_next() -> None:
+def _read(replicas: Replicas, clock: Clock, address: Address, seconds: float) -> None:
+    """A read of 1 MiB from a DataNode that takes so long."""
+    attempt = Attempt()
+    assert replicas.begin((Replica(address),), attempt) == address
+    clock.now_s += seconds
+    attempt.done_bytes = 1 << 20
+    replicas.end(address, attempt)
+
+
+def test_one_that_is_slower_gets_as_much_less() -> None:
     clock = Clock()
     replicas = Replicas(clock)
-    late = Attempt()
-    assert replicas.begin(HERE, late) == A
-    late.is_late = True
-    assert [replicas.begin(HERE, Attempt()) for _ in range(3)] == [B, B, B]
-    replicas.end(A, late)
-    clock.now_s = 59.0
-    assert replicas.begin(HERE, Attempt()) == B
+    _read(replicas, clock, A, 10.0)
+    _read(replicas, clock, B, 1.0)
+    _read(replicas, clock, C, 1.2)
+    chosen = [replicas.begin(HERE, Attempt()) for _ in range(11)]
+    assert chosen.count(A) == 1
+    assert chosen[0] == B
     assert replicas.begin((Replica(A),), Attempt()) == A, "rather slowly than not at all"
-    clock.now_s = 61.0
-    assert replicas.begin(HERE, Attempt()) == A
+    assert [replicas.begin((Replica(C), Replica(A)), Attempt()) for _ in range(3)] == [C, C, C]
+
+
+def test_those_that_differ_little_are_read_from_evenly() -> None:
+    clock = Clock()
+    replicas = Replicas(clock)
+    _read(replicas, clock, A, 2.0)
+    _read(replicas, clock, B, 1.0)
+    assert [replicas.begin(HERE, Attempt()) for _ in range(4)] == [A, B, A, B]
+
+
+def test_what_does_not_come_is_asked_for_elsewhere_and_so_is_what_comes_next() -> None:
+    clock = Clock()
+    replicas = Replicas(clock)
+    _read(replicas, clock, B, 0.03)
+    stuck = Attempt()
+    assert replicas.begin(HERE, stuck) == A
+    clock.now_s += 1.0
+    assert [replicas.begin(HERE, Attempt()) for _ in range(5)] == [B] * 5
+    stuck.give_up()
+    replicas.end(A, stuck)
+    assert replicas.begin(HERE, Attempt()) == B
+    clock.now_s += 61.0
+    assert replicas.begin(HERE, Attempt()) == A, "it has a new chance"
+
+
+def test_what_was_given_up_early_does_not_look_fast() -> None:
+    clock = Clock()
+    replicas = Replicas(clock)
+    _read(replicas, clock, B, 1.0)
+    _read(replicas, clock, A, 20.0)
+    stopped = Attempt()
+    assert replicas.begin((Replica(A),), stopped) == A
+    stopped.give_up()
+    replicas.end(A, stopped)
+    assert [replicas.begin(HERE, Attempt()) for _ in range(3)] == [B, B, B]
 
 
 def test_one_that_failed_is_left_alone_for_a_while() -> None:
@@ -50,10 +92,7 @@ def test_one_that_failed_is_left_alone_for_a_while() -> None:
     assert replicas.begin((Replica(A),), Attempt()) == A
 
 
-def test_one_in_another_rack_is_for_when_the_near_one_is_slow() -> None:
+def test_one_in_another_rack_is_for_when_the_near_one_has_much_to_do() -> None:
     replicas = Replicas()
     apart = (Replica(A), Replica(B, is_far=True))
-    attempts = [Attempt(), Attempt()]
-    assert [replicas.begin(apart, attempt) for attempt in attempts] == [A, A]
-    attempts[0].is_late = True
-    assert replicas.begin(apart, Attempt()) == B
+    assert [replicas.begin(apart, Attempt()) for _ in range(6)] == [A, A, A, A, B, A]

@@ -202,7 +202,6 @@ class Fetcher:
     def _ask_again(self, run: Run) -> None:
         """`run` is late: have the same bytes read by somebody else, too."""
         fetch = run.fetch
-        run.attempt.is_late = True
         with fetch.lock:
             if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
                 return
