@@ -168,6 +168,11 @@ class HdfsBackend(HdfsConnection):
         others = [self.full(source, file=True) for source in sources]
         join_files(self._found.get(), full, others, f"join files to {self.name(target)}")
 
+    @property
+    def is_one_rack(self) -> bool:
+        """As `PlacesFiles.is_one_rack`."""
+        return self._placer.is_one_rack
+
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
         """As `PlacesFiles.place`."""
         return self._placer.place(self.full(path, file=True), avoid)

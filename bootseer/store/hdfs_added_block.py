@@ -5,6 +5,11 @@ from msgspec import Struct
 from bootseer.store import hdfs_protobuf as pb
 
 
+def rack_of(info: bytes) -> tuple[bytes, ...]:
+    """Where a DataNode stands, by its DatanodeInfoProto. Raises: ValueError, IndexError."""
+    return tuple(pb.every(info, 8))
+
+
 class AddedBlock(Struct, frozen=True):
     """A block that was allocated, and is still empty."""
 

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Collection
 
+from bootseer.store.hdfs_added_block import rack_of
 from bootseer.store.hdfs_errors import TOO_FEW_DATANODES
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_rpc import UNANSWERED, RpcError
@@ -31,6 +32,16 @@ class HdfsPlacer:
         """Of DataNodes that were chosen before, by UUID: what an exclusion must show."""
         self._replica_count = 0
         self._awaited: dict[str, Placed | None] = {}
+
+    @property
+    def is_one_rack(self) -> bool:
+        """As `PlacesFiles.is_one_rack`, of the DataNodes that were chosen before."""
+        with self._lock:
+            infos = tuple(self._seen.values())
+        try:
+            return len({rack_of(info) for info in infos}) <= 1
+        except (ValueError, IndexError):
+            return False
 
     def await_placed(self, path: str) -> None:
         """From now on `path` will be placed, and `take_placed` wants to know."""

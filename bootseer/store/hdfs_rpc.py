@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store import hdfs_protobuf as pb
-from bootseer.store.hdfs_added_block import AddedBlock
+from bootseer.store.hdfs_added_block import AddedBlock, rack_of
 from bootseer.store.hdfs_replicas import Replica
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
@@ -97,8 +97,7 @@ class NameNode(Struct, frozen=True):
         facts = dict(pb.fields(located))
         (block,), (token,) = pb.every(located, 1), pb.every(located, 5)
         infos = pb.every(located, 3) if facts.get(4) == 0 else []
-        # DatanodeInfoProto: location, which is the rack
-        racks = [pb.every(info, 8) for info in infos]
+        racks = [rack_of(info) for info in infos]
         replicas = tuple(
             Replica(self._address(info), rack != racks[0])
             for info, rack in zip(infos, racks, strict=True)

@@ -8,6 +8,12 @@ from typing import Protocol, runtime_checkable
 class PlacesFiles(Protocol):
     """A backend that does. Thread-safe. Nothing raises: nothing depends on it but speed."""
 
+    @property
+    def is_one_rack(self) -> bool:
+        """Whether replicas may lie on any servers: as far as is known, none are nearer to each
+        other than the rest."""
+        ...
+
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
         """Have servers chosen, other than `avoid`, for the first block of a file that was just
         created, before anything is written to it.

@@ -215,7 +215,9 @@ class PartWriter:
         if group.has_checksums and not self._failed_names:
             writer.expect_checksums()
         if isinstance(group.backend, PlacesFiles):
-            self._servers = group.placement.choose(partial(group.backend.place, path))
+            self._servers = group.placement.choose(
+                partial(group.backend.place, path), is_one_rack=group.backend.is_one_rack
+            )
         return writer
 
     def _settle(self, writer: Writer) -> None:

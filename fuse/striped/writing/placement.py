@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
+from bootseer.fuse.striped.writing.replica_groups import Group, choose_group
+
 # One part at a time is placed, so that each choice knows those before it. The others wait as long
 # as one after another is: on a busy node eight were seen to take longer than a single one may.
 _TURN_MAX_S = 2.0
@@ -20,7 +22,7 @@ _ALL_KNOWN_S = 60.0
 # A server that was chosen and did not take the part is dead, and the storage notices so late.
 _SHUNNED_S = 600.0
 
-Place = Callable[[Collection[str]], tuple[str, ...] | None]
+Place = Callable[[Collection[str]], Group | None]
 """`PlacesFiles.place` of one file: the servers, other than those to avoid."""
 
 
@@ -31,6 +33,7 @@ class Placement:
         self.block_bytes = 0
         """The storage cuts parts into blocks of so many bytes; 0 as long as nobody knows."""
         self._open_counts: Counter[str] = Counter()
+        self._open_groups: Counter[Group] = Counter()
         self._shunned_until_s: dict[str, float] = {}
         self._all_known_until_s = 0.0
         self._replica_count = 1
@@ -38,12 +41,15 @@ class Placement:
         self._turn_count = 0
         self._lock = threading.Lock()
 
-    def choose(self, place: Place) -> tuple[str, ...]:
-        """The servers of a new part, counted until `release`; empty where nobody says."""
+    def choose(self, place: Place, *, is_one_rack: bool = False) -> Group:
+        """The servers of a new part, counted until `release`; empty where nobody says.
+
+        `is_one_rack`: whether any two servers are as far apart as any other two.
+        """
         if not self._wait_for_turn():
             return ()
         try:
-            for avoid in self._wishes():
+            for avoid in self._wishes(is_one_rack):
                 servers = place(avoid)
                 if servers is not None:
                     self._count(servers)
@@ -65,7 +71,7 @@ class Placement:
             if self._turn_count == turn_count or time.monotonic() > end_s:
                 return False
 
-    def settle(self, chosen: tuple[str, ...], actual: tuple[str, ...]) -> tuple[str, ...]:
+    def settle(self, chosen: Group, actual: Group) -> Group:
         """Count the part where it has come to lie in the end; returns that."""
         if not chosen or not actual or set(chosen) == set(actual):
             return chosen
@@ -76,28 +82,37 @@ class Placement:
         self._count(actual)
         return actual
 
-    def release(self, servers: tuple[str, ...]) -> None:
+    def release(self, servers: Group) -> None:
         """A part has ended."""
         with self._lock:
             self._open_counts.subtract(servers)
+            self._open_groups -= Counter([servers])
 
-    def _count(self, servers: tuple[str, ...]) -> None:
+    def _count(self, servers: Group) -> None:
         with self._lock:
             self._open_counts.update(servers)
+            self._open_groups[servers] += 1
             self._replica_count = max(1, len(servers))
 
-    def _wishes(self) -> Iterator[frozenset[str]]:
+    def _wishes(self, is_one_rack: bool) -> Iterator[frozenset[str]]:
         """Which servers to avoid: what is best, and what will do where that cannot be had."""
         with self._lock:
             shunned = self._shunned()
             counts = dict(self._open_counts)
+            groups = tuple(self._open_groups)
             replica_count = self._replica_count
-        if replica_count == 1 and time.monotonic() >= self._all_known_until_s:
+        is_free = replica_count == 1 or is_one_rack
+        if is_free and time.monotonic() >= self._all_known_until_s:
             # Rather a server that is not known yet than a second part for one.
             wish = shunned.union(server for server, count in counts.items() if count)
             yield wish
             if not wish:
                 return
+        if replica_count > 1 and is_one_rack:
+            usable = {server: count for server, count in counts.items() if server not in shunned}
+            group = choose_group(usable, groups, replica_count)
+            if len(group) == replica_count:
+                yield frozenset(counts).difference(group)
         # Replicas are to lie apart (in several racks), so the storage must have a choice.
         kept_count = 1 if replica_count == 1 else max(2 * replica_count, -(-len(counts) // 2))
         least = sorted(count for server, count in counts.items() if server not in shunned)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,27 @@ def test_parts_are_spread_evenly(server_count: int, replica_count: int) -> None:
             assert max(parts.values()) == -(-8 // server_count)
         # A refusal tells that all servers are known: it is not asked for again and again.
         assert drawing.asked_count <= 8 + 1
+
+
+def _always(servers: tuple[str, ...], avoid: Collection[str]) -> tuple[str, ...]:
+    return servers
+
+
+@pytest.mark.parametrize("server_count", [7, 8, 12])
+def test_parts_with_two_replicas_are_joined_to_a_ring(server_count: int) -> None:
+    """Two that lay on the same two DataNodes were both read from one where the other was slow."""
+    drawing, placement = Drawing(server_count, 2, 5), Placement()
+    for pair in zip(drawing.servers, drawing.servers[1:], strict=False):
+        placement.release(placement.choose(partial(_always, pair)))
+    for _ in range(20):
+        groups = [placement.choose(drawing.place, is_one_rack=True) for _ in range(server_count)]
+        assert Counter(chain(*groups)) == dict.fromkeys(drawing.servers, 2)
+        ring = {groups[0][0]}
+        for _ in groups:
+            ring.update(*(group for group in groups if ring.intersection(group)))
+        assert ring == set(drawing.servers)
+        for group in groups:
+            placement.release(group)
 
 
 def test_parts_that_have_ended_count_no_more() -> None:
