@@ -232,7 +232,8 @@ class _Options:
 
     def __init__(self, url: str, deadline_s: float) -> None:
         try:
-            query = urlsplit(url, allow_fragments=False).query
+            parts = urlsplit(url, allow_fragments=False)
+            _, query = parts.port, parts.query  # a port that is none raises
             values = {
                 key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
             }
