@@ -98,7 +98,7 @@ def run_json(
         # A reader stuck in FUSE dies only when its mount is aborted, which the session does next.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=2)
-        raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s") from None
+        raise RuntimeError(f"{Path(command[0]).name} did not end within {timeout_s:g} s") from None
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed ({process.returncode}): {err[-2000:]}")
     return json.loads(out)

@@ -107,7 +107,9 @@ class Node:
                 text=True, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s") from None
+            raise RuntimeError(
+                f"{Path(command[0]).name} did not end within {timeout_s:g} s"
+            ) from None
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self._commands_cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if done.returncode != 0:
