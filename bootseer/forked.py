@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
-from bootseer.waiting import wait_readable
+from bootseer.waiting import wait_ended
 
 _FAILED = 70  # EX_SOFTWARE of sysexits.h
 # Of /proc/self/stat, behind the name: arg_start and arg_end of proc_pid_stat(5).
@@ -40,12 +40,8 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code. Raises: subprocess.TimeoutExpired."""
         if self.returncode is None:
-            process = os.pidfd_open(self.pid)
-            try:
-                if not wait_readable([process], timeout):
-                    raise subprocess.TimeoutExpired([], timeout or 0)
-            finally:
-                os.close(process)
+            if not wait_ended(self.pid, timeout):
+                raise subprocess.TimeoutExpired([], timeout or 0)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 

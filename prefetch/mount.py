@@ -28,9 +28,9 @@ from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import (
+    begin_serving,
     check_mount_point,
     end_server,
-    serve_tree,
 )
 
 
@@ -94,7 +94,7 @@ def mount_image(
         path = check_mount_point(directory)
     obtained = obtain_image(settings, image) if isinstance(image, str) else image
     try:
-        plan = serve_tree(
+        plan = begin_serving(
             settings,
             obtained.record.reference,
             obtained.record.index_digest,
@@ -102,7 +102,7 @@ def mount_image(
             options,
             state_dir=state_dir,
             process=process,
-        )
+        ).wait()
     finally:
         # The server has the streams open by now.
         obtained.release()

@@ -15,7 +15,7 @@ from bootseer import background
 from bootseer.config import Settings
 from bootseer.errors import DeadlineError, from_oserror
 from bootseer.private import make_private_directory
-from bootseer.waiting import wait_readable
+from bootseer.waiting import wait_ended
 
 _START_S = 30.0
 
@@ -61,13 +61,10 @@ class ServerProcess:
         starting, self._starting = self._starting, None
         assert starting is not None
         with starting:
-            # Popen.wait would look every 50 ms, and each start waits for this.
-            process_fd = os.pidfd_open(starting.process.pid)
             try:
-                if not wait_readable([process_fd], _START_S):
+                if not wait_ended(starting.process.pid, _START_S):
                     raise DeadlineError(f"{self._what} did not start in {_START_S:g} s")
             finally:
-                os.close(process_fd)
                 # Nothing where it has ended, as it should.
                 starting.process.kill()
                 starting.process.wait()

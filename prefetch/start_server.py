@@ -49,8 +49,9 @@ class Serving:
         self.plan = plan
         self._process: ServerProcess | None = process
 
-    def wait(self) -> None:
-        """Until the tree is mounted. Raises, once: as `mount_image`; nothing is mounted then."""
+    def wait(self) -> ServePlan:
+        """Until the tree is mounted; what its server carries out. Raises, once: as `mount_image`;
+        nothing is mounted then."""
         process, self._process = self._process, None
         try:
             if process is not None:
@@ -58,29 +59,7 @@ class Serving:
         except BaseException:
             _end_failed(self.plan)
             raise
-
-
-def serve_tree(
-    settings: Settings,
-    name: str,
-    index_digest: str,
-    directory: Path,
-    options: ServeOptions = DEFAULTS,
-    *,
-    state_dir: Path | None = None,
-    process: ServerProcess | None = None,
-) -> ServePlan:
-    """Mount the tree whose index this node's cache holds on `directory`, an existing one, as
-    `mount_image` does. `name` is what people will see. The plan that its server carries out.
-
-    `process` serves it, if one was begun for the mount that `state_dir` is for.
-    Raises: as `mount_image`.
-    """
-    serving = begin_serving(
-        settings, name, index_digest, directory, options, state_dir=state_dir, process=process
-    )
-    serving.wait()
-    return serving.plan
+        return self.plan
 
 
 def begin_serving(
@@ -93,8 +72,10 @@ def begin_serving(
     state_dir: Path | None = None,
     process: ServerProcess | None = None,
 ) -> Serving:
-    """The first half of `serve_tree`, for who has something to do while the server begins.
+    """Have a server mount the tree whose index this node's cache holds on `directory`, an existing
+    one, as `mount_image` does; `wait` for it. `name` is what people will see.
 
+    `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.
     """
     record = options.record

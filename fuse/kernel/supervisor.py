@@ -34,7 +34,7 @@ from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server, attach
-from bootseer.waiting import wait_readable
+from bootseer.waiting import wait_ended, wait_readable
 
 log = logging.getLogger(__name__)
 
@@ -287,12 +287,8 @@ def _work(
 
 
 def _ends_within(pid: int, timeout_s: float) -> bool:
-    pidfd = os.pidfd_open(pid)
-    try:
-        if not wait_readable([pidfd], timeout_s):
-            return False
-    finally:
-        os.close(pidfd)
+    if not wait_ended(pid, timeout_s):
+        return False
     _reap(pid)
     return True
 

@@ -22,7 +22,7 @@ from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.prefetch.start_server import serve_tree
+from bootseer.prefetch.start_server import begin_serving
 
 _log = logging.getLogger(__name__)
 
@@ -119,13 +119,13 @@ class ServedTrees:
             self._mounting.add(path)
         try:
             path.mkdir(mode=0o755)
-            serve_tree(
+            begin_serving(
                 self._settings,
                 name,
                 key.index_digest,
                 path,
                 ServeOptions(workload=key.workload, window_s=self._window_s, purpose=PURPOSE),
-            )
+            ).wait()
         except (BootseerError, OSError) as error:
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -18,7 +18,7 @@ from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.fill import Fill
 from bootseer.prefetch.mount import unmount_image
 from bootseer.prefetch.serve_plan import ServeOptions
-from bootseer.prefetch.start_server import serve_tree
+from bootseer.prefetch.start_server import begin_serving
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import (
@@ -198,7 +198,7 @@ def test_a_complete_image_starts_without_the_store(
             assert status["sources"]["fill_bytes"] == status["image_bytes"]
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         options = ServeOptions(record="never")
-        serve_tree(settings, "image:1", record.index_digest, tmp_path / "mnt", options)
+        begin_serving(settings, "image:1", record.index_digest, tmp_path / "mnt", options).wait()
         found = checksums_outside([tmp_path / "mnt" / "one", tmp_path / "mnt" / "two"])
         assert found == expected
         unmount_image(settings, tmp_path / "mnt")

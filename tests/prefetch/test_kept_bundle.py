@@ -11,7 +11,7 @@ from bootseer.prefetch.control import ask
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.kept_bundle import keep_bundle, kept_bundle
 from bootseer.prefetch.mount import unmount_image
-from bootseer.prefetch.start_server import serve_tree
+from bootseer.prefetch.start_server import begin_serving
 from tests.support.image_mounts import (
     index,
     mounted,
@@ -44,7 +44,7 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
         outside(READ, directory / "one", directory / "two")
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     try:
-        served = serve_tree(settings, "image:1", record.index_digest, directory)
+        served = begin_serving(settings, "image:1", record.index_digest, directory).wait()
         wait_for(lambda: ask(served.state_dir, "status")["prefetch"] is not None)
         outside(READ, directory / "one", directory / "two")
         status = ask(served.state_dir, "status")

@@ -2,9 +2,8 @@
 
 import contextlib
 import random
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +13,7 @@ from bootseer.store.hdfs_datanode import DataNodes, _headers
 from bootseer.store.hdfs_replicas import Replica
 from bootseer.store.hdfs_rpc import StoredBlock
 from bootseer.store.opened import Attempt
+from tests.support.answering import answering
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -105,27 +105,6 @@ def _packets(headers: bytes) -> bytes:
     return parts[0] + b"a" * 512 + parts[1] + b"b" * 512 + parts[2]
 
 
-@contextlib.contextmanager
-def _served(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
-    """The address of a DataNode that gives `answer` to the first request, then no more."""
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(4096)
-            answer(connection)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):
-                pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("answer", "count"),
     [
@@ -154,7 +133,7 @@ def _served(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, in
     ],
 )
 def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
-    with _served(lambda connection: connection.sendall(answer)) as address:
+    with answering(lambda connection: connection.sendall(answer)) as address:
         nodes = DataNodes(0.5)
         blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
         assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
@@ -165,7 +144,7 @@ def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: i
 
 def test_a_datanode_that_hangs_is_left_in_time() -> None:
     gone = threading.Event()
-    with _served(lambda _: gone.wait(20)) as address:
+    with answering(lambda _: gone.wait(20)) as address:
         blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
         assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
         gone.set()

@@ -11,6 +11,7 @@ from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.hdfs_added_block import AddedBlock
 from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
 from bootseer.store.hdfs_straight import Placed, StraightFile
+from tests.support.answering import answering
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.
 _TAKEN = b"\x02\x08\x00"
@@ -22,25 +23,14 @@ def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
     """The address of one that says `answer`, then takes what comes, or says no more."""
     gone = threading.Event()
 
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(4096)
-            connection.sendall(answer)
-            if hangs:
-                gone.wait(20)
-                return
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(answer)
+        if hangs:
+            gone.wait(20)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()
+    with answering(reply) as address:
+        yield address
         gone.set()
-        thread.join()
 
 
 def _write(placed: Placed) -> None:
