@@ -44,11 +44,12 @@ class FoundNameNode:
         """
         with self._lock:
             if not self._asked:
-                if _is_secure(_configuration()):
+                config = _configuration()
+                if _is_secure(config):
                     self._asked = True
                     check_library()
                 else:
-                    self._ask(_CHECK_S, attempts_max=1)
+                    self._ask(config, _CHECK_S, attempts_max=1)
             if self._wants_kerberos:
                 raise PermissionDeniedError(
                     f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
@@ -59,13 +60,15 @@ class FoundNameNode:
         """None where nobody is known, or takes calls from us: no where it wants Kerberos."""
         with self._lock:
             if not self._asked:
-                self._ask(self._deadline_s)
+                self._ask(_configuration(), self._deadline_s)
                 self._asked = True
             return self._name_node
 
-    def _ask(self, deadline_s: float, attempts_max: int = ATTEMPTS_MAX) -> None:
+    def _ask(
+        self, config: dict[str, str], deadline_s: float, attempts_max: int = ATTEMPTS_MAX
+    ) -> None:
         """Find out, if somebody answers."""
-        found = _find(self._cluster, self._deadline_s)
+        found = _find(self._cluster, config, self._deadline_s)
         if found is None:
             return
         try:
@@ -86,9 +89,8 @@ class FoundNameNode:
         return replace(name_node, deadline_s=min(self._deadline_s, _HURRIED_S))
 
 
-def _find(cluster: str, deadline_s: float) -> NameNode | None:
+def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode | None:
     parts = urlsplit(cluster)
-    config = _configuration()
     if _is_secure(config):
         return None
     user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
