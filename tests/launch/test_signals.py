@@ -149,7 +149,7 @@ def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str)
     require_fuse()
     mount = node.base / "mnt"
     arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
-    with node.start(*arguments, "sh", "-c", "touch up; exec sleep 600") as process:
+    with node.start(*arguments, "sh", "-c", ": > up; exec sleep 600") as process:
         wait_for(node.base / "up")
         for pid, command in node.processes().items():
             if pid != process.pid:
