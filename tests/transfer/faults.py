@@ -2,14 +2,18 @@
 
 import hashlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from bootseer.content_digest import content_digest
+from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
 
 CHUNK_BYTES = 64
 COUNT = 64
+# What must happen happens long before, also on a machine that does much else.
+LONG_S = 60.0
 CONTENT = b"".join(hashlib.sha512(bytes([n])).digest() for n in range(COUNT))
 
 Fault = Callable[[bytes], bytes]
@@ -82,10 +86,23 @@ def blocking(gate: threading.Event, entered: threading.Event | None = None) -> F
     def fault(data: bytes) -> bytes:
         if entered is not None:
             entered.set()
-        gate.wait(30)
+        gate.wait(LONG_S)
         return data
 
     return fault
+
+
+def open_when_joined(executor: Executor, gate: threading.Event) -> threading.Thread:
+    """Opens `gate` once a request waits for a chunk that another one is reading."""
+
+    def wait() -> None:
+        while not (executor.statistics().joined_count or gate.is_set()):
+            time.sleep(0.001)
+        gate.set()
+
+    opener = threading.Thread(target=wait)
+    opener.start()
+    return opener
 
 
 def blocking_first(gate: threading.Event) -> Fault:
@@ -97,7 +114,7 @@ def blocking_first(gate: threading.Event) -> Fault:
         numbers = set(range(first, first + len(data) // CHUNK_BYTES))
         if not numbers & seen:
             seen.update(numbers)
-            gate.wait(30)
+            gate.wait(LONG_S)
         return data
 
     return fault
