@@ -20,7 +20,7 @@ _MAX_WORKERS = 6
 # seconds at the end of a run, nothing else.
 _LONG = (
     "tests/launch/test_image.py",
-    "tests/prefetch/test_obtain.py",
+    "tests/prefetch/obtaining/",
     "tests/prefetch/test_container_run.py",
     "tests/prefetch/test_image_zoo.py",
     "tests/snapshots/test_crash.py",
