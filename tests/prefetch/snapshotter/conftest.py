@@ -1,0 +1,74 @@
+"""Nodes with a snapshotter and no containerd, and an image of two layers for them."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bootseer.prefetch.chains import chain_ids
+from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
+from tests.support.containerd_node import Node
+from tests.support.image_mounts import index, wait_for
+from tests.support.images import Member, digest, tar_of, write_layout
+
+LAYERS = (
+    [Member("etc/", "d"), Member("etc/base", data=b"base"), Member("etc/gone", data=b"x")],
+    [Member("./", "d", mode=0o751, uid=7, gid=8), Member("etc/.wh.gone"), Member("top", data=b"t")],
+)
+CHAINS = chain_ids([digest(tar_of(members)) for members in LAYERS])
+
+
+@pytest.fixture
+def fresh() -> Iterator[Node]:
+    """A node that knows nothing yet."""
+    with Node(with_containerd=False) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Node]:
+    with Node(with_containerd=False) as started:
+        yield started
+
+
+@pytest.fixture
+def node(shared: Node) -> Iterator[Node]:
+    """A node without snapshots, which has seen the image before."""
+    yield shared
+    for _ in range(10):
+        for key in reversed(list(shared.snapshots())):
+            with contextlib.suppress(grpc.RpcError):
+                shared.call("Remove", key=key)
+    assert shared.snapshots() == {}
+    wait_for(lambda: not directories(shared) and not shared.trees())
+
+
+def add_image(node: Node, tmp_path: Path) -> ImageRecord:
+    write_layout(tmp_path / "layout", LAYERS)
+    return index(node.settings, tmp_path / "layout", "app:1")
+
+
+def pull(node: Node) -> None:
+    """What containerd does for an image that it need not unpack."""
+    parent = ""
+    for number, chain_id in enumerate(CHAINS):
+        labels = {REF_LABEL: chain_id}
+        code = node.refused("Prepare", key=f"extract-{number}", parent=parent, labels=labels)
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        parent = chain_id
+
+
+def lower_of(answer: object) -> Path:
+    """The only directory that an overlay lies on."""
+    (mount,) = answer.mounts  # type: ignore[attr-defined]
+    assert mount.type == "overlay"
+    (lower,) = [o.removeprefix("lowerdir=") for o in mount.options if o.startswith("lowerdir=")]
+    assert ":" not in lower
+    return Path(lower)
+
+
+def directories(node: Node) -> set[str]:
+    return {path.name for path in (node.root / "snapshots").iterdir()}
