@@ -1,11 +1,16 @@
-"""Fixtures of the tests that mount a checkpoint tree."""
+"""Fixtures of the tests of checkpoint trees, mounted and not."""
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.striped.doors import fsck
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.store import open_backend
+from tests.fuse.striped.harness import storage_on
 from tests.fuse.striped.mounting import BIG, checkpoints
 
 
@@ -33,3 +38,23 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def local_url(tmp_path: Path) -> str:
     return (tmp_path / "stored").as_uri()
+
+
+@pytest.fixture
+def storage(url: str) -> Iterator[StripedStorage]:
+    """A tree of small units, on a local disk and on HDFS, whose client has its own measure."""
+    with storage_on(open_backend(url), memory_bytes=2**28) as opened:
+        yield opened
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[StripedStorage]:
+    with storage_on(tmp_path / "stored") as opened:
+        yield opened
+
+
+@pytest.fixture
+def young(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets garbage be old after no time."""
+    monkeypatch.setattr(fsck, "MIN_AGE_S", 0.0)
+    return lambda: time.sleep(0.02)

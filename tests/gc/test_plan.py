@@ -1,0 +1,92 @@
+"""The plan of a collection against an oracle."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.blob.keys import blob_key, index_key
+from bootseer.gc.inventory import Inventory, Object
+from bootseer.gc.plan import make_plan
+from bootseer.gc.retention import DAY_S, Rules
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.manifest import Manifest, Stored, Target
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.store.uses import Use, use_key
+
+DAY_NS = DAY_S * 10**9
+_LETTERS = st.sampled_from("abcd")
+
+
+def _hash(letter: str) -> str:
+    return letter * 64
+
+
+def _synthetic(letters: str, salt: int) -> Manifest:
+    parts = (Part("command", "x"), Part("salt", str(salt)))
+    targets = tuple(
+        Target(
+            b"/" + letter.encode(),
+            True,
+            Stored("sha256:" + _hash(letter), 1),
+            Stored("sha256:" + _hash(letter), 1),
+            (),
+            1,
+            1,
+        )
+        for letter in sorted(set(letters))
+    )
+    return Manifest(fingerprint(parts), parts, targets, salt, 1, "n")
+
+
+@given(
+    st.lists(st.text(_LETTERS, min_size=1, max_size=3), max_size=6),
+    st.dictionaries(_LETTERS, st.sampled_from((1, 2, 5))),
+    st.dictionaries(_LETTERS, st.sampled_from((0, 2))),
+    st.integers(0, 3),
+)
+def test_the_plan_keeps_what_is_needed_and_nothing_else(
+    snapshots: list[str], used_days: dict[str, int], blob_days: dict[str, int], keep_last: int
+) -> None:
+    now_ns = 1000 * DAY_NS
+    manifests = {
+        catalogue.manifest_key(one.fingerprint): one
+        for one in (_synthetic(letters, salt) for salt, letters in enumerate(snapshots))
+    }
+    uses = {
+        use_key("sha256:" + _hash(letter)): Use(
+            "sha256:" + _hash(letter), ("sha256:" + _hash(letter),)
+        )
+        for letter in used_days
+    }
+    objects = {key: Object(10, now_ns - 3 * DAY_NS) for key in manifests}
+    for letter, days in used_days.items():
+        objects[use_key("sha256:" + _hash(letter))] = Object(1, now_ns - days * DAY_NS)
+    for letter in "abcd":
+        age = blob_days.get(letter, 2) * DAY_NS
+        for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter))):
+            objects[key] = Object(100, now_ns - age)
+    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, {}, uses)
+    plan = make_plan(inventory, Rules(keep_last=keep_last), now_ns)
+
+    in_use = {letter for letter, days in used_days.items() if days < 3}
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for salt, letters in enumerate(snapshots):
+        groups.setdefault("".join(sorted(set(letters))), []).append((salt, letters))
+    kept = {
+        salt
+        for group in groups.values()
+        for place, (salt, letters) in enumerate(sorted(group, reverse=True))
+        if place < keep_last or in_use & set(letters)
+    }
+    needed = in_use.union(*(snapshots[salt] for salt in kept))
+    needed |= {letter for letter in "abcd" if blob_days.get(letter, 2) < 1}
+    expected = {
+        key
+        for letter in set("abcd") - needed
+        for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter)))
+    }
+    gone = set(plan.deletions)
+    assert {key for key in gone if key.startswith(("blobs/", "indexes/"))} == expected
+    assert {salt for salt, key in enumerate(manifests) if key not in gone} == kept
+    # Records before what they name.
+    order = [key.partition("/")[0] for key in plan.deletions]
+    assert order == sorted(order, key=["snapshots", "used", "indexes", "blobs"].index)
