@@ -2,6 +2,7 @@
 
 `python crash_driver.py SCENARIO DIRECTORY POINTS` prints what it did, and fails where something
 half done was visible or the next run did not work. A process of its own, so that it may fork.
+Other drivers let something else happen at the N-th change: see `run_in_child`.
 """
 
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -44,13 +46,23 @@ DELTA = (
 )
 
 
-def _settings(top: Path, node: str) -> Settings:
+def settings_of(top: Path, node: str) -> Settings:
     flags = {"cache_dir": str(top / node / "cache"), "run_dir": str(top / node / "run")}
     return load_settings({**flags, "store_url": (top / "store").as_uri(), "node": node})
 
 
-def _child(function: Callable[[], object], kill_at: int | None) -> int | None:
-    """Run it in a fork; its number of changes, or None when it killed itself."""
+def kill_itself() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_in_child(
+    function: Callable[[], object],
+    at: int | None,
+    act: Callable[[], object] = kill_itself,
+) -> int | None:
+    """Run it in a fork, which calls `act` before its change number `at`; its number of changes, or
+    None when it was killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -63,8 +75,8 @@ def _child(function: Callable[[], object], kill_at: int | None) -> int | None:
                 nonlocal count
                 if event in _CHANGES:
                     count += 1
-                    if count == kill_at:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    if count == at:
+                        act()
 
             sys.addaudithook(hook)
             function()
@@ -86,39 +98,63 @@ def _child(function: Callable[[], object], kill_at: int | None) -> int | None:
     return int(answer)
 
 
-def _points(count: int, wanted: int) -> list[int]:
+def points_of(count: int, wanted: int) -> list[int]:
     return sorted({1 + i * (count - 1) // max(1, wanted - 1) for i in range(wanted)})
 
 
-def _no_leftovers(folder: Path) -> None:
+def no_leftovers(folder: Path) -> None:
     left = [path for path in folder.rglob(".*") if path.name.startswith((".bootseer", ".tree"))]
     assert left == [], left
 
 
-def restore_whole(top: Path, wanted: int) -> None:
+def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
     """Killed anywhere, a missing target stays missing or is complete."""
     target = top / "work/env"
     make_zoo(top / "zoo")
     request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
     target.parent.mkdir()
-    run_setup(_settings(top, "a"), request)
-    original = describe(target)
+    run_setup(settings_of(top, "a"), request)
+    node = replace(settings_of(top, "b"), restore_mode=mode)
 
     def run() -> None:
-        assert run_setup(_settings(top, "b"), request).hit
+        result = run_setup(node, request)
+        assert result.hit
+        assert result.how == "in place" or result.mode == mode, result.mode_reason
 
+    def seen() -> dict[str, dict[str, Any]]:
+        tree = describe(target)
+        if mode == "hardlink":
+            # Files have another name, in the node's cache.
+            for attributes in tree.values():
+                attributes.pop("links", None)
+        return tree
+
+    original = seen()
     shutil.rmtree(target)
-    count = _child(run, None)
+    count = run_in_child(run, None)
     assert count is not None
-    for point in _points(count, wanted):
+    for point in points_of(count, wanted):
         shutil.rmtree(target, ignore_errors=True)
-        killed = _child(run, point) is None
+        # Of what is linked, the node's copy is killed in the making, too.
+        shutil.rmtree(node.cache_dir, ignore_errors=True)
+        killed = run_in_child(run, point) is None
         if target.exists():
-            assert differences(original, describe(target)) == [], point
-        assert _child(run, None) is not None
-        assert differences(original, describe(target)) == [], point
-        _no_leftovers(target.parent)
+            assert differences(original, seen()) == [], point
+        assert run_in_child(run, None) is not None
+        assert differences(original, seen()) == [], point
+        no_leftovers(target.parent)
+        no_leftovers(node.cache_dir)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
+
+
+def restore_hardlinked(top: Path, wanted: int) -> None:
+    """The same, and a copy of the node's that is not whole is never linked to."""
+    restore_whole(top, wanted, "hardlink")
+
+
+def restore_linked(top: Path, wanted: int) -> None:
+    """The same, where files can share their blocks."""
+    restore_whole(top, wanted, "link")
 
 
 def make_base(target: Path) -> None:
@@ -136,57 +172,57 @@ def restore_difference(top: Path, wanted: int) -> None:
     request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
     make_base(target)
     base = describe(target)
-    run_setup(_settings(top, "a"), request)
+    run_setup(settings_of(top, "a"), request)
     original = describe(target)
 
     def run() -> None:
-        assert run_setup(_settings(top, "b"), request).hit
+        assert run_setup(settings_of(top, "b"), request).hit
 
     shutil.rmtree(target)
     make_base(target)
-    count = _child(run, None)
+    count = run_in_child(run, None)
     assert count is not None
-    for point in _points(count, wanted):
+    for point in points_of(count, wanted):
         shutil.rmtree(target)
         make_base(target)
-        killed = _child(run, point) is None
+        killed = run_in_child(run, point) is None
         is_base = differences(base, describe(target)) == []
         is_done = differences(original, describe(target)) == []
         journals = list(target.parent.glob(".bootseer-*/commit"))
         assert is_base or is_done or journals, point
-        assert _child(run, None) is not None
+        assert run_in_child(run, None) is not None
         assert differences(original, describe(target)) == [], point
-        _no_leftovers(target.parent)
+        no_leftovers(target.parent)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 
 
-def restore_mounted(top: Path, wanted: int) -> None:
+def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
     """Killed anywhere, nothing is mounted, or all of it; and the next run mounts it."""
     target = top / "work/env"
     make_zoo(top / "zoo")
     request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
     target.parent.mkdir()
-    run_setup(_settings(top, "a"), request)
+    run_setup(settings_of(top, "a"), request)
     original = describe(target)
     shutil.rmtree(target)
-    node = replace(_settings(top, "b"), restore_mode="mount")
+    node = replace(settings_of(top, "b"), restore_mode=mode)
 
     def run() -> None:
-        assert run_setup(node, request).mode == "mount"
+        assert run_setup(node, request).mode == mode
 
     def unmount() -> None:
         if cover_at(target) is not None:
             unmount_snapshot(node, target)
 
     try:
-        _child(run, None)
+        run_in_child(run, None)
         unmount()
         # Counted with the index on the node, as it is from now on.
-        count = _child(run, None)
+        count = run_in_child(run, None)
         assert count is not None
-        for point in _points(count, wanted):
+        for point in points_of(count, wanted):
             unmount()
-            killed = _child(run, point) is None
+            killed = run_in_child(run, point) is None
             cover = cover_at(target)
             if cover is not None and has_users(mounts_dir(node) / cover.id):
                 assert differences(original, describe(target)) == [], point
@@ -194,13 +230,18 @@ def restore_mounted(top: Path, wanted: int) -> None:
                 # Not finished: its server takes it off by itself, if the next run does not.
                 wait_gone(node)
                 assert list(target.iterdir()) == []
-            assert _child(run, None) is not None
+            assert run_in_child(run, None) is not None
             assert differences(original, describe(target)) == [], point
             print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
         unmount()
         wait_gone(node)
     finally:
         end_everything(top, node)
+
+
+def restore_held(top: Path, wanted: int) -> None:
+    """The same of the node's copy under an overlay, where files cannot share their blocks."""
+    restore_mounted(top, wanted, "link")
 
 
 def capture_and_publish(top: Path, wanted: int) -> None:
@@ -217,30 +258,30 @@ def capture_and_publish(top: Path, wanted: int) -> None:
         return Request(command=["sh", "-c", script], targets=[str(target)], salt=salt)
 
     def run(salt: str, node: str) -> None:
-        run_setup(_settings(top, node), request(salt), lease_s=0.5)
+        run_setup(settings_of(top, node), request(salt), lease_s=0.5)
 
-    count = _child(lambda: run("first", "a"), None)
+    count = run_in_child(lambda: run("first", "a"), None)
     assert count is not None
     original = describe(target)
-    for point in _points(count, wanted):
+    for point in points_of(count, wanted):
         salt = f"salt-{point}"
         shutil.rmtree(target)
-        killed = _child(lambda salt=salt, point=point: run(salt, "a"), point) is None  # type: ignore[misc]
+        killed = run_in_child(lambda salt=salt, point=point: run(salt, "a"), point) is None  # type: ignore[misc]
         with open_store((top / "store").as_uri()) as store:
             for manifest in catalogue.list_all(store):
                 assert [catalogue.load_tree(store, one) for one in manifest.targets]
                 for blob in (blob for one in manifest.targets for blob in one.blobs):
                     assert store.size(blob_key(blob.digest)) == blob.size_bytes
         shutil.rmtree(target, ignore_errors=True)
-        assert _child(lambda salt=salt: run(salt, "b"), None) is not None  # type: ignore[misc]
+        assert run_in_child(lambda salt=salt: run(salt, "b"), None) is not None  # type: ignore[misc]
         assert differences(original, describe(target)) == [], point
         shutil.rmtree(target)
-        assert _child(lambda salt=salt: run(salt, "c"), None) is not None  # type: ignore[misc]
+        assert run_in_child(lambda salt=salt: run(salt, "c"), None) is not None  # type: ignore[misc]
         assert differences(original, describe(target)) == [], point
         with open_store((top / "store").as_uri()) as store:
             layered = [manifest.is_layered for manifest in catalogue.list_all(store)]
             assert layered.count(False) == 1
-        _no_leftovers(target.parent)
+        no_leftovers(target.parent)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 
 

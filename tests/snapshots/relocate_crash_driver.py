@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bootseer.errors import AlreadyExistsError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from tests.snapshots.crash_driver import _child, _no_leftovers, _points, _settings
+from tests.snapshots.crash_driver import no_leftovers, points_of, run_in_child, settings_of
 from tests.support.trees import describe, differences, make_zoo
 
 
@@ -30,28 +30,28 @@ def restore_relocated(top: Path, wanted: int) -> None:
     """Killed anywhere, there is nothing or all of it, at the new path."""
     env, other = top / "env", top / "work/other"
     _make_environment(env)
-    create_snapshot(_settings(top, "a"), [str(env)], "env")
+    create_snapshot(settings_of(top, "a"), [str(env)], "env")
 
     def run() -> None:
         try:
-            restore_snapshot(_settings(top, "b"), "env", other, relocates=True)
+            restore_snapshot(settings_of(top, "b"), "env", other, relocates=True)
         except AlreadyExistsError:
             assert other.exists()  # it has finished what was killed
 
-    count = _child(run, None)
+    count = run_in_child(run, None)
     assert count is not None
     wanted_tree = describe(other)
     assert (other / "bin/script0").read_text() == f"#!{other}/bin/python\n"
     assert os.readlink(other / "bin/link0") == str(other / "bin/script0")
     assert not list(other.rglob("m0.*.pyc"))
-    for point in _points(count, wanted):
+    for point in points_of(count, wanted):
         shutil.rmtree(other)
-        killed = _child(run, point) is None
+        killed = run_in_child(run, point) is None
         if other.exists():
             assert differences(wanted_tree, describe(other)) == [], point
-        assert _child(run, None) is not None
+        assert run_in_child(run, None) is not None
         assert differences(wanted_tree, describe(other)) == [], point
-        _no_leftovers(other.parent)
+        no_leftovers(other.parent)
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 
 

@@ -17,12 +17,14 @@ _ROOT = Path(__file__).resolve().parents[2]
     [
         ("restore_whole", 16),
         ("restore_difference", 16),
+        ("restore_hardlinked", 6),
         ("restore_mounted", 8),
+        ("restore_held", 4),
         ("capture_and_publish", 2),
     ],
 )
 def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
-    if scenario == "restore_mounted":
+    if scenario in ("restore_mounted", "restore_held"):
         skip_unless_root()
         skip_unless_fuse()
     driver = Path(__file__).with_name("crash_driver.py")
