@@ -1,11 +1,16 @@
 """Nodes: settings with a cache and a run directory of their own, and one store for all."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.config import Settings, load_settings
+from bootseer.snapshots.restoring.reflink import can_reflink
+from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
+from tests.support.snapshot_mounts import end_everything
 
 MakeNode = Callable[[str], Settings]
 
@@ -30,3 +35,43 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
         )
 
     return make
+
+
+@pytest.fixture
+def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
+    """Nodes that mount; whatever happens, no mount, no server and no publisher stays."""
+    skip_unless_root()
+    skip_unless_fuse()
+    nodes: list[Settings] = []
+
+    def make(name: str) -> Settings:
+        nodes.append(replace(make_node(name), restore_mode="mount"))
+        return nodes[-1]
+
+    yield make
+    end_everything(tmp_path, *nodes)
+
+
+@pytest.fixture(params=["mount", "link"])
+def covering(mounting: MakeNode, request: pytest.FixtureRequest, tmp_path: Path) -> MakeNode:
+    """Nodes that put overlays on targets, over trees that are served or that they keep."""
+    if request.param == "link" and can_reflink(tmp_path):
+        pytest.skip("files here can share their blocks: nothing is mounted to link them")
+
+    def make(name: str) -> Settings:
+        return replace(mounting(name), restore_mode=request.param)
+
+    return make
+
+
+@pytest.fixture
+def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the surrounding configuration decides what the tools do."""
+    for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHON", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    monkeypatch.setenv("UV_NO_CONFIG", "1")
+    # Else files have more links than there are in the environment.
+    monkeypatch.setenv("UV_LINK_MODE", "copy")
