@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.fuse.kernel import mounts
 from tests.cli.conftest import World
-from tests.cli.test_errors import CORRUPT, UNKNOWN, check, damage
+from tests.cli.promises import CORRUPT, UNKNOWN, check, damage
 
 pytestmark = pytest.mark.fuse
 

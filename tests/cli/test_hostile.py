@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import World
-from tests.cli.test_errors import check
+from tests.cli.promises import check
 
 _OUTSIDE = "../../../../../../../../../../../.."
 
