@@ -20,7 +20,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pool, message_factory
 from msgspec.structs import replace
 
 from bootseer.closing import Closing
@@ -30,7 +29,8 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.control import ask
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.publish import wait_published
-from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE, describe
+from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
+from tests.support.cri import call_cri, container_config, pod_config
 from tests.support.image_mounts import (
     REPOSITORY,
     TIMEOUT_S,
@@ -63,7 +63,10 @@ path = "{base}/opt"
 [plugins."io.containerd.grpc.v1.cri"]
 stream_server_port = "0"
 """
+# Not every root may make processes harder to kill.
 _VERSION_2 = """
+restrict_oom_score_adj = true
+sandbox_image = "{pause_image}"
 netns_mounts_under_state_dir = true
 [plugins."io.containerd.grpc.v1.cri".cni]
 conf_dir = "{base}/cni"
@@ -71,7 +74,10 @@ conf_dir = "{base}/cni"
 config_path = "{base}/certs.d"
 """
 _VERSION_3 = """
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{pause_image}"
 [plugins."io.containerd.cri.v1.runtime"]
+restrict_oom_score_adj = true
 netns_mounts_under_state_dir = true
 [plugins."io.containerd.cri.v1.runtime".cni]
 conf_dir = "{base}/cni"
@@ -80,7 +86,9 @@ config_path = "{base}/certs.d"
 """
 
 
-def containerd_config(base: Path, version: int, *, runtime_class: bool = False) -> str:
+def containerd_config(
+    base: Path, version: int, *, runtime_class: bool = False, pause_image: str = ""
+) -> str:
     """What docs/containerd.md tells people to write, with folders and sockets below `base`: for all
     pods, or for those of the runtime class "bootseer"."""
     text = (REPOSITORY / "docs/containerd.md").read_text()
@@ -96,37 +104,8 @@ def containerd_config(base: Path, version: int, *, runtime_class: bool = False) 
     documented = documented.replace("/run/bootseer/snapshotter.sock", f"{base}/snapshotter.sock")
     documented = documented.replace("linux/amd64", f"linux/{ARCHITECTURE}")
     ours = _COMMON + (_VERSION_3 if version == 3 else _VERSION_2)
-    return _ROOT.format(base=base, version=version) + documented + ours.format(base=base)
-
-
-_CRI_MESSAGES = {
-    "ImageSpec": ((1, "string", "image"),),
-    "Annotation": ((1, "string", "key"), (2, "string", "value")),
-    "PodSandboxConfig": ((7, "*.runtime.v1.Annotation", "annotations"),),
-    "PullImageRequest": (
-        (1, ".runtime.v1.ImageSpec", "image"),
-        (3, ".runtime.v1.PodSandboxConfig", "sandbox_config"),
-    ),
-    "PullImageResponse": ((1, "string", "image_ref"),),
-    "RemoveImageRequest": ((1, ".runtime.v1.ImageSpec", "image"),),
-    "RemoveImageResponse": (),
-    "ListImagesRequest": (),
-    "Image": ((1, "string", "id"), (2, "*string", "repo_tags")),
-    "ListImagesResponse": ((1, "*.runtime.v1.Image", "images"),),
-}
-
-
-def _cri_messages() -> dict[str, Any]:
-    pool = descriptor_pool.DescriptorPool()
-    file = describe("runtime.v1", _CRI_MESSAGES, ())
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"runtime.v1.{name}"))
-        for name in _CRI_MESSAGES
-    }
-
-
-_CRI = _cri_messages()
+    ours = ours.format(base=base, pause_image=pause_image)
+    return _ROOT.format(base=base, version=version) + documented + ours
 
 
 def programs() -> Path:
@@ -148,6 +127,7 @@ class Node(Closing):
         linger_s: float = 0.0,
         root: Path | None = None,
         runtime_class: bool = False,
+        pause_image: str = "",
         **changes: Any,
     ) -> None:
         skip_unless_root()
@@ -160,6 +140,7 @@ class Node(Closing):
         self.root = root or self.base / "snapshotter"
         self._linger_s = linger_s
         self._runtime_class = runtime_class
+        self._pause_image = pause_image
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
         for name in ("cache", "cni"):
@@ -197,7 +178,9 @@ class Node(Closing):
     def start_containerd(self) -> "subprocess.Popen[bytes]":
         """Start it, and wait until CRI answers."""
         version = 3 if self.is_version("2") else 2
-        config = containerd_config(self.base, version, runtime_class=self._runtime_class)
+        config = containerd_config(
+            self.base, version, runtime_class=self._runtime_class, pause_image=self._pause_image
+        )
         (self.base / "config.toml").write_text(config)
         with (self.base / "containerd.log").open("ab") as log:
             process = subprocess.Popen(
@@ -321,14 +304,8 @@ class Node(Closing):
         self.ctr("container", "rm", name)
 
     def cri(self, method: str, /, **fields: Any) -> Any:
-        """One call of CRI's image service. Raises: grpc.RpcError."""
-        with grpc.insecure_channel(f"unix:{self.base}/containerd.sock") as channel:
-            caller = channel.unary_unary(
-                f"/runtime.v1.ImageService/{method}",
-                request_serializer=_CRI[f"{method}Request"].SerializeToString,
-                response_deserializer=_CRI[f"{method}Response"].FromString,
-            )
-            return caller(_CRI[f"{method}Request"](**fields), timeout=TIMEOUT_S)
+        """One call of CRI. Raises: grpc.RpcError."""
+        return call_cri(self.base / "containerd.sock", method, **fields)
 
     def pull(self, reference: str, annotations: Mapping[str, str] | None = None) -> None:
         """Pull as a kubelet does for a pod with these annotations, over plain HTTP."""
@@ -343,8 +320,8 @@ class Node(Closing):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
         with ThreadPoolExecutor(count) as pool:
-            pod = [{"key": key, "value": value} for key, value in (annotations or {}).items()]
-            fields = {"image": {"image": reference}, "sandbox_config": {"annotations": pod}}
+            pod = pod_config("", annotations)
+            fields = {"image": {"image": reference}, "sandbox_config": pod}
             pulls = [pool.submit(self.cri, "PullImage", **fields) for _ in range(count)]
             for future in pulls:
                 future.result(TIMEOUT_S)
@@ -356,6 +333,15 @@ class Node(Closing):
         except grpc.RpcError:
             return False
         return True
+
+    def run_pod(self, name: str, image: str, *command: str, runtime_handler: str = "") -> "Pod":
+        """A pod with one container, as a kubelet starts it of images that were pulled."""
+        config = pod_config(name)
+        pod = self.cri("RunPodSandbox", config=config, runtime_handler=runtime_handler).id
+        wanted = container_config(name, image, command)
+        container = self.cri("CreateContainer", pod=pod, config=wanted, pod_config=config).id
+        self.cri("StartContainer", id=container)
+        return Pod(self, pod, container)
 
     def remove_image(self, reference: str) -> None:
         """Remove an image, and wait for what depends on it."""
@@ -423,6 +409,27 @@ class Node(Closing):
         wait_published(self.settings, TIMEOUT_S)
         wait_for(lambda: not list(live_mounts(self.settings)))
         shutil.rmtree(self.base, ignore_errors=True)
+
+
+class Pod(Closing):
+    """A pod with one container, until closed."""
+
+    def __init__(self, node: Node, identity: str, container: str) -> None:
+        self._node = node
+        self._identity = identity
+        self._container = container
+
+    def execute(self, *command: str) -> str:
+        """What a command in the container prints."""
+        fields = {"id": self._container, "command": command, "timeout": int(TIMEOUT_S)}
+        done = self._node.cri("ExecSync", **fields)
+        assert done.code == 0, done.err
+        return str(done.out.decode())
+
+    def close(self) -> None:
+        """Remove it, as a kubelet does."""
+        self._node.cri("StopPodSandbox", id=self._identity)
+        self._node.cri("RemovePodSandbox", id=self._identity)
 
 
 def _unmount_below(base: Path) -> None:
