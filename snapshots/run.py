@@ -37,7 +37,7 @@ from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.state import remember
-from bootseer.store import Store, open_store
+from bootseer.store import LeaseWatch, Store, open_store
 
 __all__ = ["SetupResult", "run_setup"]
 
@@ -193,6 +193,7 @@ class _Run:
             attempt.process = stack.enter_context(server_ahead(self.settings))
         key = attempt.key = resolved.key(bases)
         pause = _POLL_FIRST_S
+        watch = LeaseWatch()
         is_told = False
         while True:
             replace = False
@@ -208,7 +209,10 @@ class _Run:
                 before = attempt.scan()
                 replace = True
             lease = store.lease(
-                catalogue.lease_key(key), ttl_s=self.lease_s, owner=self.settings.node
+                catalogue.lease_key(key),
+                ttl_s=self.lease_s,
+                owner=self.settings.node,
+                watch=watch,
             )
             if lease is not None:
                 with LeaseKeeper(lease, self.lease_s):

@@ -8,11 +8,21 @@ import contextlib
 
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
-from bootseer.store.lease import Lease
+from bootseer.store.lease import Lease, LeaseWatch
 from bootseer.store.paths import split_scheme
 from bootseer.store.store import Store
 
-__all__ = ["Backend", "FileInfo", "Lease", "Space", "Store", "Writer", "open_backend", "open_store"]
+__all__ = [
+    "Backend",
+    "FileInfo",
+    "Lease",
+    "LeaseWatch",
+    "Space",
+    "Store",
+    "Writer",
+    "open_backend",
+    "open_store",
+]
 
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:

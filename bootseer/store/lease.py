@@ -9,6 +9,8 @@ that make two holders impossible while clocks differ by less than `SKEW_S`:
 - A holder counts a renewal only if it was confirmed before the lease would have expired. Others
   look at the clock *first*, then read the record: past the expiry plus `SKEW_S` they see every
   renewal that its holder counts.
+- So does who has seen the same record and renewal for the length of the lease, by a clock of its
+  own: whatever the wall clock of the holder said (`LeaseWatch`).
 - To end a lease, by release or by takeover, is to rename it to a tombstone named by its token,
   without overwriting. That can succeed once per token, so a late second taker cannot remove the
   first one's new lease.
@@ -171,7 +173,29 @@ class Lease:
         self.release()
 
 
-def acquire(backend: Backend, key: str, *, ttl_s: float, owner: str) -> Lease | None:
+class LeaseWatch:
+    """What one waiter has seen of somebody else's lease, and since when by its own clock. One
+    thread."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
+        """Whether the lease, as it was read after `asked_at` (monotonic), was the same for so long
+        that its holder no longer counts it as held."""
+        seen = (record.token, expires_at_ns)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+            return False
+        # What somebody wrote there may be no length of ours.
+        ttl_s = min(max(record.ttl_ns / _NS, 0.0), TTL_MAX_S)
+        return asked_at > self._since + ttl_s + SKEW_S
+
+
+def acquire(
+    backend: Backend, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
+) -> Lease | None:
     """See `Store.lease`. It does not wait for a holder."""
     if not 0 < ttl_s <= TTL_MAX_S:
         raise InvalidInputError(f"a lease of {ttl_s} s is not between 0 s and {TTL_MAX_S} s")
@@ -188,7 +212,9 @@ def acquire(backend: Backend, key: str, *, ttl_s: float, owner: str) -> Lease | 
             continue
         renewed = _read(backend, _renewal(current.token))
         expires_at_ns = max(current.expires_at_ns, renewed.expires_at_ns if renewed else 0)
-        if now_ns < expires_at_ns + int(SKEW_S * _NS):
+        if now_ns < expires_at_ns + int(SKEW_S * _NS) and not (
+            watch is not None and watch.is_over(current, expires_at_ns, started)
+        ):
             return None
         if _end(backend, key, current.token):
             logger.info("took over the lease %s/%s from %s", backend.url, key, current.owner)

@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
-from bootseer.store.lease import Lease, acquire
+from bootseer.store.lease import Lease, LeaseWatch, acquire
 from bootseer.store.paths import split_path
 from bootseer.store.publish import TEMPORARY, publish_object
 
@@ -129,12 +129,15 @@ class Store(Closing):
             self.info(key)
             self.backend.delete(key)
 
-    def lease(self, key: str, *, ttl_s: float, owner: str) -> Lease | None:
+    def lease(
+        self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
+    ) -> Lease | None:
         """The lease at `key` for `ttl_s` seconds, or None while somebody else holds it.
 
-        A lease whose holder died can be had when it has expired; see `bootseer.store.lease`.
+        A lease whose holder died can be had when it has expired; see `bootseer.store.lease`. Who
+        asks again and again gives the same `watch`: then a holder's wrong clock does not matter.
         """
-        return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner)
+        return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
     def sweep(self, older_than_s: float = STALE_AFTER_S) -> int:
         """Remove what publishers that died left behind; returns how many files."""

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.run import SetupResult, run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.store import open_store
+from bootseer.store import lease, open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.trees import describe, differences
 
@@ -133,7 +134,7 @@ def _on_nodes(requests: Mapping[str, tuple[Settings, Request]]) -> dict[str, Set
         settings, request = requests[name]
         results[name] = run_setup(settings, request, wait_s=60)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in requests]
+    threads = [threading.Thread(target=run, args=(name,), name=name) for name in requests]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -176,6 +177,34 @@ def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> 
     assert all(differences(trees[0], tree) == [] for tree in trees[1:])
 
 
+class _ClocksOfNodes:
+    """The time module, as nodes see it whose clocks are an hour ahead or behind."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    @staticmethod
+    def time_ns() -> int:
+        """Of the node that this thread is."""
+        hours = {"ahead": 1, "behind": -1}.get(threading.current_thread().name, 0)
+        return time.time_ns() + hours * 3600 * 10**9
+
+
+def test_clocks_that_differ_cost_time_and_no_more(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may take over a lease that is held, and lose its own; nothing else goes wrong."""
+    monkeypatch.setattr(lease, "time", _ClocksOfNodes)
+    names = ["exact", "ahead", "behind"]
+    results = _on_nodes({name: (make_node(name), _rooted(tmp_path, name)) for name in names})
+    assert "captured" in {result.how for result in results.values()}
+    assert {result.how for result in results.values()} <= {"captured", "restored"}
+    trees = [(tmp_path / "roots" / name / "opt/env/file").read_text() for name in names]
+    assert trees == ["hello\n"] * 3
+    with open_store(make_node("exact").store_url) as store:
+        assert len(list(catalogue.list_all(store))) == 1
+    assert run_setup(make_node("late"), _rooted(tmp_path, "late")).how == "restored"
+
+
 def test_many_processes_of_one_node_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
     request = _request(tmp_path, "sleep 0.5")
     node = make_node("a")
@@ -184,14 +213,22 @@ def test_many_processes_of_one_node_run_it_once(tmp_path: Path, make_node: MakeN
     assert sorted(result.how for result in results.values()) == ["captured", "in place", "in place"]
 
 
-def test_a_dead_holder_costs_its_lease(tmp_path: Path, make_node: MakeNode) -> None:
+@pytest.mark.parametrize("ahead_s", [0, 24 * 3600], ids=["exact", "ahead"])
+def test_a_dead_holder_costs_its_lease(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """Whatever its clock was."""
+    monkeypatch.setattr(lease, "SKEW_S", 0.0)
     node = make_node("a")
     request = _request(tmp_path)
     key = run_setup(node, request).fingerprint
     shutil.rmtree(tmp_path / "env")
     with open_store(node.store_url) as store:
         store.delete(catalogue.manifest_key(key))
-        assert store.lease(catalogue.lease_key(key), ttl_s=1, owner="dead") is not None
+        with monkeypatch.context() as patched:
+            now_ns = time.time_ns()
+            patched.setattr(time, "time_ns", lambda: now_ns + ahead_s * 10**9)
+            assert store.lease(catalogue.lease_key(key), ttl_s=0.5, owner="dead") is not None
     said: list[str] = []
     result = run_setup(make_node("b"), request, report=said.append, lease_s=5)
     assert result.how == "captured"

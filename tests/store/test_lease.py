@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.store import Lease, Store, lease, open_store
+from bootseer.store import Lease, LeaseWatch, Store, lease, open_store
 from tests.store.test_conformance import race
 
 
@@ -74,6 +75,44 @@ def test_is_not_taken_within_the_tolerance(store: Store) -> None:
     time.sleep(0.05)
     assert not held.still_held
     assert store.lease("leases/x", ttl_s=60, owner="other") is None
+
+
+def test_who_waits_needs_no_clock_of_the_holders(
+    store: Store, exact_clocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        now_ns = time.time_ns()
+        patched.setattr(time, "time_ns", lambda: now_ns + 24 * 3600 * 10**9)
+        dead = hold(store, ttl_s=0.2)
+    watch = LeaseWatch()
+    for _ in range(500):
+        assert store.lease("leases/x", ttl_s=60, owner="asks once") is None
+        held = store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)
+        if held is not None:
+            break
+        time.sleep(0.02)
+    assert held is not None
+    assert not dead.still_held
+    with pytest.raises(BusyError):
+        dead.renew()
+    # And of the new one it knows nothing yet.
+    assert store.lease("leases/x", ttl_s=60, owner="waits", watch=watch) is None
+
+
+def test_a_watch_begins_anew_with_each_renewal() -> None:
+    watch = LeaseWatch()
+    record = lease.Record("owner", "0" * 32, 1, 60 * 10**9)
+    began = time.monotonic()
+    assert not watch.is_over(record, 1, began)
+    assert not watch.is_over(record, 1, began + 60)
+    assert not watch.is_over(record, 2, began + 3600)
+    assert not watch.is_over(record, 2, began + 60)
+    assert watch.is_over(record, 2, time.monotonic() + 60 + lease.SKEW_S)
+    assert not watch.is_over(replace(record, token="1" * 32), 2, began + 3600)
+    # No record of ours is as long: it blocks nobody for ever.
+    endless = replace(record, ttl_ns=10**30)
+    assert not watch.is_over(endless, 3, began)
+    assert watch.is_over(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
 
 
 def test_a_renewed_lease_is_not_taken(store: Store, exact_clocks: None) -> None:
