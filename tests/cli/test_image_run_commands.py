@@ -23,8 +23,8 @@ from tests.support.image_mounts import (
     skip_unless_fuse,
     start_bootseer,
     sweep_everything,
-    wait_for,
 )
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

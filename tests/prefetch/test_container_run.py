@@ -29,9 +29,9 @@ from tests.support.image_mounts import (
     skip_unless_root,
     start_bootseer,
     sweep_everything,
-    wait_for,
 )
 from tests.support.rootfs import python_root
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

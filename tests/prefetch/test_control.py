@@ -12,7 +12,7 @@ import pytest
 from bootseer.control_socket import Command
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.prefetch.control import ControlServer, ask, new_ready_name
-from tests.support.image_mounts import wait_for
+from tests.support.waiting import wait_for
 
 
 def refuse() -> dict[str, object]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bootseer.prefetch.bundle import BundleExtent, BundleFrame
 from bootseer.prefetch.disk_warming import disk_runs
 from bootseer.prefetch.warm.residency import cached_ranges
-from tests.support.image_mounts import wait_for
 from tests.support.stored_image import stored_image
+from tests.support.waiting import wait_for
 
 extents = st.builds(
     BundleExtent,

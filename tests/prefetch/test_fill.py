@@ -29,8 +29,8 @@ from tests.support.image_mounts import (
     settings_at,
     skip_unless_fuse,
     sweep_everything,
-    wait_for,
 )
+from tests.support.waiting import wait_for
 
 SIZE_BYTES = 12 * 2**20
 QUIET_S = 0.02

@@ -18,10 +18,10 @@ from tests.support.image_mounts import (
     mounted,
     settings_at,
     skip_unless_fuse,
-    wait_for,
 )
 from tests.support.images import NASTY, Member, run_tool, write_layout
 from tests.support.registry import Registry, htpasswd_auth, running_registry
+from tests.support.waiting import wait_for
 
 USER, PASSWORD = "me", "s3cret-pass"
 CONFIG = {"Cmd": ["/bin/tool"], "Env": ["A=1"]}

@@ -19,8 +19,8 @@ from tests.support.image_mounts import (
     settings_at,
     skip_unless_fuse,
     sweep_everything,
-    wait_for,
 )
+from tests.support.waiting import wait_for
 
 READ = "import sys; [open(p, 'rb').read() for p in sys.argv[1:]]"
 

@@ -29,9 +29,9 @@ from tests.support.image_mounts import (
     settings_at,
     skip_unless_fuse,
     sweep_everything,
-    wait_for,
 )
 from tests.support.images import Member, write_layout
+from tests.support.waiting import wait_for
 
 A, B, C, D = ("sha256:" + digit * 64 for digit in "abcd")
 

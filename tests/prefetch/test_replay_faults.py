@@ -12,8 +12,8 @@ from bootseer.errors import UnavailableError
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.streams import BlobStreams
-from tests.support.image_mounts import wait_for
 from tests.support.stored_image import Image, stored_image
+from tests.support.waiting import wait_for
 
 HOT = [(offset, 4096) for offset in range(0, 2_900_000, 20_000)]
 WORKERS = 8

@@ -20,8 +20,8 @@ from bootseer.prefetch.hot_store import part_key
 from bootseer.prefetch.replay import plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
-from tests.support.image_mounts import wait_for
 from tests.support.stored_image import INDEX, SIZES, Image, stored_image
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

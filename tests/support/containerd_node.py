@@ -38,9 +38,9 @@ from tests.support.image_mounts import (
     settings_at,
     skip_unless_fuse,
     skip_unless_root,
-    wait_for,
 )
 from tests.support.images import ARCHITECTURE
+from tests.support.waiting import wait_for
 
 BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
 """A folder with the `containerd`, `ctr` and shim of another version to test with."""
@@ -135,7 +135,7 @@ class Node(Closing):
         self._bin = programs() if with_containerd else Path("/usr/bin")
         # A socket's path must be short.
         self.base = Path(tempfile.mkdtemp(prefix="node-"))
-        changes = {"deadline_s": 5.0, **changes}
+        changes = {"deadline_s": 5.0, "auto_index": False, **changes}
         self.settings: Settings = replace(settings_at(self.base), **changes)
         self.root = root or self.base / "snapshotter"
         self._linger_s = linger_s
@@ -161,6 +161,7 @@ class Node(Closing):
         flags += ["--run-dir", self.settings.run_dir, "--workload", self.settings.workload]
         options = ["--address", self.base / "snapshotter.sock", "--root", self.root]
         options += ["--linger", self._linger_s]
+        options += ["--content", self.base / "root/io.containerd.content.v1.content"]
         with (self.base / "snapshotter.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bootseer", "-v"]
@@ -169,7 +170,11 @@ class Node(Closing):
                 stdout=log,
                 stderr=log,
                 cwd=REPOSITORY,
-                env={**os.environ, "BOOTSEER_DEADLINE": str(self.settings.deadline_s)},
+                env={
+                    **os.environ,
+                    "BOOTSEER_DEADLINE": str(self.settings.deadline_s),
+                    "BOOTSEER_AUTO_INDEX": "on" if self.settings.auto_index else "off",
+                },
             )
         self._processes.append(process)
         self._wait(process, lambda: self.snapshots_answered(), "snapshotter.log")

@@ -9,8 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -163,14 +162,6 @@ print(json.dumps(found))
     )
     found: list[str] = json.loads(text)
     return found
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Until `condition()`; fails when it never comes true."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.02)
 
 
 def bootseer(settings: Settings, *arguments: object, timeout_s: float = TIMEOUT_S) -> Completed:

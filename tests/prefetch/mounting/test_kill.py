@@ -31,8 +31,8 @@ from tests.support.image_mounts import (
     mounted,
     settings_at,
     start_outside,
-    wait_for,
 )
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

@@ -20,9 +20,9 @@ from tests.support.image_mounts import (
     skip_unless_fuse,
     skip_unless_root,
     tree_outside,
-    wait_for,
 )
 from tests.support.rootfs import odd_tree
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

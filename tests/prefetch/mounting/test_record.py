@@ -6,7 +6,8 @@ from bootseer.prefetch import hot_store
 from bootseer.prefetch.publish import wait_published
 from bootseer.store import open_store
 from tests.prefetch.mounting.conftest import Node, read_hot
-from tests.support.image_mounts import checksums_outside, drop_cache, mounted, outside, wait_for
+from tests.support.image_mounts import checksums_outside, drop_cache, mounted, outside
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

@@ -11,8 +11,9 @@ from bootseer.prefetch.chains import chain_ids
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from tests.support.containerd_node import Node
-from tests.support.image_mounts import index, wait_for
+from tests.support.image_mounts import index
 from tests.support.images import Member, digest, tar_of, write_layout
+from tests.support.waiting import wait_for
 
 LAYERS = (
     [Member("etc/", "d"), Member("etc/base", data=b"base"), Member("etc/gone", data=b"x")],

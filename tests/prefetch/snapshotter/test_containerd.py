@@ -24,9 +24,10 @@ from bootseer.store import open_store
 from tests.support.containerd_images import add_image, layers, shell_layer
 from tests.support.containerd_node import Node
 from tests.support.faulty_relay import FaultyRelay
-from tests.support.image_mounts import TIMEOUT_S, index, tree_outside, wait_for
+from tests.support.image_mounts import TIMEOUT_S, index, tree_outside
 from tests.support.images import NASTY, Layout, Member, digest, tar_of
 from tests.support.registry import Registry, free_port, running_registry
+from tests.support.waiting import wait_for
 
 
 @dataclass

@@ -6,9 +6,10 @@ from pathlib import Path
 from tests.support.containerd_images import layers, shell_layer
 from tests.support.containerd_node import Node
 from tests.support.faulty_relay import FaultyRelay
-from tests.support.image_mounts import index, wait_for
+from tests.support.image_mounts import index
 from tests.support.images import Layout, Member, tar_of
 from tests.support.registry import running_registry
+from tests.support.waiting import wait_for
 
 
 def test_pods_start_and_end(tmp_path: Path) -> None:

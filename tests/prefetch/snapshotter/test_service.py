@@ -14,7 +14,8 @@ from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
 from tests.prefetch.snapshotter.conftest import directories
 from tests.support.containerd_node import Node
-from tests.support.image_mounts import REPOSITORY, bootseer, outside, skip_unless_root, wait_for
+from tests.support.image_mounts import REPOSITORY, bootseer, outside, skip_unless_root
+from tests.support.waiting import wait_for
 
 
 def test_messages_are_encoded_as_containerd_does() -> None:

@@ -13,8 +13,9 @@ from bootseer.fuse.kernel import mounts
 from bootseer.prefetch.mount_state import live_mounts
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containerd_node import Node
-from tests.support.image_mounts import REPOSITORY, checksums_outside, wait_for
+from tests.support.image_mounts import REPOSITORY, checksums_outside
 from tests.support.images import digest
+from tests.support.waiting import wait_for
 
 
 def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(

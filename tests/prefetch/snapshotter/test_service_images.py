@@ -16,8 +16,9 @@ from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.store import open_store
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containerd_node import Node
-from tests.support.image_mounts import TIMEOUT_S, checksums_outside, index, wait_for
+from tests.support.image_mounts import TIMEOUT_S, checksums_outside, index
 from tests.support.images import Member, digest, write_layout
+from tests.support.waiting import wait_for
 
 
 def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: Path) -> None:
