@@ -104,11 +104,29 @@ def start_image_publisher(settings: Settings, index_digest: str) -> None:
     """Have an image that this node pulled published by a process that is nobody's child: whoever
     calls this may become another program. Raises: OSError."""
     identity = f"image-{index_digest.partition(':')[2][:16]}"
+    if not _is_busy(settings, identity):
+        _start_orphan(settings, identity, {"image": index_digest})
+
+
+def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
+    """Have the image that containerd has in its store `content`, and whose layers make this chain,
+    indexed by a process that is nobody's child. False while another such image is. Raises: OSError.
+    """
+    if _is_busy(settings, "chain"):
+        return False
+    identity = f"chain-{chain_id.partition(':')[2][:16]}"
+    _start_orphan(settings, identity, {"content": str(content), "chain": chain_id})
+    return True
+
+
+def _is_busy(settings: Settings, prefix: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        for directory in publishing_dir(settings).glob(f"{identity}-*"):
-            if is_alive(directory):
-                return
-    with _new_job(settings, identity, {"image": index_digest}) as (directory, lock, log):
+        return any(map(is_alive, publishing_dir(settings).glob(f"{prefix}-*")))
+    return False
+
+
+def _start_orphan(settings: Settings, identity: str, job: Mapping[str, Any]) -> None:
+    with _new_job(settings, identity, job) as (directory, lock, log):
         # The shell ends at once, and what it began has no parent any more.
         command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
         _start(command, lock, log).wait()
@@ -223,6 +241,10 @@ def main(directory: Path) -> int:
             from bootseer.prefetch.publish_image import publish_node_image
 
             publish_node_image(settings, job["image"])
+        elif "chain" in job:
+            from bootseer.prefetch.publish_image import publish_unpacked_image
+
+            publish_unpacked_image(settings, Path(job["content"]), job["chain"])
         else:
             # Else pyarrow loads it where there is one, which takes longer than all that is to do.
             sys.modules["numpy"] = None  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""Publishes an image that a node pulled, from the node's cache: what `bootseer image index` would
-have put into the store, byte for byte.
+"""Publishes an image that a node pulled, from the node's cache or containerd's content store: what
+`bootseer image index` would have put into the store, byte for byte.
 
 Alone turns an unpublished image (`node_catalogue`) into a published one. Every step can be repeated
 by this node or another: layers that the store has by now are not packed, and the image's record,
@@ -9,6 +9,7 @@ layer.
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from msgspec import Struct
@@ -27,6 +28,8 @@ from bootseer.prefetch.catalogue import load_tree
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeLayer
+from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
@@ -91,6 +94,21 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
             load_tree(store, record, settings.cache_dir)
         catalogue.keep_published(index_digest, record)
     return record.index_digest
+
+
+def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> ImageRecord:
+    """Index the image that containerd has unpacked to this chain, from its content store.
+
+    Raises: NotFoundError where containerd has not all that the store lacks; BootseerError.
+    """
+    with (
+        open_content(content, chain_id) as source,
+        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
+    ):
+        work_dir = settings.cache_dir / "work"
+        record = index_image(source, store, work_dir, lessee=settings.node)
+    _log.info("indexed the image %s", record.reference)
+    return record
 
 
 class _CachedLayer(Struct, frozen=True):

@@ -26,6 +26,12 @@ from bootseer.errors import UnsupportedError
     help="Where containers' writes and ordinary layers are kept; not on an overlay.",
 )
 @click.option(
+    "--content",
+    type=click.Path(path_type=Path),
+    help="Where containerd keeps what it pulls; default: beside --root. What it had to pull is "
+    "indexed from there.",
+)
+@click.option(
     "--linger",
     "linger_s",
     type=Seconds(0, 86_400),
@@ -41,7 +47,9 @@ from bootseer.errors import UnsupportedError
     show_default=True,
     help="How long what a start touches is recorded.",
 )
-def snapshotter(address: Path, root: Path, linger_s: float, window_s: float) -> None:
+def snapshotter(
+    address: Path, root: Path, content: Path | None, linger_s: float, window_s: float
+) -> None:
     """Serve images of the store to containerd, without pulling them.
 
     Runs until it is told to end; containers and their mounts stay. docs/containerd.md has
@@ -55,11 +63,14 @@ def snapshotter(address: Path, root: Path, linger_s: float, window_s: float) -> 
             "'bootseer[containerd]'"
         ) from error
     from bootseer.prefetch.snapshotter.core import Snapshotter
+    from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
 
     if os.geteuid() != 0:
         raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     settings = current_settings()
-    core = Snapshotter(settings, root.absolute(), linger_s=linger_s, window_s=window_s)
+    root = root.absolute()
+    content = content.absolute() if content else root.parent / CONTENT_FOLDER
+    core = Snapshotter(settings, root, content, linger_s=linger_s, window_s=window_s)
     try:
         serve(core, address, lambda: click.echo(f"serving on {address}", err=True))
     finally:

@@ -27,6 +27,7 @@ from bootseer.prefetch.snapshotter.chain_trees import ChainTrees
 from bootseer.prefetch.snapshotter.directories import Directories
 from bootseer.prefetch.snapshotter.filters import any_of
 from bootseer.prefetch.snapshotter.metadata import Metadata
+from bootseer.prefetch.snapshotter.pulled import PulledImages
 from bootseer.prefetch.snapshotter.served import ServedTrees
 from bootseer.prefetch.snapshotter.snapshot import (
     Kind,
@@ -57,12 +58,13 @@ class Snapshotter:
         self,
         settings: Settings,
         root: Path,
+        content: Path,
         *,
         linger_s: float,
         window_s: float,
     ) -> None:
         """An image's mount outlives its last container by `linger_s`, so that a restart finds it;
-        a start is recorded for `window_s`.
+        a start is recorded for `window_s`. `content`: see `PulledImages`.
 
         Raises: BusyError where another one works there; BootseerError.
         """
@@ -71,6 +73,7 @@ class Snapshotter:
         self._directories = Directories(root)
         self._metadata = Metadata(self._directories.database)
         self._chains = ChainTrees(settings, self._metadata)
+        self._pulled = PulledImages(settings, content)
         self._served = ServedTrees(settings, self._directories.trees, window_s=window_s)
         self._wake = threading.Event()
         self._closing = False
@@ -106,8 +109,10 @@ class Snapshotter:
         UnavailableError where the parent's tree cannot be mounted; NoSpaceError.
         """
         chain_id = wanted_chain(labels)
-        if chain_id is not None and self._has_remote(chain_id, parent, labels):
-            raise AlreadyExistsError(f"the target snapshot {chain_id} is there")
+        if chain_id is not None:
+            if self._has_remote(chain_id, parent, labels):
+                raise AlreadyExistsError(f"the target snapshot {chain_id} is there")
+            self._pulled.goes_on(parent)
         return self._create(Kind.ACTIVE, key, parent, labels)
 
     def view(self, key: str, parent: str, labels: Mapping[str, str]) -> tuple[Mount, ...]:
@@ -133,6 +138,9 @@ class Snapshotter:
         if parent not in ("", snapshot.parent):
             raise InvalidInputError(f"the parent of the snapshot {key[:200]} cannot be changed")
         self._metadata.commit(name, key, labels, self._directories.usage(snapshot.number))
+        if (chain_id := wanted_chain(snapshot.labels)) is not None:
+            self._pulled.unpacked(chain_id)
+            self._wake.set()
 
     def remove(self, key: str) -> None:
         """Forget a snapshot; its directory and mount go later.
@@ -230,6 +238,7 @@ class Snapshotter:
             self._wake.clear()
             if not self._closing:
                 self._guard(self._mount_pulled)
+                self._guard(self._pulled.index_next)
                 self._guard(self._tidy)
 
     @staticmethod
@@ -245,6 +254,7 @@ class Snapshotter:
     def _pause_s(self) -> float:
         with self._lock:
             due_s = min(self._due.values(), default=float("inf"))
+        due_s = min(due_s, self._pulled.due_s())
         return min(max(due_s - time.monotonic(), 0.0), _TIDY_S)
 
     def _mount_pulled(self) -> None:

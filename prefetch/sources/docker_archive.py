@@ -140,8 +140,10 @@ def open_docker_archive(path: Path, tag: str = "") -> ImageSource:
     if "manifest.json" in archive:
         return _open_old_layout(archive, tag)
     if "index.json" in archive:
-        name, identity, config, layers = read_layout(archive.open, tag, str(path))
-        return ImageSource(name or name_of(path.with_suffix("")), identity, config, layers)
+        name, image = read_layout(archive.open, tag, str(path))
+        return ImageSource(
+            name or name_of(path.with_suffix("")), image.identity, image.config, image.layers
+        )
     if "repositories" in archive:
         raise UnknownFormatError(
             f"{path} was written by a Docker older than 1.10, which is not read"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import BinaryIO
 
+from msgspec import Struct
+
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.sources.documents import (
@@ -41,32 +43,25 @@ def blob_path(digest: str) -> str:
     return "blobs/" + digest.replace(":", "/", 1)
 
 
-def read_layout(
-    open_file: OpenFile, tag: str, where: str
-) -> tuple[str, str, ImageConfig, Sequence[TarLayer]]:
-    """(tag, the configuration's digest, configuration, layers) of the image called `tag`, or of
-    the only one when `tag` is empty.
+class Image(Struct, frozen=True):
+    """One image for one platform."""
+
+    identity: str
+    """The configuration's digest."""
+    config: ImageConfig
+    layers: Sequence[TarLayer]
+
+
+def read_image(open_file: OpenFile, descriptor: Descriptor, where: str) -> Image:
+    """The image whose manifest is this blob.
 
     Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError.
     """
-    entries = parse_index(read_document(open_file, "index.json", where), f"{where}/index.json")
-    chosen = _pick_tag(entries, tag, where)
-    name = chosen[0].tag
-
-    def document(descriptor: Descriptor) -> bytes:
-        path = blob_path(descriptor.digest)
-        return verified(read_document(open_file, path, where), descriptor, where)
-
-    descriptor = pick_platform(chosen, where) if len(chosen) > 1 else chosen[0]
-    for _ in range(_NESTING_MAX):
-        if not descriptor.is_index:
-            break
-        nested = parse_index(document(descriptor), f"{where}: {descriptor.digest}")
-        descriptor = pick_platform(nested, where)
-    else:
-        raise CorruptError(f"{where}: indexes are nested too deeply")
-    manifest = parse_manifest(document(descriptor), f"{where}: manifest {descriptor.digest}")
-    config = parse_config(document(manifest.config), f"{where}: {manifest.config.digest}")
+    manifest = parse_manifest(
+        _blob(open_file, descriptor, where), f"{where}: manifest {descriptor.digest}"
+    )
+    data = _blob(open_file, manifest.config, where)
+    config = parse_config(data, f"{where}: {manifest.config.digest}")
     layer_count_checked(len(manifest.layers), config, where)
     layers = [
         TarLayer(
@@ -74,7 +69,32 @@ def read_layout(
         )
         for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
     ]
-    return name, manifest.config.digest, config, layers
+    return Image(manifest.config.digest, config, layers)
+
+
+def _blob(open_file: OpenFile, descriptor: Descriptor, where: str) -> bytes:
+    data = read_document(open_file, blob_path(descriptor.digest), where)
+    return verified(data, descriptor, where)
+
+
+def read_layout(open_file: OpenFile, tag: str, where: str) -> tuple[str, Image]:
+    """(tag, image) of the image called `tag`, or of the only one when `tag` is empty.
+
+    Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError.
+    """
+    entries = parse_index(read_document(open_file, "index.json", where), f"{where}/index.json")
+    chosen = _pick_tag(entries, tag, where)
+    name = chosen[0].tag
+
+    descriptor = pick_platform(chosen, where) if len(chosen) > 1 else chosen[0]
+    for _ in range(_NESTING_MAX):
+        if not descriptor.is_index:
+            break
+        nested = parse_index(_blob(open_file, descriptor, where), f"{where}: {descriptor.digest}")
+        descriptor = pick_platform(nested, where)
+    else:
+        raise CorruptError(f"{where}: indexes are nested too deeply")
+    return name, read_image(open_file, descriptor, where)
 
 
 def _pick_tag(entries: Sequence[Descriptor], tag: str, where: str) -> Sequence[Descriptor]:

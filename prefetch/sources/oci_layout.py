@@ -54,8 +54,8 @@ def open_oci_layout(directory: Path, tag: str) -> ImageSource:
 
     if directory.is_dir() and not (directory / "index.json").exists():
         raise InvalidInputError(f"{where} is not an OCI layout: it has no index.json")
-    name, identity, config, layers = read_layout(open_file, tag, where)
+    name, image = read_layout(open_file, tag, where)
     base = name_of(directory)
     # A tag is either a whole name ("docker.io/library/python:3.12") or only the part after ":".
     reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
-    return ImageSource(reference, identity, config, layers)
+    return ImageSource(reference, image.identity, image.config, image.layers)

@@ -45,10 +45,10 @@ def open_stored_layout(url: str, tag: str) -> ImageSource:
         return cast(BinaryIO, io.BufferedReader(_BackendFile(backend, path), _READ_BYTES))
 
     try:
-        name, identity, config, layers = read_layout(open_file, tag, backend.url)
+        name, image = read_layout(open_file, tag, backend.url)
     except BaseException:
         backend.close()
         raise
     base = backend.url.rstrip("/").rpartition("/")[2]
     reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
-    return ImageSource(reference, identity, config, layers, backend.close)
+    return ImageSource(reference, image.identity, image.config, image.layers, backend.close)
