@@ -28,7 +28,7 @@ def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> Non
         skip_unless_root()
         skip_unless_fuse()
     driver = Path(__file__).with_name("crash_driver.py")
-    # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten programs.
+    # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PYTHONPATH": str(_ROOT), "PATH": path}
     done = subprocess.run(
