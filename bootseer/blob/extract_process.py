@@ -8,6 +8,7 @@ closed, so also when its parent is killed.
 """
 
 import errno
+import gc
 import json
 import mmap
 import os
@@ -26,20 +27,28 @@ RESULT = Struct("<II")
 TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, RECORDS_FD, ROOT_FD, FILES_FD = range(3, 10)
 """The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
 
+_FRAME_BYTES = 1 << 17
+"""What most frames fit in, stored."""
 _MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
 
 
 def _from_files(bases: "array[int]") -> Stored:
-    """What stores all blobs, read from their files."""
+    """What stores all blobs, read from their files, each time into the same memory."""
+    memory = memoryview(bytearray(_FRAME_BYTES))
 
-    def stored(offset: int, length: int) -> bytes:
+    def stored(offset: int, length: int) -> memoryview:
+        nonlocal memory
+        if length > len(memory):
+            memory = memoryview(bytearray(length))
         blob = bisect_right(bases, offset) - 1
+        data = memory[:length]
         try:
-            # Into fresh memory that the allocator has had before: a mapping would fault on each of
-            # its pages, and end this process where somebody cuts the file.
-            return os.pread(FILES_FD + blob, length, offset - bases[blob])
+            # A mapping would fault on each of its pages, and end this process where somebody cuts
+            # the file.
+            count = os.preadv(FILES_FD + blob, (data,), offset - bases[blob])
         except OSError as error:
             raise UnreadError(error) from error
+        return data[:count]
 
     return stored
 
@@ -58,6 +67,8 @@ def _worker() -> Worker:
 def main() -> None:
     """A worker process, until its pipe of tasks ends."""
     os.umask(0)
+    # Nothing that is made for each file refers to itself.
+    gc.disable()
     worker: Worker | None = None
     while data := os.read(TASKS_FD, TASK.size):
         (task,) = TASK.unpack(data)

@@ -18,9 +18,12 @@ from bootseer.blob.extract_sections import SETTINGS, taken
 from bootseer.blob.stat_record import Records, put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
-"""(offset, length) in the stored bytes of all blobs, one behind the other."""
+"""(offset, length) in the stored bytes of all blobs, one behind the other. What it gives may be
+written to, where it can be, and holds until the next call."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Of a zstd frame (RFC 8878, 3.1.1): in the byte behind its magic number, and at its end.
+_FLAGS, _HAS_CHECKSUM, _CHECKSUM_BYTES = 4, 1 << 2, 4
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -171,6 +174,10 @@ class Worker:
             # Before anything is allocated for it.
             if zstandard.frame_content_size(data) != wanted:
                 raise DamagedError(f"{place} announces a wrong length")
+            if isinstance(data, memoryview) and not data.readonly and data[_FLAGS] & _HAS_CHECKSUM:
+                # Its digest has been found right, which tells more than its checksum would.
+                data[_FLAGS] &= ~_HAS_CHECKSUM
+                data = data[:-_CHECKSUM_BYTES]
             content = self._decompressor.decompress(
                 data, max_output_size=wanted, allow_extra_data=False
             )
