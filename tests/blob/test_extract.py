@@ -149,7 +149,7 @@ def test_processes_share_the_work_and_are_gone_afterwards(tmp_path: Path) -> Non
     extract(tree, read, tmp_path / "out", processes=3)
     assert state(tmp_path / "out") == state(tmp_path / "in")
     assert len(during) == 3
-    assert _children() == before
+    assert not _children() - before
     # What two tasks need at different times may be asked for twice, but that is little.
     assert sum(asked) < 1.2 * len(blob)
 
@@ -194,7 +194,7 @@ def test_a_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="killed"):
         extract(tree, read, tmp_path / "out", processes=2)
     assert sorted(os.listdir(tmp_path)) == ["in"]
-    assert _children() == before
+    assert not _children() - before
 
 
 def test_where_no_process_can_be_started_one_writes_all(

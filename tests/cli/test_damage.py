@@ -1,9 +1,9 @@
 """Damage to what only speeds a start up never stops one; dead mounts can be taken off."""
 
+import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from bootseer.fuse.kernel import mounts
 from tests.cli.conftest import World
 from tests.cli.promises import CORRUPT, UNKNOWN, check, damage
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 
@@ -88,17 +89,17 @@ def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
     if kind == "checkpoint":
         mount, unmount = ("mount", "checkpoints", "mnt"), ("unmount", "mnt")
     assert world(*mount).code == 0
-    processes = servers_of(world)
-    assert processes
-    for _ in range(3):  # a supervisor may have started another worker meanwhile
-        for pid in processes:
-            try:
+    assert servers_of(world)
+
+    def are_gone() -> bool:
+        # A supervisor may have started another worker meanwhile.
+        left = servers_of(world)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.1)
-        processes = servers_of(world)
-    assert not processes
+        return not left
+
+    wait_for(are_gone, "the end of the servers")
     assert mounts.find_mount(world.path("mnt")) is not None
     # Mounting over it is refused, or takes the dead one away; it never hangs.
     again = world(*mount)

@@ -21,6 +21,7 @@ from bootseer.store import open_store
 from bootseer.store.uses import note_use, use_key
 from tests.gc.collecting import NOW, add_access, add_image, age, keys_of, run_gc, run_setups
 from tests.support.image_mounts import mounted, settings_at, skip_unless_fuse
+from tests.support.waiting import wait_for
 
 
 def test_an_image_goes_with_all_that_only_it_needs(tmp_path: Path) -> None:
@@ -171,9 +172,7 @@ def test_what_a_mount_reads_stays_although_its_image_is_removed(tmp_path: Path) 
     add_image(settings, tmp_path, "one", "base", "a")
     with mounted(settings, "one:1", tmp_path / "mnt"), open_store(settings.store_url) as store:
         image = find_image(store, "one:1")
-        end = time.monotonic() + 30
-        while not store.exists(use_key(image.index_digest)) and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for(lambda: store.exists(use_key(image.index_digest)), "the note of the use")
         run_gc(settings, replace(NOW, images=("one:1",)))
         assert list(list_images(store)) == []
         check_blobs(store, image)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from bootseer.config import Settings
@@ -14,6 +13,7 @@ from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.support.snapshot_mounts import WAIT_S
+from tests.support.waiting import wait_for
 
 _JOB = """
 import json, sys
@@ -52,10 +52,7 @@ class Job(subprocess.Popen[str]):
 
 
 def wait_uncovered(target: Path) -> None:
-    end = time.monotonic() + WAIT_S
-    while cover_at(target) is not None:
-        assert time.monotonic() < end, f"{target} stays mounted"
-        time.sleep(0.02)
+    wait_for(lambda: cover_at(target) is None, f"the unmounting of {target}")
 
 
 def small(tmp_path: Path) -> tuple[Request, Path]:

@@ -15,7 +15,7 @@ from bootseer.prefetch.covers import covers, uncover
 from bootseer.prefetch.mount_state import MountState, live_mounts
 from bootseer.prefetch.publish import wait_published
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def servers(settings: Settings) -> list[MountState]:

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,20 +19,12 @@ from bootseer.fuse.kernel.operations import (
 from bootseer.fuse.kernel.server import Server
 from tests.support import fuse_mount
 from tests.support.passthrough_fs import PassthroughFileSystem
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 
 _DEADLINE_S = 30.0
 _LONG_S = 3600.0
-
-
-def _eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 class CountingMirror(PassthroughFileSystem):
@@ -82,8 +72,8 @@ def test_forgotten_nodes_are_dropped_and_come_back(backing: Path, mountpoint: Pa
             assert file_system.node_count == 202
             # 2: dentries and inodes of the whole machine, never dirty data.
             Path("/proc/sys/vm/drop_caches").write_text("2")
-            assert _eventually(lambda: server.lookup_counts() == {})
-            assert _eventually(lambda: file_system.node_count == 1)
+            wait_for(lambda: server.lookup_counts() == {})
+            wait_for(lambda: file_system.node_count == 1)
 
 
 def test_negative_entries_are_remembered_until_told(backing: Path, mountpoint: Path) -> None:
@@ -175,13 +165,13 @@ def test_passthrough_reads_never_ask_us(backing: Path, mountpoint: Path) -> None
         ((backing_id, opens),) = server.backing_counts().values()
         assert (backing_id > 0, opens) == (True, 3)
         holder.communicate("x", timeout=_DEADLINE_S)
-        assert _eventually(lambda: server.backing_counts() == {})
+        wait_for(lambda: server.backing_counts() == {})
         # Writes and new files as well; what was written is what is behind.
         code = "import sys; f = open(sys.argv[1], 'w'); f.write('written'); f.close()"
         fuse_mount.check_python(code, mountpoint / "new")
         assert (backing / "new").read_text() == "written"
         assert _read(mountpoint / "new") == "written"
-        assert _eventually(lambda: server.backing_counts() == {})
+        wait_for(lambda: server.backing_counts() == {})
 
 
 class Moody(CountingMirror):
@@ -213,7 +203,7 @@ def test_all_opens_of_a_node_share_the_first_ones_mode(
         )
         assert fuse_mount.check_python(code, mountpoint / "file") == "hello " * 3 + "hello\n"
         assert (file_system.reads > 0) is (first == 0)
-        assert _eventually(lambda: server.backing_counts() == {})
+        wait_for(lambda: server.backing_counts() == {})
 
 
 class Refused(CountingMirror):

@@ -24,6 +24,7 @@ from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store.local import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
+from tests.support.waiting import wait_for
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
@@ -32,9 +33,9 @@ NEW = random.Random(2).randbytes(7 * UNIT + 5)
 class World:
     """A driver over a faulty backend, holding one old file, and a second look from elsewhere."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, deadline_s: float) -> None:
         self.backend = FaultyBackend(LocalBackend(root))
-        self.driver = Driver(storage_on(self.backend, deadline_s=1.0))
+        self.driver = Driver(storage_on(self.backend, deadline_s=deadline_s))
         self.elsewhere = Driver(storage_on(root))
         self.released = threading.Event()
         self.driver.write("f", OLD)
@@ -58,16 +59,20 @@ class World:
 
     def assert_no_garbage(self) -> None:
         """Part threads clean up by themselves: give them a moment."""
-        for _ in range(100):
-            if not list(find_garbage(self.backend.inner, "")):
-                return
-            time.sleep(0.02)
-        assert list(find_garbage(self.backend.inner, "")) == []
+        wait_for(lambda: not list(find_garbage(self.backend.inner, "")), "the end of the parts")
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "backend")
+    made = World(tmp_path / "backend", 20.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hurried(tmp_path: Path) -> Iterator[World]:
+    """One in which what hangs ends soon."""
+    made = World(tmp_path / "backend", 2.0)
     yield made
     made.close()
 
@@ -126,21 +131,21 @@ def test_an_outage_is_tried_again(world: World) -> None:
     assert world.driver.read("f") == OLD
 
 
-def test_a_lasting_outage_is_an_error_and_passes(world: World) -> None:
-    world.backend.rules.append(
+def test_a_lasting_outage_is_an_error_and_passes(hurried: World) -> None:
+    hurried.backend.rules.append(
         failing("read", lambda: UnavailableError("down"), within=PARTS_FOLDER)
     )
-    world.fails_with(errno.EIO, lambda: world.driver.read("f"))
-    world.backend.rules.clear()
-    assert world.driver.read("f") == OLD
+    hurried.fails_with(errno.EIO, lambda: hurried.driver.read("f"))
+    hurried.backend.rules.clear()
+    assert hurried.driver.read("f") == OLD
 
 
-def test_a_read_that_hangs_ends_and_later_reads_work(world: World) -> None:
-    world.backend.rules.append(hanging("read", world.released, within=PARTS_FOLDER))
-    with pytest.raises(DeadlineError, match="within 1 s"):
-        world.driver.read("f")
-    world.backend.rules.clear()
-    assert world.driver.read("f") == OLD
+def test_a_read_that_hangs_ends_and_later_reads_work(hurried: World) -> None:
+    hurried.backend.rules.append(hanging("read", hurried.released, within=PARTS_FOLDER))
+    with pytest.raises(DeadlineError, match="within 2 s"):
+        hurried.driver.read("f")
+    hurried.backend.rules.clear()
+    assert hurried.driver.read("f") == OLD
 
 
 def test_an_exception_that_is_no_exception_reaches_the_reader(world: World) -> None:
@@ -184,7 +189,8 @@ def test_a_part_that_fails_fails_the_file(
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "close"])
-def test_a_write_that_hangs_ends(world: World, operation: str) -> None:
+def test_a_write_that_hangs_ends(hurried: World, operation: str) -> None:
+    world = hurried
     world.backend.rules.append(hanging(operation, world.released, within=PARTS_FOLDER))
     world.fails_with(errno.ETIMEDOUT, lambda: world.driver.write("f", NEW))
     world.assert_old_is_whole()
@@ -277,10 +283,7 @@ def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
         assert driver.read("old") == OLD
         assert driver.names("") == ["old"]
         # The parts of the failed save are gone: there is room again.
-        for _ in range(100):
-            if not list(find_garbage(driver.storage.backend, "")):
-                break
-            time.sleep(0.02)
+        wait_for(lambda: not list(find_garbage(driver.storage.backend, "")), "the end of the parts")
         driver.write("new", bytes(600 * 2**10))
         driver.fs.destroyed()
         driver.storage.close()
@@ -312,9 +315,9 @@ def test_the_threads_of_a_failed_file_end(world: World, operation: str) -> None:
     before = set(threading.enumerate())
     world.backend.rules.append(failing(operation, lambda: NoSpaceError("x"), within=PARTS_FOLDER))
     world.fails_with(errno.ENOSPC, lambda: world.driver.write("f", NEW))
-    for _ in range(100):
-        left = set(threading.enumerate()) - before
-        if not [thread for thread in left if thread.name.startswith("stripe-part")]:
-            return
-        time.sleep(0.02)
-    raise AssertionError("a part's thread is left behind")
+
+    def left() -> list[threading.Thread]:
+        threads = set(threading.enumerate()) - before
+        return [thread for thread in threads if thread.name.startswith("stripe-part")]
+
+    wait_for(lambda: not left(), "the end of the parts' threads")

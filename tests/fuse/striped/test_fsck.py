@@ -2,7 +2,6 @@
 
 import os
 import struct
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
 from tests.fuse.striped.harness import UNIT, storage_on
 from tests.fuse.striped.stored import DATA, garbage_of, load, part_of, save
+from tests.support.waiting import wait_for
 
 
 def verified(storage: StripedStorage, path: str) -> list[tuple[str, int, int, str]]:
@@ -84,8 +84,7 @@ def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[
     storage.backend.mkdir("")
     writer = storage.writer("f")
     writer.append(DATA[: 5 * UNIT])
-    while not list(garbage_of(storage)):
-        time.sleep(0.01)
+    wait_for(lambda: list(garbage_of(storage)), "the first part")
     young()
     (report,) = check_tree(storage)
     is_hdfs = storage.backend.url.startswith("hdfs")
@@ -117,9 +116,7 @@ def test_what_is_replaced_but_open_stays_young(local: StripedStorage, tmp_path: 
         os.utime(path, (1, 1))
     opened = local.reader.open(local.tree.stored.view("f"))
     save(local, "f", b"new")
-    deadline_s = time.monotonic() + 60
-    while not list(folder.glob("open-*")) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    wait_for(lambda: list(folder.glob("open-*")), "the note of who has it open")
     (report,) = check_tree(local)
     assert len(report.garbage) == 1
     assert delete_garbage(local, report, 3600) == []

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.fuse.striped.test_space import set_space_quota
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.fuse_mount import check_python, run
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
 MIB = 2**20
@@ -47,11 +47,7 @@ assert open(folder + "/f").read() == "old"
 def assert_nothing_is_left(url: str) -> None:
     """Threads of parts clean up by themselves: give them a moment."""
     with contextlib.closing(open_backend(url)) as backend:
-        for _ in range(200):
-            if not list(find_garbage(backend, "")):
-                return
-            time.sleep(0.05)
-        assert list(find_garbage(backend, "")) == []
+        wait_for(lambda: not list(find_garbage(backend, "")), "the end of the parts")
 
 
 @pytest.fixture
@@ -85,12 +81,13 @@ def test_full_datanodes_are_told_to_the_writer(
         assert_nothing_is_left(url)
     # A DataNode that has room and is dead is another matter.
     with contextlib.closing(open_backend(url, deadline_s=20)) as backend:
-        for _ in range(200):
+
+        def has_room() -> bool:
             # What the save had written is removed by and by.
-            space = HdfsSpace(FoundNameNode(tiny.url, 5.0)).space("/x")
-            if space is not None and space.free_bytes > 20 * MIB:
-                break
-            time.sleep(0.1)
+            space = HdfsSpace(FoundNameNode(tiny.url, 20.0)).space("/x")
+            return space is not None and space.free_bytes > 20 * MIB
+
+        wait_for(has_room, "room")
         tiny.kill_datanode(0)
         with pytest.raises(UnavailableError), backend.create("g") as writer:
             writer.write(b"x")

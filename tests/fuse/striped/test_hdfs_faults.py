@@ -99,7 +99,7 @@ def test_a_frozen_cluster_can_be_unmounted(
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
             time.sleep(0.5)
             mount.close(1.0)
-            assert reader.wait(20) != 0
+            assert reader.wait(60) != 0
         finally:
             hdfs.resume()
 

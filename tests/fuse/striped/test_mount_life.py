@@ -25,6 +25,7 @@ from tests.fuse.striped.faulty import FaultyBackend, hanging
 from tests.fuse.striped.harness import Driver, storage_on
 from tests.fuse.striped.mounting import BIG, MIB, checkpoints, end, settings_in, shell
 from tests.support.fuse_mount import check_python, mounted, run
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 
@@ -109,11 +110,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file(
 
 
 def wait_until_gone(pid: int) -> None:
-    for _ in range(300):
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the server does not end")
+    wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0], "the server's end")
 
 
 def test_sigterm_unmounts(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
@@ -162,10 +159,7 @@ def test_warming_reads_the_newest_checkpoint(
         storage.backend.create("latest").close()
     (tmp_path / "stored" / "latest").write_text("step-1\n")
     with checkpoints(tmp_path, mountpoint, local_url, warm=True) as mount:
-        for _ in range(200):
-            if "of the newest checkpoint ahead" in mount.log.read_text():
-                break
-            time.sleep(0.05)
+        wait_for(lambda: "of the newest checkpoint ahead" in mount.log.read_text())
         assert f"read {BIG} bytes of the newest checkpoint ahead" in mount.log.read_text()
         shell("cmp {b} {d}/step-1/model; cmp {b} {d}/step-2/model", b=big, d=mountpoint)
 

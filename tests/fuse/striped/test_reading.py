@@ -94,7 +94,7 @@ def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) ->
 
 def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) -> None:
     """It waited until the deadline for memory that only it could give back."""
-    with storage_on(stored, unit=MIB, memory_bytes=16 * MIB, deadline_s=5.0) as storage:
+    with storage_on(stored, unit=MIB, memory_bytes=16 * MIB, deadline_s=20.0) as storage:
         file = storage.reader.open(storage.tree.stored.view("striped"))
         pieces: list[memoryview] = []
         for offset in range(0, len(DATA), MIB):
@@ -243,11 +243,11 @@ def test_demand_has_threads_that_nothing_else_can_take() -> None:
     block, ran = threading.Event(), threading.Event()
 
     def wait() -> None:
-        block.wait(20)
+        block.wait(60)
 
     for _ in range(8):
         pool.submit(Urgency.READAHEAD, wait)
     pool.submit(Urgency.DEMAND, ran.set)
-    assert ran.wait(10)
+    assert ran.wait(60)
     block.set()
     pool.close()

@@ -40,7 +40,7 @@ class SlowReplica:
         with attempt.lock:
             buffer[:] = bytes(len(buffer))
             attempt.done_bytes = 1
-        self._world.released.wait(30)
+        self._world.released.wait(60)
         with attempt.lock:
             if not attempt.is_given_up:
                 buffer[:] = b"\xff" * len(buffer)
@@ -138,7 +138,7 @@ def test_a_read_into_a_buffer_that_failed_leaves_it_alone_from_then_on(tmp_path:
     backend = FaultyBackend(LocalBackend(stored_in(tmp_path / "stored")))
     released = threading.Event()
     backend.rules.append(hanging("read", released, within=f"{PARTS_FOLDER}/"))
-    storage = storage_on(backend, unit=UNIT, deadline_s=0.3)
+    storage = storage_on(backend, unit=UNIT, deadline_s=1.5)
     buffer = bytearray(len(DATA))
     with pytest.raises(DeadlineError):
         read_into(storage, buffer)
@@ -223,16 +223,16 @@ def test_a_source_with_a_queue_does_not_keep_another_one_idle() -> None:
     def job(name: str) -> None:
         order.append(name)
         running.release()
-        go_on.acquire(timeout=20)
+        go_on.acquire(timeout=60)
 
     for name in ["a"] * 6 + ["b"] * 2 + ["c"]:
         pool.submit(Urgency.READAHEAD, lambda name=name: job(name), name)  # type: ignore[misc]
         if name == "a" and len(order) < 1:
-            running.acquire(timeout=20)
+            running.acquire(timeout=60)
     for _ in range(2):
-        running.acquire(timeout=20)
+        running.acquire(timeout=60)
     go_on.release(9)
     for _ in range(6):
-        running.acquire(timeout=20)
+        running.acquire(timeout=60)
     assert sorted(order) == sorted("aaaaaabbc")
     pool.close()

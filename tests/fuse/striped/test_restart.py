@@ -18,6 +18,7 @@ from bootseer.fuse.striped.mounted.mount_spec import journal_path
 from bootseer.fuse.striped.mounted.status import mount_status
 from tests.fuse.striped.mounting import checkpoints, end, shell
 from tests.support.fuse_mount import check_python, run
+from tests.support.waiting import wait_for
 
 BIG = 20_000_000
 
@@ -35,11 +36,7 @@ def kill_the_worker(mount: MountedCheckpoints) -> None:
     """And wait until another one answers."""
     before = mount.worker_pid
     os.kill(before, signal.SIGKILL)
-    for _ in range(1000):
-        if mount.worker_pid != before:
-            return
-        time.sleep(0.05)
-    raise AssertionError("no other worker began")
+    wait_for(lambda: mount.worker_pid != before, "another worker")
 
 
 READERS = """

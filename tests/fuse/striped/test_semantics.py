@@ -17,6 +17,7 @@ from bootseer.fuse.striped.mounted.nodes import Node
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.view import FileView
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
+from tests.support.waiting import wait_for
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
@@ -164,12 +165,8 @@ def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> Non
     one.close(file)
     assert two.names("") == one.names("") == []
     # The threads of its parts clean up by themselves.
-    for _ in range(100):
-        if not list(find_garbage(one.storage.backend, "")):
-            break
-        time.sleep(0.02)
+    wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of the parts")
     one.fs.destroyed()
-    assert list(find_garbage(one.storage.backend, "")) == []
 
 
 @pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
@@ -218,12 +215,14 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
     file = one.open("g", os.O_WRONLY | os.O_CREAT)
     one.pwrite(file, 0, NEW)
     backend = two.storage.backend
-    for _ in range(200):
-        found = list(find_garbage(backend, ""))
+
+    def is_whole() -> bool:
         # All three parts exist: from here on the writer makes no more names.
-        if found and len(list(backend.list(found[0].path))) == 3:
-            break
-        time.sleep(0.02)
+        found = list(find_garbage(backend, ""))
+        return bool(found) and len(list(backend.list(found[0].path))) == 3
+
+    wait_for(is_whole, "the third part")
+    found = list(find_garbage(backend, ""))
     assert len(found) == 1
     backend.delete(found[0].path, recursive=True)
     assert two.read("f") == OLD
@@ -278,13 +277,13 @@ def test_a_late_close_does_not_hide_a_truncation(
         else:
             show(node, view)
             cut.set()
-            shown.wait(10)
+            shown.wait(60)
 
     monkeypatch.setattr(one.fs, "_published", published_late)
     node = one.node("f")
     close.start()
-    assert published.wait(10)
+    assert published.wait(60)
     attributes, _ = one.fs.setattr(CALLER, node, SetAttributes(size_bytes=5))
     done.set()
-    close.join(10)
+    close.join(60)
     assert attributes.size_bytes == 5
