@@ -20,6 +20,7 @@ from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
 from tests.support.snapshot_mounts import end_everything
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -59,6 +60,7 @@ def test_hostile_names_are_never_shown(
             restore_snapshot(node, manifest.fingerprint)
         assert cover_at(target) is None
         assert not target.exists()
-        assert not list(mounts_dir(node).iterdir())
+        # The server removes its folder at last, when it is known to end already.
+        wait_for(lambda: not list(mounts_dir(node).iterdir()), "the folder's end")
     finally:
         end_everything(tmp_path, node)
