@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from bootseer.fuse.kernel import mounts
+from tests.support import waiting
 from tests.support.fuse_mount import clear_mount
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -171,9 +172,6 @@ def attribute(span: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+def wait_for(path: Path) -> None:
     """Until the file exists."""
-    deadline_s = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline_s, f"{path} never appeared"
-        time.sleep(0.01)
+    waiting.wait_for(path.exists, f"{path}")
