@@ -1,0 +1,103 @@
+"""What docker/ deploys is what there is: commands and their options, settings, folders."""
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from click.testing import CliRunner
+
+from bootseer.cli import cli
+from bootseer.config import Settings, variable_of
+from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
+from tests.support.cli_reference import root_context
+
+DOCKER = Path(__file__).parent.parent.parent / "docker"
+UNITS = sorted((DOCKER / "systemd").iterdir())
+MANIFESTS = sorted((DOCKER / "kubernetes").iterdir())
+VARIABLES = {variable_of(name) for name in Settings.__struct_fields__}
+
+
+def parse(words: list[str]) -> None:
+    """Fails where bootseer has no such command or option."""
+    ours = [*itertools.takewhile(lambda word: word != "--", words), "--help"]
+    done = CliRunner().invoke(cli, ours)
+    assert done.exit_code == 0, done.output
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Each call of bootseer in a line of shell."""
+    for part in re.split(r"\|\||&&|;|\n", text):
+        words = shlex.split(part)
+        names = [number for number, word in enumerate(words) if Path(word).name == "bootseer"]
+        if names:
+            yield words[names[0] + 1 :]
+
+
+def calls_in(node: Any) -> Iterator[list[str]]:
+    """Each call of bootseer by a container."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "command" and value[0] == "bootseer":
+                yield value[1:]
+            elif key == "command" and value[0] == "sh":
+                yield from commands_in(value[-1])
+            else:
+                yield from calls_in(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from calls_in(value)
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_units(path: Path) -> None:
+    text = path.read_text().replace("${DIRECTORY}", "/mnt").replace("${URL}", "file:///tmp")
+    lines = re.findall(r"^Exec\w+=-?(.*)$", text.replace("$OPTIONS ", ""), re.MULTILINE)
+    assert lines
+    for line in lines:
+        for words in commands_in(line):
+            parse(words)
+    assert set(re.findall(r"^Environment=(BOOTSEER_\w+)=", text, re.MULTILINE)) <= VARIABLES
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests(path: Path) -> None:
+    documents = list(yaml.safe_load_all(path.read_text()))
+    assert all(document["kind"] for document in documents)
+    found = list(calls_in(documents))
+    assert found
+    for words in found:
+        parse(words)
+    assert set(variables_in(documents)) <= VARIABLES
+
+
+def variables_in(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if str(node.get("name", "")).startswith("BOOTSEER_"):
+            yield node["name"]
+        for value in node.values():
+            yield from variables_in(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from variables_in(value)
+
+
+def test_the_snapshotter_s_pod_sees_what_it_needs() -> None:
+    """The paths are those on the node: containerd is told them."""
+    command = cli.get_command(root_context(), "snapshotter")
+    assert command is not None
+    defaults = {option.name: option.default for option in command.params}
+    root, address = Path(str(defaults["root"])), Path(str(defaults["address"]))
+    *_, daemon = yaml.safe_load_all((DOCKER / "kubernetes/snapshotter-daemonset.yaml").read_text())
+    pod = daemon["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    hosts = {volume["name"]: volume["hostPath"]["path"] for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert {path: hosts[mount["name"]] for path, mount in mounts.items()} == {p: p for p in mounts}
+    assert mounts[str(root)]["mountPropagation"] == "Bidirectional"
+    assert mounts[str(root.parent / CONTENT_FOLDER)]["readOnly"]
+    assert str(address.parent) in mounts
