@@ -1,6 +1,6 @@
 """The stored frames that the tasks of an extraction need, while they need them.
 
-Where workers read the blobs' files by themselves, the kernel is told ahead (`ReadAhead`). Else
+Where workers read the blobs' files by themselves, the kernel is told ahead (`read_ahead`). Else
 `Supply` alone owns the content of the file in memory that they map: blob after blob, each frame at
 its own place, so that nothing must be told but the number of a task. `have` is called from one
 thread, `release` from another. Of what no task needs any more the memory is given back.
@@ -33,29 +33,15 @@ Run = tuple[int, int, int]
 """(blob, first unit, the one behind the last)"""
 
 
-class ReadAhead:
-    """Of blobs in files of this node: a hint to the kernel before each task."""
-
-    def __init__(self, tree: Tree, plan: Plan, files: Sequence[int]) -> None:
-        self._tree = tree
-        self._plan = plan
-        self._files = files
-
-    def have(self, task: int) -> None:
-        """The disk has been told what the task will read. Raises: OSError."""
-        for blob, start, end in _ranges(self._tree, self._plan, task):
-            stored = self._tree.blobs[blob]
-            if stored.frames:
-                numbers = frames_for(stored, start, end - start)
-                first, last = stored.frames[numbers[0]], stored.frames[numbers[-1]]
-                start, end = first.offset, last.offset + last.length
-            os.posix_fadvise(self._files[blob], start, end - start, os.POSIX_FADV_WILLNEED)
-
-    def release(self, task: int) -> None:
-        """The task is done. It stays in the kernel's cache for who restores it next."""
-
-    def close(self) -> None:
-        """Nothing to end."""
+def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
+    """The disk has been told what the task will read of the blobs' files. Raises: OSError."""
+    for blob, start, end in _ranges(tree, plan, task):
+        stored = tree.blobs[blob]
+        if stored.frames:
+            numbers = frames_for(stored, start, end - start)
+            first, last = stored.frames[numbers[0]], stored.frames[numbers[-1]]
+            start, end = first.offset, last.offset + last.length
+        os.posix_fadvise(files[blob], start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 class Supply:

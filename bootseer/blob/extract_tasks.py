@@ -10,7 +10,7 @@ from typing import Any
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_pool import Pool
 from bootseer.blob.extract_sections import SETTINGS, Section, write_columns
-from bootseer.blob.extract_source import ReadAhead, Supply
+from bootseer.blob.extract_source import Supply, read_ahead
 from bootseer.blob.extract_worker import DamagedError, Worker
 from bootseer.blob.extract_writer import Writer
 from bootseer.blob.frame_writer import usable_cpus
@@ -128,17 +128,17 @@ def _together(
     # A worker creates with exactly the mode that it is told.
     settings = array("q", columns["settings"])
     settings[SETTINGS.index("umask")] = 0
-    supply: Supply | ReadAhead
-    if files:
-        supply = ReadAhead(tree, plan, files)
-    else:
-        supply = Supply(tree, plan, read, columns, pool.stored_fd)
+    # Of files of this node the workers read by themselves what they need.
+    supply = None if files else Supply(tree, plan, read, columns, pool.stored_fd)
     try:
         write_columns(pool.columns_fd, {**columns, "settings": settings})
 
         def bring(task: int) -> None:
             writer.make_directories(task)
-            supply.have(task)
+            if supply is None:
+                read_ahead(tree, plan, files, task)
+            else:
+                supply.have(task)
 
         def on_report(task: int, report: dict[str, Any]) -> None:
             if "damage" in report:
@@ -151,7 +151,8 @@ def _together(
                 raise UnavailableError(f"cannot read a blob's file: {why}")
             if report:
                 raise UnavailableError(f"a process that writes files failed: {report['failure']}")
-            supply.release(task)
+            if supply is not None:
+                supply.release(task)
             count(task)
 
         # What is sent for comes in one order.
@@ -160,4 +161,5 @@ def _together(
     finally:
         # Nobody brings anything any more.
         pool.close()
-        supply.close()
+        if supply is not None:
+            supply.close()
