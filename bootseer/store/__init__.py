@@ -47,6 +47,10 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
         from bootseer.store.hdfs import HdfsBackend
 
         return HdfsBackend(url, deadline_s=deadline_s)
+    if scheme == "java+hdfs":
+        from bootseer.store.java_hdfs import JavaHdfsBackend
+
+        return JavaHdfsBackend(url, deadline_s=deadline_s)
     if scheme == "oci":
         from bootseer.store.oci import OciBackend
 
@@ -66,6 +70,8 @@ def load_backend(url: str) -> None:
             import hdfs_native  # noqa: F401
 
             import bootseer.store.hdfs
+        elif scheme == "java+hdfs":
+            import bootseer.store.java_hdfs
         elif scheme == "oci":
             import bootseer.store.oci
         else:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoSpaceError
@@ -18,6 +18,7 @@ from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_datanode import DataNodes
 from bootseer.store.hdfs_errors import refused_datanode_count, translate
 from bootseer.store.hdfs_name_node import FoundNameNode
+from bootseer.store.hdfs_options import HdfsOptions
 from bootseer.store.hdfs_placing import HdfsPlacer
 from bootseer.store.hdfs_space import HdfsSpace
 from bootseer.store.paths import split_path
@@ -45,7 +46,7 @@ class HdfsConnection:
     """What files, directories and writers of one folder are reached through."""
 
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
-        options = _Options(url, deadline_s or _DEADLINE_S)
+        options = HdfsOptions(url, deadline_s or _DEADLINE_S)
         parts = urlsplit(url, allow_fragments=False)
         self.url = public_url(url)
         self._cluster = f"{parts.scheme}://{parts.netloc}"
@@ -225,27 +226,3 @@ def _outlive_inherited_connections() -> None:
         time.sleep(max(0.0, _Fork.time_s + _CONNECTION_KEPT_S - time.monotonic()))
         _Fork.time_s = 0.0
     _Fork.parent_has_client = True
-
-
-class _Options:
-    """What the query of an `hdfs://` URL says."""
-
-    def __init__(self, url: str, deadline_s: float) -> None:
-        try:
-            parts = urlsplit(url, allow_fragments=False)
-            _, query = parts.port, parts.query  # a port that is none raises
-            values = {
-                key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
-            }
-            self.deadline_s = float(values.pop("deadline_s", deadline_s))
-            block_size_bytes = int(values.pop("block_size_bytes", 0))
-            replication = int(values.pop("replication", 0))
-        except ValueError as error:
-            raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
-        if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
-            raise InvalidInputError(
-                f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
-                "each a positive number"
-            )
-        self.block_size_bytes = block_size_bytes or None
-        self.replication = replication or None

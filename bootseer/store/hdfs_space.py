@@ -2,9 +2,9 @@
 
 import threading
 import time
+from typing import Protocol
 
 from bootseer.store.backend import Space
-from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_rpc import UNANSWERED
 
 _SPACE_S = 10.0
@@ -15,10 +15,34 @@ _NO_QUOTA_S = 3600.0
 _ROOM_BLOCKS = 16
 
 
+class Measures(Protocol):
+    """Who can say how much there is, as `NameNode` does. Raises: UNANSWERED."""
+
+    def capacity(self) -> tuple[int, int]:
+        """The cluster's bytes in all, and those that are free."""
+        ...
+
+    def quota(self, path: str) -> tuple[int, int] | None:
+        """The space quota of a directory and what it has used; None where it has none."""
+        ...
+
+    def default_block_bytes(self) -> int:
+        """Of files whose writer does not say."""
+        ...
+
+
+class FindsMeasures(Protocol):
+    """Who knows whom to ask."""
+
+    def hurried(self) -> Measures | None:
+        """For questions whose answers are worth no long wait; None: nobody."""
+        ...
+
+
 class HdfsSpace:
     """Of one cluster."""
 
-    def __init__(self, found: FoundNameNode) -> None:
+    def __init__(self, found: FindsMeasures) -> None:
         self._found = found
         self._lock = threading.Lock()
         self._space: tuple[Space | None, float] = None, 0.0

@@ -16,6 +16,9 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.store import Backend, open_backend
+from tests.store.conftest import ALL, JAVA_HDFS
+
+pytestmark = pytest.mark.parametrize("backend_url", [*ALL, JAVA_HDFS], indirect=True)
 
 ODD_NAMES = (
     "with space",
