@@ -65,7 +65,7 @@ class Node:
     folder: Path
     store: Path
 
-    def run(self, *arguments: object, prefix: tuple[str, ...] = (), deadline_s: int = 10) -> Ended:
+    def run(self, *arguments: object, prefix: tuple[str, ...] = (), deadline_s: int = 30) -> Ended:
         """`bootseer ARGUMENTS`, to its end."""
         command = [*prefix, sys.executable, "-m", "bootseer", *map(os.fspath, map(str, arguments))]
         done = subprocess.run(
@@ -89,12 +89,21 @@ class Node:
         return Ended(done.returncode, done.stdout, done.stderr)
 
     def warm_import(
-        self, directory: Path, *options: object, code: str = IMPORT, deadline_s: int = 10
+        self, directory: Path, *options: object, code: str = IMPORT, deadline_s: int = 30
     ) -> Ended:
         """`bootseer warm DIRECTORY` around a Python that imports the package there."""
         script = f"import sys; sys.path.insert(0, {str(directory)!r}); {code}"
         command = (sys.executable, "-S", "-c", script)
         return self.run("warm", *options, directory, "--", *command, deadline_s=deadline_s)
+
+    def until(self, action: str) -> str:
+        """Python code that waits until the process in the background says that it did this."""
+        states = str(self.folder / "run" / "warm" / "*.json")
+        return (
+            "import glob, json, time\n"
+            f"while not [p for p in glob.glob({states!r}) if json.load(open(p))['action'] == "
+            f"{action!r}]: time.sleep(0.01)\n"
+        )
 
     def last(self) -> dict[str, Any]:
         """What the process in the background did, once it has done it."""

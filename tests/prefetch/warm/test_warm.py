@@ -86,8 +86,8 @@ def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: Node) -> No
     assert node.warm_import(tree).code == 0
     assert node.last()["action"] == "recorded"
     evict(tree)
-    # Long enough for all of it: the read-ahead ends with the command.
-    waiting = IMPORT + "; import time; time.sleep(1)"
+    # Until all of it is read: the read-ahead ends with the command.
+    waiting = IMPORT + "\n" + node.until("read")
     second = node.warm_import(tree, code=waiting)
     assert (second.code, second.out, second.err) == (0, "194", "")
     last = node.last()
@@ -151,8 +151,8 @@ def test_a_record_of_which_most_has_changed_is_made_anew(tree: Path, node: Node)
     assert node.last()["action"] == "recorded"
     for path in (tree / "package").iterdir():
         os.utime(path, ns=(0, 0))
-    sleeping = IMPORT + "; import time; time.sleep(0.5)"
-    assert node.warm_import(tree, code=sleeping).out == "194"
+    waiting = IMPORT + "\n" + node.until("read")
+    assert node.warm_import(tree, code=waiting).out == "194"
     assert node.last()["stale_count"] == len(_TOUCHED)
     assert node.run("warm", "--show", tree).code == 10
     assert node.warm_import(tree).out == "194"
@@ -252,7 +252,7 @@ def test_an_unmounted_directory_does_not_cost_others_their_record(tree: Path, no
     assert node.warm_import(tree).code == 0
     assert node.last()["action"] == "recorded"
     (tree / "package").rename(tree.parent / "package")
-    assert node.run("warm", tree, "--", "sleep", "0.5").code == 0
+    assert node.run("warm", tree, "--", sys.executable, "-c", node.until("read")).code == 0
     assert node.last()["action"] == "read"
     assert len(node.shown(tree)["files"]) == len(_TOUCHED)
 
@@ -286,7 +286,7 @@ def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
 def test_ready_ends_the_recording(tree: Path, node: Node) -> None:
     code = (
         f"sys.path.append({str(Path(__file__).resolve().parents[3])!r}); import bootseer; "
-        "bootseer.ready(); import time; time.sleep(1.5); import package.never"
+        f"bootseer.ready()\n{node.until('recorded')}import package.never"
     )
     assert node.warm_import(tree, code=IMPORT + "; " + code).out == "194"
     assert node.last()["action"] == "recorded"
@@ -295,7 +295,7 @@ def test_ready_ends_the_recording(tree: Path, node: Node) -> None:
 
 
 def test_the_recording_ends_with_its_window_while_the_command_runs(tree: Path, node: Node) -> None:
-    command = [sys.executable, "-m", "bootseer", "warm", "--window", "1", str(tree), "--"]
+    command = [sys.executable, "-m", "bootseer", "warm", "--window", "3", str(tree), "--"]
     variables = {"BOOTSEER_STORE": str(node.store), "BOOTSEER_RUN_DIR": str(node.folder / "run")}
     process = subprocess.Popen(
         [*command, "sh", "-c", f"cat {tree}/package/m1.py; exec sleep 60"],
