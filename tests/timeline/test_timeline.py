@@ -1,6 +1,7 @@
 """Timelines: written as stages start and end, read back whole or torn, harmless when impossible."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -74,9 +75,11 @@ def test_training_code_writes_to_the_same_timeline(
     monkeypatch.setenv("TRACEPARENT", root.traceparent)
     monkeypatch.setenv("RANK", "not a number")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind("\0bootseer-test-ready")
-        listener.settimeout(5)
-        monkeypatch.setenv("BOOTSEER_READY_SOCKETS", "nobody-here,bootseer-test-ready")
+        # An abstract name that no other run of the tests on this machine has.
+        name = f"bootseer-test-ready-{os.getpid()}"
+        listener.bind("\0" + name)
+        listener.settimeout(60)
+        monkeypatch.setenv("BOOTSEER_READY_SOCKETS", f"nobody-here,{name}")
         with bootseer.stage("load data", {"files": 3}):
             pass
         bootseer.ready()
