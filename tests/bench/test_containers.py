@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from bench.containers.line import own_network
 from bench.containers.node import HOST, Node
 from bench.processes import ROOT, run_json
 from bootseer.prefetch.sources import open_source
+from tests.support.waiting import wait_for
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")
 
@@ -81,11 +80,11 @@ def test_a_line_counts_what_crosses_it_and_is_left_again() -> None:
 def test_a_node_ends_with_all_that_ran_on_it(tmp_path: Path) -> None:
     folder = tmp_path / "node"
     with Node(folder) as node:
-        assert HOST in node.run(["cat", "/etc/hosts"], timeout_s=10)
+        assert HOST in node.run(["cat", "/etc/hosts"], timeout_s=60)
         ready = folder / "ready"
         script = f"mount -t tmpfs tmpfs {folder}/var-lib; touch {ready}; sleep 600"
         node.start(["sh", "-c", script], ready.exists)
-        processes = node.run(["sh", "-c", "ls -d /proc/[0-9]*"], timeout_s=10).split()
+        processes = node.run(["sh", "-c", "ls -d /proc/[0-9]*"], timeout_s=60).split()
         assert 2 < len(processes) < 10
         pids = node.pids()
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -100,7 +99,7 @@ def test_a_node_counts_the_cpu_of_orphans_too(tmp_path: Path) -> None:
     done = tmp_path / "done"
     script = f'({sys.executable} -c "$0"; touch {done}) >/dev/null 2>&1 &'
     with Node(tmp_path / "node") as node:
-        node.run(["sh", "-c", script, burn], timeout_s=10)
+        node.run(["sh", "-c", script, burn], timeout_s=60)
         wait_for(done.exists)
         assert node.cpu_s() >= 0.3
 
@@ -110,7 +109,7 @@ def test_a_node_counts_the_cpu_of_orphans_too(tmp_path: Path) -> None:
 def test_a_command_that_fails_on_a_node_says_why(tmp_path: Path) -> None:
     with Node(tmp_path / "node") as node:
         with pytest.raises(RuntimeError, match="no such thing"):
-            node.run(["sh", "-c", "echo no such thing >&2; exit 3"], timeout_s=10)
+            node.run(["sh", "-c", "echo no such thing >&2; exit 3"], timeout_s=60)
         with pytest.raises(RuntimeError, match="did not start: wrong flag"):
             node.start(["sh", "-c", "echo wrong flag"], lambda: False)
 
@@ -122,13 +121,6 @@ def test_a_command_is_timed_with_its_peak_memory() -> None:
     )
     assert 200e6 < cost["peak_bytes"] < 300e6
     assert cost["cpu_s"] > 0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 _ENTER_AND_DIE = """

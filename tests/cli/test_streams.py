@@ -9,12 +9,12 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import World
+from tests.support.waiting import wait_for
 
 _TIMEOUT_S = 60
 
@@ -119,11 +119,7 @@ def test_interrupting_leaves_nothing(own_world: World, command: str) -> None:
 
 
 def _wait_for_temporary(folder: Path) -> None:
-    for _ in range(1000):
-        if folder.is_dir() and any(folder.iterdir()):
-            return
-        time.sleep(0.02)
-    raise AssertionError("nothing was written")
+    wait_for(lambda: folder.is_dir() and any(folder.iterdir()), "a temporary file")
 
 
 _PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

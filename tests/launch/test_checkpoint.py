@@ -73,7 +73,7 @@ time.sleep(600)
     with node.start(*checkpoint, "--", "python3", "-c", code) as process:
         wait_for(node.base / "up")
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     # At once: the server of the killed start may still be at work.
     done = node.run(*checkpoint, "--", "sh", "-c", "ls mnt; cat mnt/old")
     assert (done.returncode, done.stdout) == (0, "old\nold"), done.stderr
@@ -120,6 +120,8 @@ def test_no_secret_in_what_is_said(node: Node) -> None:
     )
     assert done.returncode not in (0, None)
     assert "geheim" not in done.stderr
+    # What its servers still tidy away cannot be read.
+    node.wait_clean()
     for path in node.base.rglob("*"):
         if path.is_file():
             assert b"geheim" not in path.read_bytes(), path

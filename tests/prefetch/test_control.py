@@ -78,15 +78,15 @@ def test_a_silent_client_is_hung_up_on(directory: Path, server: str) -> None:
         fd = os.open(directory, os.O_PATH)
         client.connect(f"/proc/self/fd/{fd}/control")
         os.close(fd)
-        assert ask(directory, "status", timeout_s=20) == {"answer": 42}
+        assert ask(directory, "status", timeout_s=60) == {"answer": 42}
 
 
 def test_ready_and_window(server: str, events: Events) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         client.sendto(b"nonsense", "\0" + server)
         client.sendto(b"ready", "\0" + server)
-    assert events.ready.wait(20)
-    assert events.window.wait(20)
+    assert events.ready.wait(60)
+    assert events.window.wait(60)
 
 
 def test_a_watched_process(directory: Path, events: Events) -> None:
@@ -97,7 +97,7 @@ def test_a_watched_process(directory: Path, events: Events) -> None:
         assert ask(directory, "status") == {}
         assert not events.exited.is_set()
         process.kill()
-        assert events.exited.wait(20)
+        assert events.exited.wait(60)
         wait_for(lambda: ask(directory, "status") == {})
         opened.close()
 

@@ -55,7 +55,11 @@ def store(tmp_path: Path, tree: Tree) -> Store:
 @pytest.fixture
 def streams(tmp_path: Path, tree: Tree, store: Store) -> Iterator[BlobStreams]:
     opened = BlobStreams(
-        tree.blobs, store.read, NodeCache(tmp_path / "cache"), deadline_s=5, fill_bytes_per_s=10**10
+        tree.blobs,
+        store.read,
+        NodeCache(tmp_path / "cache"),
+        deadline_s=30,
+        fill_bytes_per_s=10**10,
     )
     yield opened
     opened.close()
@@ -120,7 +124,7 @@ def test_it_stops_where_there_is_no_room(streams: BlobStreams) -> None:
     fill = Fill(streams, yes, lambda count: False, quiet_s=QUIET_S)
     fill.start()
     wait_for(lambda: fill.state == "no room")
-    fill.join(5)
+    fill.join(60)
     assert streams.cached_bytes == 0
 
 
@@ -142,17 +146,17 @@ def test_it_stops_when_told_also_while_the_store_hangs(tree: Tree, tmp_path: Pat
 
     def read(key: str, offset: int, length: int) -> bytes:
         hanging.set()
-        release.wait(30)
+        release.wait(60)
         raise UnavailableError("gone")
 
     opened = BlobStreams(tree.blobs, read, NodeCache(tmp_path / "cache"), deadline_s=60)
     fill = Fill(opened, yes, yes, quiet_s=QUIET_S)
     fill.start()
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     fill.stop()
     release.set()
     opened.executor.close()
-    fill.join(10)
+    fill.join(60)
     assert fill.state == "stopped"
     opened.close()
 
@@ -222,13 +226,13 @@ def test_it_ends_where_frames_share_sectors_which_are_never_kept(tmp_path: Path)
     store = open_store((tmp_path / "store").as_uri())
     store.publish(blob_key(blob.digest), tmp_path / "blob")
     streams = BlobStreams(
-        [blob], store.read, NodeCache(tmp_path / "cache"), deadline_s=5, fill_bytes_per_s=10**10
+        [blob], store.read, NodeCache(tmp_path / "cache"), deadline_s=30, fill_bytes_per_s=10**10
     )
     try:
         fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
         fill.start()
         wait_for(lambda: fill.state == "stopped")
-        fill.join(5)
+        fill.join(60)
         # The last pass brings the frames once more, and with them nothing.
         assert streams.statistics().delivered_bytes < 4 * 100_000
     finally:

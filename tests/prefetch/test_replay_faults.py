@@ -57,7 +57,7 @@ class Gate:
 
     def _wait(self, key: str) -> None:
         if is_bundle(key):
-            assert self._permits.acquire(timeout=30)
+            assert self._permits.acquire(timeout=60)
 
     def let(self, count: int) -> None:
         self._permits.release(count)
@@ -97,7 +97,7 @@ def test_faults_on_the_bundle_go_before_all_that_is_queued(
     assert key == chunk.key
     assert offset <= chunk.offset < chunk.end <= offset + length
     gate.let(10**6)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     wait_for(lambda: replay.is_over)
     assert replay.error is None
@@ -186,12 +186,12 @@ def test_flipped_bytes_are_never_served(
 def test_a_bundle_that_hangs_is_left_for_the_blobs(
     image: Image, bundle: tuple[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams = image.streams(tmp_path / "cache", deadline_s=2)
+    streams = image.streams(tmp_path / "cache", deadline_s=4)
     release = threading.Event()
 
     def hang(key: str) -> None:
         if is_bundle(key):
-            release.wait(30)
+            release.wait(60)
 
     image.before_read = hang
     replay = image.replay(streams, *bundle)
@@ -249,7 +249,7 @@ def test_a_follower_goes_on_where_the_leader_stopped(
     # The leader ends, with its reads still under way.
     streams.close()
     gate.let(10**6)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     wait_for(lambda: second.is_over)
     assert second.error is None

@@ -118,7 +118,7 @@ def test_store_that_hangs_is_an_error_in_time(image: Image, tmp_path: Path) -> N
     release = threading.Event()
 
     def hang(key: str) -> None:
-        release.wait(30)
+        release.wait(60)
 
     image.before_read = hang
     streams = image.streams(tmp_path / "cache", deadline_s=0.5)
@@ -194,7 +194,7 @@ def test_damaged_bundle_is_left_aside(
     else:
         data[1000] ^= 1
         path.write_bytes(data)
-    streams = image.streams(tmp_path / "cache", deadline_s=5)
+    streams = image.streams(tmp_path / "cache", deadline_s=30)
     replay = image.replay(streams, digest, header)
     replay.start()
     for offset in range(0, 2_000_000, 100_000):
@@ -282,7 +282,7 @@ def test_a_second_source_brings_what_the_store_cannot(
             new.append(whole)
             new.commit(lost.stream_digest).close()
 
-    streams = BlobStreams([blob], image.read_object, cache, deadline_s=2, repair=repair)
+    streams = BlobStreams([blob], image.read_object, cache, deadline_s=10, repair=repair)
     for offset in (0, 100_000, blob.stream_length - 700):
         assert bytes(streams.read(0, offset, 700)) == whole[offset : offset + 700]
     assert asked == [blob.stream_digest]
@@ -366,14 +366,14 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
                 reader.start()
                 other.stdin.write(answer)
                 other.stdin.close()
-                reader.join(20)
+                reader.join(60)
                 assert streams.figures().fault_count == 1
                 assert bytes(streams.read(*place)) == content[:100]
                 assert not image.reads
             else:
                 # It fails: whoever waits, or comes later, fetches for itself.
                 other.stdin.close()
-                other.wait(20)
+                other.wait(60)
                 assert streams.caches[0].claim(frame.stream_offset, frame.stream_length)
                 streams.caches[0].disclaim(frame.stream_offset, frame.stream_length)
     streams.close()

@@ -227,7 +227,7 @@ def test_a_slow_loris_is_left_for_another_server(
 ) -> None:
     push_blob(connect(registry.host), DATA)
     relay.faults = [Fault("GET .*blobs", 1000, trickle_s=0.01, trickle_head=trickle_head)]
-    assert read_all(connect(relay.host, registry.host, deadline_s=1)) == DATA
+    assert read_all(connect(relay.host, registry.host, deadline_s=2.5)) == DATA
 
 
 def test_a_redirected_blob_is_asked_for_without_the_login(

@@ -7,17 +7,18 @@ import pytest
 
 from bootseer.errors import DeadlineError
 from bootseer.store.deadline import Call, DeadlineCaller
+from tests.support.waiting import wait_for
 
 
 def test_returns_and_raises_what_the_function_does() -> None:
     caller = DeadlineCaller(2, "test")
-    assert caller.run(lambda _: 42, 10) == 42
+    assert caller.run(lambda _: 42, 60) == 42
 
     def fail(_: Call[None]) -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        caller.run(fail, 10)
+        caller.run(fail, 60)
     caller.close()
 
 
@@ -27,7 +28,7 @@ def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
     abandoned: list[bool] = []
 
     def hang(call: Call[None]) -> None:
-        release.wait(30)
+        release.wait(60)
         with call.handover:
             abandoned.append(call.abandoned)
 
@@ -36,16 +37,14 @@ def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
     release.set()
 
     def move(call: Call[str]) -> str:
-        for _ in range(10):
-            time.sleep(0.02)
+        # Longer than the deadline, and far from it at each step.
+        for _ in range(12):
+            time.sleep(0.1)
             call.progress_count += 1
         return "moved"
 
-    assert caller.run(move, 0.1) == "moved"
-    for _ in range(200):
-        if abandoned:
-            break
-        time.sleep(0.01)
+    assert caller.run(move, 1.0) == "moved"
+    wait_for(lambda: abandoned, "the end of what hung")
     assert abandoned == [True]
     caller.close()
 
@@ -55,11 +54,11 @@ def test_a_call_without_a_helper_ends_too() -> None:
     release = threading.Event()
     ran: list[int] = []
     with pytest.raises(DeadlineError):
-        caller.run(lambda _: release.wait(30), 0.05)
+        caller.run(lambda _: release.wait(60), 0.05)
     with pytest.raises(DeadlineError):
         caller.run(lambda _: ran.append(1), 0.05)
     release.set()
-    assert caller.run(lambda _: "served again", 10) == "served again"
+    assert caller.run(lambda _: "served again", 60) == "served again"
     assert ran == [], "nobody waits for it any more"
     caller.close()
 
@@ -68,12 +67,12 @@ def test_many_callers_share_the_helpers() -> None:
     caller = DeadlineCaller(4, "test")
     results: list[int] = []
     threads = [
-        threading.Thread(target=lambda n=n: results.append(caller.run(lambda _: n * n, 10)))
+        threading.Thread(target=lambda n=n: results.append(caller.run(lambda _: n * n, 60)))
         for n in range(50)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sorted(results) == [n * n for n in range(50)]
     caller.close()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.store import Lease, LeaseWatch, Store, lease, open_store
 from tests.store.test_conformance import race
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -27,12 +28,14 @@ def hold(store: Store, ttl_s: float = 60, owner: str = "me") -> Lease:
 
 
 def hold_when_free(store: Store, owner: str) -> Lease:
-    for _ in range(500):
-        held = store.lease("leases/x", ttl_s=60, owner=owner)
-        if held is not None:
-            return held
-        time.sleep(0.02)
-    raise AssertionError("the lease never became free")
+    held: list[Lease] = []
+
+    def is_held() -> bool:
+        held.extend(filter(None, [store.lease("leases/x", ttl_s=60, owner=owner)]))
+        return bool(held)
+
+    wait_for(is_held, "the end of the lease")
+    return held[0]
 
 
 def test_is_held_by_one_until_released(store: Store) -> None:
@@ -116,7 +119,7 @@ def test_a_watch_begins_anew_with_each_renewal() -> None:
 
 
 def test_a_renewed_lease_is_not_taken(store: Store, exact_clocks: None) -> None:
-    held = hold(store, ttl_s=3)
+    held = hold(store)
     for _ in range(3):
         time.sleep(0.05)
         held.renew()

@@ -74,7 +74,10 @@ def test_a_replaced_object_is_seen_after_a_while(
         assert second.read("hot/x.json") == b"two"
 
 
-def test_opening_takes_a_handful_of_requests(image: str, registry: Registry) -> None:
+def test_opening_takes_a_handful_of_requests(
+    image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci_list, "FRESH_S", 3600.0)
     with beside(image) as store:
         for number in range(25):
             store.publish(f"layers/{number}", b"%d" % number)

@@ -45,7 +45,7 @@ class Node:
         tree = self.tree(obtained)
         with open_store(self.settings.store_url) as store:
             streams = BlobStreams(
-                tree.blobs, store.read, NodeCache(self.settings.cache_dir), deadline_s=5
+                tree.blobs, store.read, NodeCache(self.settings.cache_dir), deadline_s=30
             )
             try:
                 return {
