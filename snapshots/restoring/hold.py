@@ -4,6 +4,7 @@ It keeps the node's extracted tree for as long as an overlay shows it, takes the
 its last user, and removes what was written. What a server of `prefetch` is to a mounted tree.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from bootseer.background import Report
 from bootseer.errors import BootseerError
-from bootseer.prefetch.cover_users import has_users, is_kept, leave, next_user
+from bootseer.prefetch.cover_users import has_users, is_kept, leave
 from bootseer.prefetch.covers import covers, uncover_all
 from bootseer.prefetch.mount_state import MountState, lock_new, remove_scratch, sweep, write_state
 from bootseer.prefetch.settings_json import settings_from_json
@@ -27,10 +28,10 @@ _log = logging.getLogger(__name__)
 _LOOK_MS = 60_000
 
 
-def _stay(identity: str, state_dir: Path, launcher: int) -> None:
-    """Until the overlay is off; or there is none, and nobody who would make one."""
+def _stay(identity: str, state_dir: Path, user: int) -> None:
+    """Until the overlay is off; or there is none, and nobody who would make one. `user`: a
+    descriptor of who makes it, which is closed."""
     poll = select.poll()
-    user = os.pidfd_open(launcher)
     was_covered = False
     try:
         with Path("/proc/self/mountinfo").open("rb") as table:
@@ -47,21 +48,23 @@ def _stay(identity: str, state_dir: Path, launcher: int) -> None:
                 if all(fd != user for fd, _ in poll.poll(_LOOK_MS)):
                     continue
                 poll.unregister(user)
-                pid = leave(state_dir)
-                if pid is None and not is_kept(state_dir):
-                    return
-                while pid is not None:
-                    try:
-                        other = os.pidfd_open(pid)
-                    except ProcessLookupError:
-                        pid = next_user(state_dir)
-                        continue
-                    os.close(user)
-                    user = other
+                os.close(user)
+                user = _next_user(state_dir)
+                if user >= 0:
                     poll.register(user, select.POLLIN)
-                    break
+                elif not is_kept(state_dir):
+                    return
     finally:
-        os.close(user)
+        if user >= 0:
+            os.close(user)
+
+
+def _next_user(state_dir: Path) -> int:
+    """A descriptor of another process that uses the overlay; -1: none does, see `leave`."""
+    while (pid := leave(state_dir)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            return os.pidfd_open(pid)
+    return -1
 
 
 def main() -> int:
@@ -75,6 +78,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s hold: %(message)s")
     report = Report(int(sys.argv[1]), "the holder of a linked snapshot")
     try:
+        # Before it hears that we are ready: it may have finished and be gone a moment later.
+        launcher = os.pidfd_open(document["launcher"])
         settings = settings_from_json(document["settings"])
         state = MountState(**{**document["state"], "pid": os.getpid()})
         state_dir = Path(document["state_dir"])
@@ -84,7 +89,7 @@ def main() -> int:
             with NodeTrees(settings).held(state.index_digest):
                 write_state(state_dir, state)
                 if report.send_ready():
-                    _stay(state.id, state_dir, document["launcher"])
+                    _stay(state.id, state_dir, launcher)
         finally:
             uncover_all(state.id)
             remove_scratch(Path(state.scratch))

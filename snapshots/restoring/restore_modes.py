@@ -4,6 +4,7 @@ Alone decides what happens when the chosen way does not work out: it is extracte
 warning. The caller holds the locks of the targets and has recovered them.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from bootseer.snapshots.restoring.restore import Placed, fetch_tree, restore
 from bootseer.snapshots.restoring.served import mount_snapshot
 from bootseer.snapshots.restoring.work import OnFinished
 from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 class Wish(Struct, frozen=True):
@@ -73,6 +76,7 @@ def restore_by_choice(
     except OSError as error:
         raise from_oserror(error, "look at the targets of a restore") from error
     choice = modes.choose(wish.mode, facts)
+    warning = ""
     if choice.is_refusal:
         report(f"warning: {choice.sentence()}")
     elif choice.mode != modes.EXTRACT:
@@ -93,7 +97,8 @@ def restore_by_choice(
             raise  # the snapshot itself
         except BootseerError as error:
             choice = modes.fallback(str(error))
-            report(f"warning: {choice.sentence()}")
+            warning = f"warning: {choice.sentence()}"
+            logger.info("%s", warning)
 
     moved_bytes = sum(item.target.index.size_bytes for item in placed)
 
@@ -105,6 +110,9 @@ def restore_by_choice(
         return made_digest(tree, recorded, done.records)
 
     restore(manifest, placed, bases, store, fill=extract, on_finished=on_finished)
+    if warning:
+        # Only now: where this fails as well, as with a store that is gone, that is the one warning.
+        report(warning)
     return Restored(choice, moved_bytes)
 
 

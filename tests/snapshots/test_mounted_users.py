@@ -6,14 +6,20 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from bootseer.config import Settings
 from bootseer.prefetch.control import ask
 from bootseer.prefetch.cover_users import start_time
 from bootseer.prefetch.covers import cover_at
 from bootseer.prefetch.mount_state import live_mounts
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.restoring import held
+from bootseer.snapshots.restoring.mounted import cover_all, unmount_snapshot
+from bootseer.snapshots.restoring.reflink import can_reflink
 from bootseer.snapshots.run import SetupResult, run_setup
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import (
@@ -102,6 +108,29 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     assert (again.how, again.mode) == ("restored", node.restore_mode)
     assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert not state_dir.exists()
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
+    tmp_path: Path, mounting: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ended at once was gone when it was looked for, and what it had linked with it."""
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = replace(mounting("b"), restore_mode="link")
+    if can_reflink(tmp_path):
+        pytest.skip("files here can share their blocks: nobody keeps a tree to link them")
+    opened: list[str] = []
+
+    def look(settings: Settings, manifest: Manifest, *arguments: Any, **options: Any) -> None:
+        for state in servers(node):
+            opened.extend(map(os.readlink, Path(f"/proc/{state.pid}/fd").iterdir()))
+        cover_all(settings, manifest, *arguments, **options)
+
+    monkeypatch.setattr(held, "cover_all", look)
+    assert run_setup(node, request).mode == "link"
+    assert any("pidfd" in name for name in opened), opened
     unmount_snapshot(node, target)
     wait_gone(node)
 
