@@ -1,4 +1,4 @@
-"""What goes wrong with Kerberos, in words; hdfs-native does the work, by way of libgssapi_krb5."""
+"""What goes wrong with Kerberos, in words; the clients do the work (hdfs-native by libgssapi)."""
 
 import ctypes
 import re
@@ -16,6 +16,8 @@ _ERROR = re.compile(r'GSSAPIError\(.*?, \d+, "(.*)', re.DOTALL)
 _GENERAL = re.compile(r".*(?:more information|unavailable or inaccessible|supplied): ?", re.DOTALL)
 _NO_KDC = "Cannot contact any KDC"
 _SERVER = re.compile(r'SaslException", "(.*)', re.DOTALL)
+# As Hadoop's own client says it.
+_JAVA_ERRORS = ("Client cannot authenticate via:", "GSS initiate failed")
 _REASON_MAX_CHARACTERS = 200
 
 
@@ -31,7 +33,7 @@ def check_library() -> None:
 
 
 def kerberos_failure(text: str) -> tuple[type[BootseerError], str] | None:
-    """The kind of failure and its reason, if Kerberos is what hdfs-native's `text` is about."""
+    """The kind of failure and its reason, if Kerberos is what a client's `text` is about."""
     if match := _ERROR.search(text):
         reason = _plain(_GENERAL.sub("", match[1]))
         if _NO_KDC in reason:
@@ -44,6 +46,8 @@ def kerberos_failure(text: str) -> tuple[type[BootseerError], str] | None:
     if match := _SERVER.search(text):
         reason = _plain(match[1])
         return PermissionDeniedError, f"the server does not accept the Kerberos ticket ({reason})"
+    if any(words in text for words in _JAVA_ERRORS):
+        return PermissionDeniedError, "no Kerberos ticket that can be used: run kinit"
     return None
 
 

@@ -153,6 +153,11 @@ def close(java: Java, stream: int) -> None:
     java.call(stream, "java/io/Closeable.close()V")
 
 
+def is_closed(java: Java, system: int, full: str) -> bool:
+    """Whether a file is not being written; a dead writer's is closed an hour later at most."""
+    return bool(java.call(system, f"{_DFS}.isFileClosed({_PATH_L})Z", _path(java, full)))
+
+
 def open_file(java: Java, system: int, full: str) -> tuple[int, int]:
     """A file to be read, to be closed and dropped; and its size in bytes."""
     stream = java.call(

@@ -64,6 +64,13 @@ class JavaHdfsBackend(JavaHdfsConnection):
     def create(self, path: str, *, overwrite: bool = False) -> JavaHdfsWriter:
         return JavaHdfsWriter(self, path).open(overwrite=overwrite)
 
+    def is_closed(self, path: str) -> bool:
+        """As `KnowsClosed.is_closed`."""
+        full = self.full(path, file=True)
+        return self.call(
+            lambda java, system: java_fs.is_closed(java, system, full), "look at", path
+        )
+
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         old, new = self.full(source, file=True), self.full(target, file=True)
 

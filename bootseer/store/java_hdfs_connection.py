@@ -68,7 +68,6 @@ class JavaHdfsConnection:
         work: Callable[[Call[Result], Java, int], Result],
         verb: str,
         path: str,
-        deadline_s: float | None = None,
     ) -> Result:
         """As `call`, for work that reports its progress."""
         what = f"{verb} {self.name(path)}"
@@ -85,7 +84,7 @@ class JavaHdfsConnection:
                 raise translate(_builtin(error), what) from error
 
         try:
-            return caller().run(translated, deadline_s or self.deadline_s)
+            return caller().run(translated, self.deadline_s)
         except UnsupportedError:
             raise
         except DeadlineError as error:
@@ -96,14 +95,11 @@ class JavaHdfsConnection:
     def _connected(self, java: Java) -> int:
         with self._lock:
             if not self._system:
-                milliseconds = str(int(self.deadline_s * 1000))
                 settings = {
                     # As hdfs-native: what is asked for is what a file gets.
                     "fs.permissions.umask-mode": "000",
-                    # A DataNode that hangs is left in time for another replica to be tried; a call
-                    # that nobody waits for any more ends at some time.
+                    # A DataNode that hangs is left in time for another replica to be tried.
                     "dfs.client.socket-timeout": str(int(self.deadline_s * 500)),
-                    "ipc.client.rpc-timeout.ms": milliseconds,
                     # With no DataNode to spare a write goes on with those that are left.
                     _REPLACE_DATANODE: "true",
                 }

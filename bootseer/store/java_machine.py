@@ -25,6 +25,7 @@ _COMMAND_S = 30.0
 # 5 MiB, a read 1 MiB.
 _ALWAYS = ("-Xrs",)
 _DEFAULT_OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:-UsePerfData")
+_KERBEROS = "-Djava.security.krb5.conf="
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
 
@@ -168,6 +169,9 @@ def _started(library: Path, jars: list[str]) -> int:
     # As for libhdfs, and so for pyarrow.
     given = os.environ.get("LIBHDFS_OPTS", "").split()
     options = [*(given or _DEFAULT_OPTIONS), *_ALWAYS, f"-Djava.class.path={':'.join(jars)}"]
+    kerberos = os.environ.get("KRB5_CONFIG")
+    if kerberos and not any(option.startswith(_KERBEROS) for option in given):
+        options.append(_KERBEROS + kerberos)  # Java does not know the variable
     array = (_Option * len(options))(*(_Option(os.fsencode(text), None) for text in options))
     arguments = _Arguments(_VERSION, len(options), array, 0)
     found, environment = ctypes.c_void_p(), ctypes.c_void_p()

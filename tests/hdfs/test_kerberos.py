@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.cli import main
+from bootseer.config import load_config
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError, UnsupportedError
+from bootseer.fuse.striped.doors.copy import copy_out, open_storage
 from bootseer.store import Store, hdfs_kerberos, hdfs_reader
 from bootseer.store.hdfs import HdfsBackend
 from bootseer.store.hdfs_errors import translate
 from bootseer.store.opened import Attempt
 from tests.hdfs.classpath import CannotAssembleError
+from tests.hdfs.java_client import java_client_environment
 from tests.hdfs.kdc import NoKdcError
 from tests.hdfs.secure import SecureHdfs
 from tests.support.fuse_mount import require_fuse
@@ -126,6 +129,30 @@ def test_commands_and_a_mount(
         bootseer("snapshot", "run", "--target", "env", "--", *make)
         assert (tmp_path / "env/file").read_text() == "made\n"
     assert (tmp_path / "ran").read_text() == "\n"
+
+
+def test_hadoops_own_client(
+    secure: SecureHdfs,
+    cache: Path,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has the configuration that it is started with, and so a process of its own."""
+    for name, value in java_client_environment().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "data").write_bytes(DATA)
+    copy = ("stripe", "cp", tmp_path / "data", f"java+{url}/data")
+    done = subprocess.run(
+        [sys.executable, "-m", "bootseer", *copy], capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 12
+    assert b"no Kerberos ticket that can be used: run kinit\n" in done.stderr
+    secure.kinit(cache)
+    subprocess.run([sys.executable, "-m", "bootseer", *copy], timeout=120, check=True)
+    with open_storage(load_config().settings, url) as storage:
+        copy_out(storage, "data", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == DATA
 
 
 def test_without_a_ticket(cache: Path, url: str) -> None:

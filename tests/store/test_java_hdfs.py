@@ -17,6 +17,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.store import Backend, open_backend
+from bootseer.store.hdfs_open_files import is_being_written
 from bootseer.store.joining import joiner
 from bootseer.store.opened import Attempt, open_reader
 from tests.hdfs.cluster import MiniHdfs
@@ -64,6 +65,16 @@ def test_joins_files(backend: Backend) -> None:
 
 
 @on_hdfs
+def test_knows_what_is_being_written(backend: Backend) -> None:
+    """`stripe fsck --delete` spares it."""
+    assert not is_being_written(backend, "file")
+    with backend.create("file") as writer:
+        writer.write(b"x")
+        assert is_being_written(backend, "file")
+    assert not is_being_written(backend, "file")
+
+
+@on_hdfs
 def test_a_writer_that_is_forgotten_may_be_read(backend: Backend) -> None:
     writer = backend.create("file")
     writer.write(b"x" * 100_000)
@@ -93,17 +104,17 @@ def test_a_copy_of_the_process_is_refused(backend: Backend) -> None:
 
 @on_hdfs
 def test_a_cluster_that_hangs_is_given_up(backend_url: str, hdfs: MiniHdfs) -> None:
-    backend = open_backend(backend_url + "&deadline_s=1")
-    put(open_backend(backend_url), "file", b"abc")
-    assert backend.read("file") == b"abc"
+    patient, hasty = open_backend(backend_url), open_backend(backend_url + "&deadline_s=1")
+    put(patient, "file", b"abc")
     hdfs.pause()
     try:
         with pytest.raises(DeadlineError, match=r"cannot look at java\+hdfs://\S+/file: no answer"):
-            backend.stat("file")
+            hasty.stat("file")
     finally:
         hdfs.resume()
-    assert backend.read("file") == b"abc"
-    backend.close()
+    assert patient.read("file") == b"abc"
+    hasty.close()
+    patient.close()
 
 
 @on_hdfs
