@@ -35,7 +35,7 @@ Run = tuple[int, int, int]
 
 def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
     """The disk has been told what the task will read of the blobs' files. Raises: OSError."""
-    for blob, start, end in _ranges(tree, plan, task):
+    for blob, start, end in _span(tree, plan, task) or _ranges(tree, plan, task):
         stored = tree.blobs[blob]
         if stored.frames:
             numbers = frames_for(stored, start, end - start)
@@ -131,6 +131,22 @@ class Supply:
                     f"{position - start} bytes at offset {offset}"
                 )
             os.pwrite(self._fd, data, start)
+
+
+def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
+    """As `_ranges`, without a look at each file: all from the first file to the last. Nothing where
+    they lie in several blobs, or more of others between them than there is of them."""
+    c = tree.columns
+    names = plan.names(task)
+    first = c.extent_start[c.name_inode[names[0]]]
+    last = c.extent_start[c.name_inode[names[-1]] + 1] - 1
+    if last < first or c.extent_blob[first] != c.extent_blob[last]:
+        return []
+    start = c.extent_blob_offset[first]
+    end = c.extent_blob_offset[last] + c.extent_length[last]
+    if not 0 < end - start <= 2 * plan.task_bytes[task]:
+        return []
+    return [(c.extent_blob[first], start, end)]
 
 
 def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
