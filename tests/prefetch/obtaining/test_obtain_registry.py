@@ -92,9 +92,10 @@ def test_pulled_once_and_published(
     [
         Fault(BLOBS, times=1, cut_after_bytes=300_000),
         Fault(BLOBS, times=2, status=503),
+        Fault(BLOBS, times=2, status=500),
         Fault(BLOBS, times=1, status=429, headers={"Retry-After": "0"}),
     ],
-    ids=["cut", "503", "429"],
+    ids=["cut", "503", "500", "429"],
 )
 def test_a_registry_that_fails_for_a_moment(
     node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
@@ -111,8 +112,9 @@ def test_a_registry_that_fails_for_a_moment(
         Fault(r"GET /v2/.*/blobs/", times=10_000, flip_at=90_000),
         Fault(r"GET /v2/.*/blobs/", times=10_000, truncate_bytes=90_000, ignore_range=True),
         Fault(r"GET /v2/.*/blobs/", times=10_000, hang_s=30.0),
+        Fault(r"GET /v2/.*/blobs/", times=10_000, status=401),
     ],
-    ids=["dies", "flips", "truncates", "hangs"],
+    ids=["dies", "flips", "truncates", "hangs", "401"],
 )
 def test_a_registry_that_never_gives_a_layer(
     node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
