@@ -13,13 +13,15 @@ from bootseer.errors import (
     DeadlineError,
     InvalidInputError,
     NotFoundError,
+    QuotaExceededError,
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.store import Backend, open_backend
+from bootseer.store import Backend, Space, open_backend
 from bootseer.store.hdfs_open_files import is_being_written
 from bootseer.store.joining import joiner
 from bootseer.store.opened import Attempt, open_reader
+from tests.fuse.striped.test_space import set_space_quota
 from tests.hdfs.cluster import MiniHdfs
 from tests.store.conftest import JAVA_HDFS
 from tests.store.test_conformance import put
@@ -80,6 +82,22 @@ def test_a_writer_that_is_forgotten_may_be_read(backend: Backend) -> None:
     writer.write(b"x" * 100_000)
     writer.abandon()
     assert backend.read("file") == b"x" * 100_000
+
+
+@on_hdfs
+def test_a_quota_is_the_space_that_there_is(backend_url: str, backend: Backend) -> None:
+    backend.mkdir("")
+    cluster = backend.space()
+    assert cluster is not None
+    assert 0 < cluster.free_bytes <= cluster.total_bytes
+    set_space_quota(backend_url.removeprefix("java+"), 16 << 20)
+    limited = open_backend(backend_url)
+    assert limited.space() == Space(16 << 20, 16 << 20)
+    with pytest.raises(QuotaExceededError), limited.create("file") as writer:
+        writer.write(bytes(17 << 20))
+    with pytest.raises(NotFoundError):
+        limited.stat("file")
+    limited.close()
 
 
 @on_hdfs
