@@ -97,7 +97,14 @@ class HdfsConnection:
         """What `function` returns, within the deadline; errors say `verb` and `path`."""
         return self.run(lambda _: function(self.client()), verb, path)
 
-    def run(self, work: Callable[[Call[Result]], Result], verb: str, path: str) -> Result:
+    def run(
+        self,
+        work: Callable[[Call[Result]], Result],
+        verb: str,
+        path: str,
+        *,
+        deadline_s: float | None = None,
+    ) -> Result:
         """As `call`, for work that reports its progress."""
         self._notice_fork()
         what = f"{verb} {self.name(path)}"
@@ -110,7 +117,7 @@ class HdfsConnection:
 
         # Only what the work raised is its failure: a signal that ends the waiting passes.
         try:
-            return self._caller.run(translated, self.deadline_s)
+            return self._caller.run(translated, deadline_s or self.deadline_s)
         except DeadlineError as error:
             raise translate(error, what) from error
 

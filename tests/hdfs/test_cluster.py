@@ -4,12 +4,15 @@ import concurrent.futures
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.store import open_backend, open_store
+from bootseer.store.hdfs_connection import HdfsConnection
 from tests.hdfs.classpath import unshade_class
 from tests.hdfs.cluster import MiniHdfs
 
@@ -58,6 +61,42 @@ def test_writing_outlives_a_datanode_that_dies_meanwhile(whole: MiniHdfs, hdfs_u
         whole.wait_for_datanodes(3)
     assert backend.read("file") == b"".join(pieces)
     backend.close()
+
+
+class _Spoilt:
+    """hdfs-native's writer beside a dead DataNode: one fails, another one waits for ever."""
+
+    def __init__(self, gate: threading.Event | None) -> None:
+        self._gate = gate
+
+    def write(self, data: bytes) -> None:
+        if self._gate is None:
+            raise OSError("Connection refused (os error 111)")
+        self._gate.wait(60)
+
+
+def test_a_write_that_stalls_when_it_is_tried_again_is_tried_once_more(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer beside a DataNode that died got no answer until its deadline, and failed."""
+    create, gate, made = HdfsConnection.create_raw, threading.Event(), []
+
+    def create_spoilt(self: HdfsConnection, path: str, **options: Any) -> Any:
+        made.append(path)
+        real = create(self, path, **options)
+        return {1: _Spoilt(None), 2: _Spoilt(gate)}.get(len(made), real)
+
+    monkeypatch.setattr(HdfsConnection, "create_raw", create_spoilt)
+    data = os.urandom(3 << 20)
+    backend = open_backend(hdfs_url + "?deadline_s=8")
+    try:
+        with backend.create("file") as writer:
+            writer.write(data)
+        assert backend.read("file") == data
+        assert len(made) >= 3
+    finally:
+        gate.set()
+        backend.close()
 
 
 def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> None:
@@ -145,8 +184,9 @@ def test_a_forked_child_lets_go_of_its_parents_store(hdfs_url: str) -> None:
 
 
 def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
-    backend = open_backend(hdfs_url + "?deadline_s=1.5")
-    with backend.create("file") as writer:
+    # Nothing that must succeed has so short a deadline.
+    patient, backend = open_backend(hdfs_url), open_backend(hdfs_url + "?deadline_s=1.5")
+    with patient.create("file") as writer:
         writer.write(b"abc")
     buffer = bytearray(b"???")
     whole.pause()
@@ -162,8 +202,9 @@ def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url:
     whole.wait_for_datanodes(3)
     # What was given up does not write into the caller's buffer later.
     for _ in range(10):
-        assert backend.read("file") == b"abc"
+        assert patient.read("file") == b"abc"
     assert buffer == b"???"
+    patient.close()
     backend.close()
 
 
