@@ -75,7 +75,8 @@ def capture(
     except BootseerError:
         raise
     except OSError as error:
-        raise from_oserror(error, f"capture {text_of(change.path)}") from error
+        what = f"capture {text_of(change.path)} by way of {cache_dir / 'snapshots'}"
+        raise from_oserror(error, what) from error
     whole = len(change.before) <= 1
     return make_target(change.path, tree, blob, stored, whole=whole, deletions=difference.deleted)
 

@@ -1,0 +1,48 @@
+"""A small set-up that counts its runs, on this host or in a root of its own."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from bootseer.snapshots.setup.request import Request
+
+
+def counted_request(tmp_path: Path, script: str = "", **options: object) -> Request:
+    """A set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`."""
+    target = tmp_path / "env"
+    text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; echo hello > {target}/file; {script}"
+    request = Request(command=["sh", "-e", "-c", text], targets=[str(target)])
+    return replace(request, **options)
+
+
+def runs(tmp_path: Path) -> int:
+    runs = tmp_path / "runs"
+    return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+
+def rooted_runner(root: Path):  # type: ignore[no-untyped-def]
+    """Runs commands where $ROOT is the root: a stand-in for a container."""
+
+    def run(args: Sequence[str], /, **options: object) -> "subprocess.CompletedProcess[bytes]":
+        environ = {**os.environ, "ROOT": str(root)}
+        return subprocess.run(args, **{**options, "env": environ, "cwd": root})  # type: ignore[call-overload,no-any-return]
+
+    return run
+
+
+def rooted(tmp_path: Path, name: str, script: str = "") -> Request:
+    root = tmp_path / "roots" / name
+    root.mkdir(parents=True)
+    text = (
+        f"echo run >> {tmp_path}/runs; sleep 1; "
+        f"mkdir -p $ROOT/opt/env; echo hello > $ROOT/opt/env/file; {script}"
+    )
+    return Request(
+        command=["sh", "-e", "-c", text],
+        targets=["/opt/env"],
+        root=root,
+        runner=rooted_runner(root),
+    )

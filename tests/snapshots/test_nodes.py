@@ -1,0 +1,136 @@
+"""run_setup on several nodes at once: one runs the command, whatever becomes of it."""
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.config import Settings
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.run import SetupResult, run_setup
+from bootseer.snapshots.setup.request import Request
+from bootseer.store import lease, open_store
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.counted import counted_request, rooted, runs
+from tests.support.trees import describe, differences
+
+
+def _on_nodes(requests: Mapping[str, tuple[Settings, Request]]) -> dict[str, SetupResult]:
+    results: dict[str, SetupResult] = {}
+
+    def run(name: str) -> None:
+        settings, request = requests[name]
+        results[name] = run_setup(settings, request, wait_s=60)
+
+    threads = [threading.Thread(target=run, args=(name,), name=name) for name in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
+    names = ["a", "b", "c", "d"]
+    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names})
+    assert runs(tmp_path) == 1
+    hows = sorted(result.how for result in results.values())
+    assert hows == ["captured", "restored", "restored", "restored"]
+    trees = [describe(tmp_path / "roots" / name / "opt/env") for name in names]
+    assert all(differences(trees[0], tree) == [] for tree in trees[1:])
+
+
+class _ClocksOfNodes:
+    """The time module, as nodes see it whose clocks are an hour ahead or behind."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    @staticmethod
+    def time_ns() -> int:
+        """Of the node that this thread is."""
+        hours = {"ahead": 1, "behind": -1}.get(threading.current_thread().name, 0)
+        return time.time_ns() + hours * 3600 * 10**9
+
+
+def test_clocks_that_differ_cost_time_and_no_more(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may take over a lease that is held, and lose its own; nothing else goes wrong."""
+    monkeypatch.setattr(lease, "time", _ClocksOfNodes)
+    names = ["exact", "ahead", "behind"]
+    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names})
+    assert "captured" in {result.how for result in results.values()}
+    assert {result.how for result in results.values()} <= {"captured", "restored"}
+    trees = [(tmp_path / "roots" / name / "opt/env/file").read_text() for name in names]
+    assert trees == ["hello\n"] * 3
+    with open_store(make_node("exact").store_url) as store:
+        assert len(list(catalogue.list_all(store))) == 1
+    assert run_setup(make_node("late"), rooted(tmp_path, "late")).how == "restored"
+
+
+def test_many_processes_of_one_node_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
+    request = counted_request(tmp_path, "sleep 0.5")
+    node = make_node("a")
+    results = _on_nodes({str(number): (node, request) for number in range(3)})
+    assert runs(tmp_path) == 1
+    assert sorted(result.how for result in results.values()) == ["captured", "in place", "in place"]
+
+
+@pytest.mark.parametrize("ahead_s", [0, 24 * 3600], ids=["exact", "ahead"])
+def test_a_dead_holder_costs_its_lease(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """Whatever its clock was."""
+    monkeypatch.setattr(lease, "SKEW_S", 0.0)
+    node = make_node("a")
+    request = counted_request(tmp_path)
+    key = run_setup(node, request).fingerprint
+    shutil.rmtree(tmp_path / "env")
+    with open_store(node.store_url) as store:
+        store.delete(catalogue.manifest_key(key))
+        with monkeypatch.context() as patched:
+            now_ns = time.time_ns()
+            patched.setattr(time, "time_ns", lambda: now_ns + ahead_s * 10**9)
+            assert store.lease(catalogue.lease_key(key), ttl_s=0.5, owner="dead") is not None
+    said: list[str] = []
+    result = run_setup(make_node("b"), request, report=said.append, lease_s=5)
+    assert result.how == "captured"
+    # Of the exact one nothing may be left to wait for by now.
+    assert not ahead_s or any("another node is running" in sentence for sentence in said)
+
+
+def test_a_holder_that_never_finishes_is_not_waited_for_for_ever(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    node = make_node("a")
+    request = counted_request(tmp_path)
+    key = run_setup(node, request).fingerprint
+    shutil.rmtree(tmp_path / "env")
+    with open_store(node.store_url) as store:
+        store.delete(catalogue.manifest_key(key))
+        lease = store.lease(catalogue.lease_key(key), ttl_s=600, owner="slow")
+        assert lease is not None
+        said: list[str] = []
+        result = run_setup(make_node("b"), request, report=said.append, wait_s=0.5)
+        assert result.how == "ran"
+        assert not catalogue.exists(store, key)
+        lease.release()
+    assert [sentence for sentence in said if sentence.startswith("warning")] == [
+        "warning: running the set-up without a snapshot: another node was still busy with it "
+        "after 0 s"
+    ]
+
+
+@pytest.mark.hdfs
+def test_nodes_share_through_hdfs(tmp_path: Path, make_node: MakeNode, hdfs_url: str) -> None:
+    names = ["a", "b"]
+    nodes = {name: replace(make_node(name), store_url=hdfs_url) for name in names}
+    results = _on_nodes({name: (nodes[name], rooted(tmp_path, name)) for name in names})
+    assert runs(tmp_path) == 1
+    assert sorted(result.how for result in results.values()) == ["captured", "restored"]
+    trees = [describe(tmp_path / "roots" / name / "opt/env") for name in names]
+    assert differences(trees[0], trees[1]) == []

@@ -1,0 +1,132 @@
+"""run_setup without a store, on full disks, with damage: the command has the last word."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import SetupFailedError
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
+from bootseer.store import open_store
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.counted import counted_request, runs
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///proc/nowhere/store", "hdfs://127.0.0.1:1/x?deadline_s=2", "nosuch://x"]
+)
+def test_without_a_store_the_command_just_runs(
+    tmp_path: Path, make_node: MakeNode, url: str
+) -> None:
+    said: list[str] = []
+    node = replace(make_node("a"), store_url=url, deadline_s=2.0)
+    result = run_setup(node, counted_request(tmp_path), report=said.append)
+    assert result.how == "ran"
+    assert (tmp_path / "env/file").read_text() == "hello\n"
+    assert runs(tmp_path) == 1
+    assert len([sentence for sentence in said if sentence.startswith("warning")]) == 1
+
+
+def test_a_corrupt_snapshot_is_replaced(tmp_path: Path, make_node: MakeNode) -> None:
+    request = counted_request(tmp_path)
+    first = run_setup(make_node("a"), request)
+    shutil.rmtree(tmp_path / "env")
+    for blob in (tmp_path / "store/blobs/blake3").iterdir():
+        blob.chmod(0o600)
+        data = bytearray(blob.read_bytes())
+        data[5] ^= 0xFF
+        blob.write_bytes(data)
+    said: list[str] = []
+    result = run_setup(make_node("b"), request, report=said.append)
+    assert (result.how, result.fingerprint) == ("captured", first.fingerprint)
+    assert len([sentence for sentence in said if sentence.startswith("warning")]) == 1
+    shutil.rmtree(tmp_path / "env")
+    assert run_setup(make_node("c"), request).how == "restored"
+    assert runs(tmp_path) == 2
+
+
+def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
+    """Too small for the snapshot: nothing appears, and the command has the last word."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    (tmp_path / "disk").mkdir()
+    target = tmp_path / "disk/env"
+    script = f"mkdir {target}; head -c 3000000 /dev/urandom > {target}/file"
+    request = Request(command=["sh", "-e", "-c", script], targets=[str(target)])
+    run_setup(make_node("a"), request)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        said: list[str] = []
+        with pytest.raises(SetupFailedError):
+            run_setup(make_node("b"), request, report=said.append)
+        assert "bytes" in said[-1]
+        assert os.listdir(tmp_path / "disk") == ["env"]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=False)
+
+
+@pytest.mark.parametrize("where", ["nodes/a/cache", "store"])
+def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) -> None:
+    """The set-up has run, and is not stored: one warning, which names the folder."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    target, small = tmp_path / "env", tmp_path / where
+    script = (
+        f"echo run >> {tmp_path}/runs; mkdir {target}; head -c 3000000 /dev/urandom > {target}/f"
+    )
+    request = Request(command=["sh", "-e", "-c", script], targets=[str(target)])
+    small.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        said: list[str] = []
+        assert run_setup(make_node("a"), request, report=said.append).how == "ran"
+        (warning,) = [line for line in said if line.startswith("warning")]
+        assert str(small) in warning
+        assert "No space left" in warning
+        # What did not fit is not left lying there.
+        assert not [
+            path for path in small.rglob("*") if path.is_file() and path.stat().st_size > 9000
+        ]
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=False)
+    shutil.rmtree(target)
+    assert run_setup(make_node("a"), request).how == "captured"
+    assert runs(tmp_path) == 2
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, make_node: MakeNode) -> None:
+    request = counted_request(tmp_path)
+    (tmp_path / "file").write_text("x")
+    node = replace(make_node("a"), cache_dir=tmp_path / "file/cache")
+    said: list[str] = []
+    assert run_setup(node, request, report=said.append).how == "ran"
+    assert said[-1].startswith("warning: the set-up ran but was not stored")
+    shutil.rmtree(tmp_path / "env")
+    assert run_setup(make_node("b"), request).how == "captured"
+    shutil.rmtree(tmp_path / "env")
+    assert run_setup(node, request).how == "restored"
+
+
+def test_a_failed_setup_publishes_nothing(tmp_path: Path, make_node: MakeNode) -> None:
+    node = make_node("a")
+    with pytest.raises(SetupFailedError) as failure:
+        run_setup(node, counted_request(tmp_path, "exit 7"))
+    assert failure.value.exit_code == 7
+    with pytest.raises(SetupFailedError) as failure:
+        run_setup(node, counted_request(tmp_path, "kill -9 $$"))
+    assert failure.value.exit_code == 128 + 9
+    with pytest.raises(SetupFailedError) as failure:
+        run_setup(node, Request(command=["/no/such/program"], targets=[str(tmp_path / "env")]))
+    assert failure.value.exit_code == 127
+    with open_store(node.store_url) as store:
+        assert list(catalogue.list_all(store)) == []
+        assert list(store.list("leases/")) == []
