@@ -39,10 +39,12 @@ class Presence:
 
     # ---- the header -----------------------------------------------------------------------
 
-    def begin(self, header: Header) -> None:
-        """Write the header, durably: "not clean" must be on disk before a sector is marked."""
+    def begin(self, header: Header, *, durable: bool) -> None:
+        """Write the header, `durable` where the disk may have one that says clean: "not clean" must
+        be there before a sector is marked."""
         self._map[:HEADER_BYTES] = header.encode()
-        self._map.flush()
+        if durable:
+            self._map.flush()
 
     def end(self) -> None:
         """Make the map durable and then call it clean."""

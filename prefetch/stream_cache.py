@@ -86,6 +86,7 @@ class StreamCache:
     def _open_present(self, boot: bytes) -> Presence:
         fd = os.open(self.directory / "present", OPEN_FLAGS, 0o600)
         try:
+            is_new = os.fstat(fd).st_size == 0
             header = decode_header(os.pread(fd, HEADER_BYTES, 0))
             trusted = header if header and self._is_trusted(fd, header, boot) else None
             if trusted is None:
@@ -104,8 +105,9 @@ class StreamCache:
                 return Presence(mmap.mmap(-1, size), self.stream_length)
             present = Presence(mmap.mmap(fd, size, mmap.MAP_SHARED), self.stream_length)
             is_suspect = trusted.is_suspect if trusted else self._suspect_all(present)
-            # Last: until the header is there, whoever finds the map makes it anew.
-            present.begin(Header(False, boot, self.stream_length, is_suspect))
+            # Last: until the header is there, whoever finds the map makes it anew. Of a new file
+            # the disk has this header or none: a first start need not wait for the disk.
+            present.begin(Header(False, boot, self.stream_length, is_suspect), durable=not is_new)
             return present
         finally:
             os.close(fd)
