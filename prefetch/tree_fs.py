@@ -94,14 +94,16 @@ class TreeFileSystem(Operations):
         # Thousands of files are looked up in a start: not worth an `Inode` each.
         tree, columns = self._tree, self._tree.columns
         mode = columns.mode[number]
-        extents = tree.extents(number)
-        blocks: int | None = sum([-(-extent[3] // 512) for extent in extents])
+        blocks: int | None = None
+        # Nothing of files is loaded for a directory: to mount an overlay on the tree, which a job
+        # waits for, asks for the root's attributes and no more.
         if stat.S_ISDIR(mode):
-            size, blocks = _DIRECTORY_BYTES, None
+            size = _DIRECTORY_BYTES
         elif stat.S_ISLNK(mode):
-            size, blocks = len(tree.link_target(number)), None
+            size = len(tree.link_target(number))
         else:
             size = columns.size_bytes[number]
+            blocks = sum([-(-extent[3] // 512) for extent in tree.extents(number)])
         uid, gid = self._owner or (columns.uid[number], columns.gid[number])
         time_ns = columns.mtime_ns[number]
         return Attributes(
@@ -134,7 +136,7 @@ class TreeFileSystem(Operations):
         return node - 1
 
     def readlink(self, caller: Caller, node: int) -> bytes:
-        return self._tree.inode(self._number(node)).link_target
+        return self._tree.link_target(self._number(node))
 
     def statfs(self, caller: Caller, node: int) -> FileSystemStatistics:
         sizes = sum(blob.stream_length for blob in self._tree.blobs)
@@ -277,4 +279,6 @@ class TreeFileSystem(Operations):
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
         # Never ENOSYS: a list that is empty is what other file systems answer.
+        if not self._has_xattrs:
+            return ()
         return [key for key, _ in self._tree.inode(self._number(node)).xattrs]

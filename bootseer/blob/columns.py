@@ -58,17 +58,19 @@ LINK_BYTES_MAX = 4095
 SIZE_BYTES_MAX = 2**63 - 1
 """Of a file: off_t."""
 
-_KNOWN_TYPES = frozenset(
-    (
-        stat.S_IFREG,
-        stat.S_IFDIR,
-        stat.S_IFLNK,
-        stat.S_IFCHR,
-        stat.S_IFBLK,
-        stat.S_IFIFO,
-        stat.S_IFSOCK,
-    )
+_TYPES = (
+    stat.S_IFREG,
+    stat.S_IFDIR,
+    stat.S_IFLNK,
+    stat.S_IFCHR,
+    stat.S_IFBLK,
+    stat.S_IFIFO,
+    stat.S_IFSOCK,
 )
+# Of the byte of a mode with the file type.
+_KNOWN_TYPES = bytes(byte for byte in range(256) if stat.S_IFMT(byte << 8) in _TYPES)
+_IS_DIRECTORY = bytes(stat.S_ISDIR(byte << 8) for byte in range(256))
+_BAD_NAMES = frozenset((b"", b".", b".."))
 
 Load = Callable[[str], bytes]
 _T = TypeVar("_T")
@@ -192,7 +194,10 @@ class Columns:
     @cached_property
     def names(self) -> list[bytes]:
         """Sorted by (parent, name)."""
-        names = _split(self.load("names"), "names")
+        heap = self.load("names")
+        if b"/" in heap:
+            raise CorruptError('a name contains "/"')
+        names = _split(heap, "names")
         if len(names) != self.name_count:
             raise CorruptError(f"{len(names)} names where {self.name_count} were announced")
         return names
@@ -207,8 +212,7 @@ class Columns:
 
     def directories(self) -> frozenset[int]:
         """The inodes that are directories."""
-        modes = frozenset(filter(stat.S_ISDIR, set(self.mode)))
-        return frozenset(compress(range(self.inode_count), map(modes.__contains__, self.mode)))
+        return frozenset(compress(range(self.inode_count), directory_flags(self.mode)))
 
     def check_values(self) -> None:
         """Raises CorruptError unless each attribute of every inode can be decoded."""
@@ -227,18 +231,28 @@ def _split(heap: bytes, section: str) -> list[bytes]:
     return strings
 
 
+def directory_flags(modes: "array[int]") -> bytes:
+    """A byte for each of the modes: 1 where it is a directory's. Raises: CorruptError for a mode
+    that no Linux file system has."""
+    # Bytes go through tables ten times as fast as numbers through a test: the file type is in the
+    # second of a mode's four.
+    raw = modes.tobytes()
+    types, *above = (raw[i::4] for i in ((1, 2, 3) if sys.byteorder == "little" else (2, 1, 0)))
+    if types.translate(None, _KNOWN_TYPES) or any(part.strip(b"\0") for part in above):
+        raise CorruptError("an inode has an unknown file type")
+    return types.translate(_IS_DIRECTORY)
+
+
 def check_names(c: Columns) -> None:
     """Raises CorruptError unless the names form a tree that a Linux file system can hold."""
-    if c.inode_count < 1 or not stat.S_ISDIR(c.mode[0]):
+    flags = directory_flags(c.mode)
+    if not flags.startswith(b"\1"):
         raise CorruptError("inode 0 is not a directory")
-    modes = set(c.mode)
-    if not {stat.S_IFMT(mode) for mode in modes} <= _KNOWN_TYPES or max(modes) > 0o177777:
-        raise CorruptError("an inode has an unknown file type")
-    # Loops over all inodes or names run in C here, over lists, whose numbers are objects already:
-    # this is most of what opening a tree costs.
+    # Loops over all names run in C here, over lists, whose numbers are objects already: this is
+    # most of what opening a tree costs.
     names, parents, numbers = c.names, c.name_parent.tolist(), c.name_inode.tolist()
-    if b"/" in c.load("names") or any(bad in names for bad in (b"", b".", b"..")):
-        raise CorruptError('a name is empty, ".", "..", or contains "/"')
+    if not _BAD_NAMES.isdisjoint(names):
+        raise CorruptError('a name is empty, "." or ".."')
     if names and max(map(len, names)) > NAME_BYTES_MAX:
         raise CorruptError(f"a name is longer than {NAME_BYTES_MAX} bytes")
     backwards = compress(range(len(names)), map(ge, names, islice(names, 1, None)))
@@ -251,14 +265,11 @@ def check_names(c: Columns) -> None:
         raise CorruptError("a name refers to an inode that is not there")
     if len(named) != c.inode_count - 1:
         raise CorruptError("an inode has no name")
-    _check_directories(c.mode, parents, numbers, frozenset(filter(stat.S_ISDIR, modes)))
+    _check_directories(flags, parents, numbers)
 
 
-def _check_directories(
-    modes: "array[int]", parents: list[int], numbers: list[int], directory_modes: frozenset[int]
-) -> None:
+def _check_directories(flags: bytes, parents: list[int], numbers: list[int]) -> None:
     """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    flags = bytes(map(directory_modes.__contains__, modes))
     # Sorted, so the last one is the largest.
     if parents and (parents[-1] >= len(flags) or not all(map(flags.__getitem__, set(parents)))):
         raise CorruptError("a name lies in something that is not a directory")
@@ -269,7 +280,7 @@ def _check_directories(
     for parent, number in pairs:
         below.setdefault(parent, []).append(number)
         count += 1
-    if count != sum(flags):
+    if count != flags.count(1):
         raise CorruptError("a directory has two names")
     # Every directory has one name, so those not reached from the root hang on a cycle.
     level, reached, depth = [0], 1, 0
