@@ -66,8 +66,8 @@ def index_path(settings: Settings, index_digest: str) -> Path:
     return settings.cache_dir / "indexes" / index_digest.partition(":")[2]
 
 
-def load_local_tree(settings: Settings, index_digest: str, *, checks_names: bool = True) -> Tree:
-    """The tree from the node's own copy of the index. `checks_names`: see `blob.index.decode`.
+def load_local_tree(settings: Settings, index_digest: str, *, checks: bool = True) -> Tree:
+    """The tree from the node's own copy of the index. `checks`: see `ServeOptions.checks_index`.
 
     Raises: NotFoundError, CorruptError.
     """
@@ -78,9 +78,9 @@ def load_local_tree(settings: Settings, index_digest: str, *, checks_names: bool
         os.utime(path)
     except OSError as error:
         raise from_oserror(error, f"read the image's index {path}") from error
-    if digest_of(data) != index_digest:
+    if checks and digest_of(data) != index_digest:
         raise CorruptError(f"{path} does not match the digest in its name; remove it")
-    return decode_index(data, is_verified=True, checks_names=checks_names)
+    return decode_index(data, is_verified=True, checks_names=checks)
 
 
 def publishing_dir(settings: Settings) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.background import Report
+from bootseer.background import Report, write_to
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
@@ -24,8 +24,10 @@ from bootseer.prefetch.mount_state import lock_new, remove_scratch, sweep, write
 from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan, plan_from_json
 from bootseer.prefetch.server import ImageServer
+from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
+from bootseer.store import load_backend
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
         state = plan.state
         write_state(plan.state_dir, state)
-        tree = load_local_tree(plan.settings, state.index_digest, checks_names=plan.checks_names)
+        tree = load_local_tree(plan.settings, state.index_digest, checks=plan.checks_index)
         log = AccessLog()
 
         def worker() -> TreeFileSystem:
@@ -96,6 +98,8 @@ def serve_image(plan: ServePlan, report: Report) -> None:
 
 def main() -> int:
     """The exit code: 0 after an unmount."""
+    # Nobody has told us the store yet; mostly this is it.
+    load_backend(os.environ.get("BOOTSEER_STORE", ""))
     words = sys.stdin.buffer.read()
     if not words:
         # Whoever began us needs no server, or has ended.
@@ -108,6 +112,7 @@ def main() -> int:
     report = Report(int(sys.argv[1]), "the image's server")
     try:
         plan = plan_from_json(document)
+        write_to(log_path(plan.settings, plan.state.id))
         serve_image(plan, report)
     except BootseerError as error:
         _log.error("%s", error)

@@ -47,9 +47,10 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     """Unmount when this process ends."""
     owner: tuple[int, int] | None = None
     """Show everything as this user's: for user namespaces, which lack the image's owners."""
-    checks_names: bool = True
-    """Whether the server checks that the tree's names form a tree. Else whoever starts it does
-    meanwhile, and shows the tree to nobody before."""
+    checks_index: bool = True
+    """Whether the server checks the index: its digest, and that its names form a tree. Else whoever
+    starts it has just kept it, verified, checks its names meanwhile, and shows the tree to nobody
+    before."""
 
 
 DEFAULTS = ServeOptions()
@@ -69,7 +70,7 @@ class ServePlan(Struct, frozen=True):
     readahead_bytes: int
     watch_pid: int | None
     owner: tuple[int, int] | None
-    checks_names: bool
+    checks_index: bool
     allow_other: bool
     """Let other users' processes in."""
 
@@ -92,7 +93,7 @@ _PLAIN = (
     "readahead_bytes",
     "watch_pid",
     "owner",
-    "checks_names",
+    "checks_index",
     "allow_other",
 )
 

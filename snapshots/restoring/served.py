@@ -73,7 +73,7 @@ def mount_snapshot(
         all_serving = []
         processes = [process, *repeat(None, len(placed) - 1)]
         for item, data, begun in zip(placed, encoded, processes, strict=True):
-            all_serving.append(_begin_serving(settings, item, begun, checks_names=data is None))
+            all_serving.append(_begin_serving(settings, item, begun, checks_index=data is None))
             undo.callback(_give_up, all_serving[-1])
         # Meanwhile: half of what a server would take until it can serve.
         for item, data in zip(placed, encoded, strict=True):
@@ -113,7 +113,7 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
 
 
 def _begin_serving(
-    settings: Settings, item: Placed, process: ServerProcess | None, *, checks_names: bool
+    settings: Settings, item: Placed, process: ServerProcess | None, *, checks_index: bool
 ) -> Serving:
     """Have the target's tree served in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings, process.identity if process else None)
@@ -131,7 +131,7 @@ def _begin_serving(
             purpose=PURPOSE,
             scratch=str(scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
-            checks_names=checks_names,
+            checks_index=checks_index,
         ),
         state_dir=state_dir,
         process=process,
