@@ -71,8 +71,8 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path(__file__).parents[2] / ".cache" / "hadoop"
 
 
-def classpath() -> list[Path]:
-    """The jars to start `MiniHdfs` with; the first one holds it. Safe in parallel processes.
+def classpath(program: str = "MiniHdfs") -> list[Path]:
+    """The jars to start `program` with; the first one holds it. Safe in parallel processes.
 
     Raises: CannotAssembleError.
     """
@@ -84,7 +84,7 @@ def classpath() -> list[Path]:
     with _locked(cache / "lock"):
         home = os.environ.get("HADOOP_HOME")
         libraries = _installed(Path(home)) if home else _assembled(cache)
-        return [_compiled(cache, libraries), *libraries]
+        return [_compiled(cache, libraries, program), *libraries]
 
 
 @contextlib.contextmanager
@@ -205,11 +205,20 @@ def _add_packages(work: Path) -> None:
                     new.writestr(each, old.read(each))
 
 
-def _compiled(cache: Path, libraries: list[Path]) -> Path:
-    """The jar of MiniHdfs.java, compiled again when the source or the libraries changed."""
-    source = Path(__file__).with_name("MiniHdfs.java")
+def data_archive(program: str) -> Path:
+    """Where its loaded classes may be kept between runs: not beyond the jar's life."""
+    return cache_folder() / f"{_stem(program)}.jsa"
+
+
+def _stem(program: str) -> str:
+    return program.lower().removesuffix("hdfs")
+
+
+def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
+    """The jar of a program here, compiled again when its source or the libraries changed."""
+    source, stem = Path(__file__).with_name(f"{program}.java"), _stem(program)
     stamp = source.read_text(encoding="utf-8") + "\n".join(map(str, libraries))
-    target, stamp_file = cache / "mini.jar", cache / "mini.stamp"
+    target, stamp_file = cache / f"{stem}.jar", cache / f"{stem}.stamp"
     if target.exists() and stamp_file.exists() and stamp_file.read_text("utf-8") == stamp:
         return target
     classes = cache / "classes"
@@ -222,7 +231,7 @@ def _compiled(cache: Path, libraries: list[Path]) -> Path:
     path = ":".join(map(str, libraries))
     _run(["javac", "-nowarn", "-proc:none", "-cp", path, "-d", str(classes), str(source)], cache)
     _run(["jar", "--create", "--file", str(target), "-C", str(classes), "."], cache)
-    (cache / "mini.jsa").unlink(missing_ok=True)
+    data_archive(program).unlink(missing_ok=True)
     stamp_file.write_text(stamp, encoding="utf-8")
     return target
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.hdfs.classpath import cache_folder, classpath
+from tests.hdfs.classpath import classpath, data_archive
 
 # Only the first of Java's two compilers.
 _QUICK = ("-XX:TieredStopAtLevel=1",)
@@ -35,6 +35,8 @@ class MiniHdfs:
     With `is_measured` its code is compiled as that of a server that runs for long, which takes a
     third of the processor time of one that lives for a test.
     """
+
+    _program = "MiniHdfs"
 
     def __init__(
         self,
@@ -68,13 +70,13 @@ class MiniHdfs:
 
     def start(self) -> Self:
         """Start all. Raises: CannotAssembleError; RuntimeError with the log's end."""
-        jars = classpath()
+        jars = classpath(self._program)
         self.home.mkdir(parents=True, exist_ok=True)
         command = ["java", f"-Xmx{self._heap}", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
         command += ["-Djava.net.preferIPv4Stack=true"]
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
         command += [*self._java_options, "-cp", ":".join(map(str, jars))]
-        command += ["MiniHdfs", str(self.home)]
+        command += [self._program, str(self.home)]
         bind = "shared"
         if self._apart:
             bind = ",".join(str(port) for port in unassigned_ports(self.datanode_count))
@@ -103,11 +105,11 @@ class MiniHdfs:
 
     def _class_data(self) -> list[str]:
         """Options for class data sharing, which halves the start; the first run writes it."""
-        shared = cache_folder() / "mini.jsa"
+        shared = data_archive(self._program)
         quiet = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xshare:auto"]
         if shared.exists():
             return [f"-XX:SharedArchiveFile={shared}", *quiet]
-        self._archive = shared.with_name(f"mini.{os.getpid()}.jsa")
+        self._archive = shared.with_suffix(f".{os.getpid()}.jsa")
         return [f"-XX:ArchiveClassesAtExit={self._archive}", *quiet]
 
     def _read_lines(self) -> None:
@@ -130,7 +132,8 @@ class MiniHdfs:
                 log = (self.home / "hdfs.log").read_text(encoding="utf-8", errors="replace")
                 raise RuntimeError(f"HDFS: {line}; its log ends with:\n{log[-2000:]}")
 
-    def _command(self, line: str) -> None:
+    def command(self, line: str) -> None:
+        """Have the program do what its documentation says."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
@@ -139,23 +142,23 @@ class MiniHdfs:
 
     def kill_datanode(self, index: int) -> None:
         """Cut a DataNode off in the middle of what it does."""
-        self._command(f"kill {index}")
+        self.command(f"kill {index}")
 
     def start_datanode(self, index: int) -> None:
         """Start a killed DataNode again, with its data and at its port."""
-        self._command(f"start {index}")
+        self.command(f"start {index}")
 
     def wait_for_datanodes(self, count: int) -> None:
         """Return when the NameNode serves and counts at least `count` DataNodes."""
-        self._command(f"wait {count}")
+        self.command(f"wait {count}")
 
     def stop_namenode(self) -> None:
         """From now on connections to the NameNode are refused."""
-        self._command("stop-namenode")
+        self.command("stop-namenode")
 
     def start_namenode(self) -> None:
         """Start the NameNode again, at its port."""
-        self._command("start-namenode")
+        self.command("start-namenode")
 
     def pause(self) -> None:
         """Let all servers hang: connections are accepted and nothing is answered."""
@@ -186,7 +189,7 @@ class MiniHdfs:
                 process.wait(_STOP_DEADLINE_S)
             process.stdout.close()
             if self._archive is not None and self._archive.exists():
-                self._archive.replace(cache_folder() / "mini.jsa")
+                self._archive.replace(data_archive(self._program))
         shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> Self:
