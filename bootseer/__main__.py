@@ -1,18 +1,45 @@
 """`python -m bootseer` is the command line, and so is the program `bootseer`."""
 
 import gc
+import sys
+from itertools import pairwise
 
 # Most of what a command makes is what imports make, which stays: to look again and again whether
 # it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
 _NEW_OBJECTS = 50_000
+_MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 
 
 def main() -> None:
     """Run the command that the arguments say, and exit."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        # While something was being loaded; later the command line sees to it.
+        sys.exit(130)
+
+
+def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
+    if _may_mount(sys.argv):
+        # Before what reads the command line is loaded: the server loads its code meanwhile.
+        from bootseer.prefetch.server_process import begin_ahead
+        from bootseer.standard_files import open_standard_files
+
+        open_standard_files()
+        begin_ahead()
     from bootseer.cli import main as run
 
     run()
+
+
+def _may_mount(words: list[str]) -> bool:
+    """Whether this is probably a command that mounts something. A wrong guess costs a process that
+    ends at once; but not of a job's command, which must have no children of ours."""
+    for word, following in pairwise(words):
+        if word in ("image", "run", "snapshot"):
+            return (word, following) in _MOUNTING
+    return False
 
 
 if __name__ == "__main__":

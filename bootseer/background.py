@@ -41,10 +41,11 @@ class Starting(Closing):
         what: str,
         log: Path,
     ) -> None:
+        self.log = log
+        """Where its last words are looked for."""
         self.process = process
         self._report_fd = report_fd
         self._what = what
-        self._log = log
 
     def hand(self, document: str) -> None:
         """Give the process its document, once. It must fit into a pipe (64 KiB)."""
@@ -91,7 +92,7 @@ class Starting(Closing):
             left_s = max(deadline_s - time.monotonic(), 0.0)
             if not wait_readable([self._report_fd], left_s):
                 raise DeadlineError(
-                    f"{self._what} was not ready in {timeout_s:g} s; see {self._log}"
+                    f"{self._what} was not ready in {timeout_s:g} s; see {self.log}"
                 )
             piece = os.read(self._report_fd, _REPORT_BYTES_MAX)
             if not piece:
@@ -102,12 +103,12 @@ class Starting(Closing):
 
     def _last_words(self) -> str:
         try:
-            with self._log.open("rb") as file:
+            with self.log.open("rb") as file:
                 file.seek(max(os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES, 0))
                 tail = file.read().decode(errors="replace").strip().rpartition("\n")[2]
         except OSError:
             tail = ""
-        return f"{self._log}: {tail}" if tail else f"see {self._log}"
+        return f"{self.log}: {tail}" if tail else f"see {self.log}"
 
 
 def start(module: str, document: str, *, what: str, log: Path, append: bool = False) -> Starting:
@@ -124,14 +125,16 @@ def start(module: str, document: str, *, what: str, log: Path, append: bool = Fa
 
 
 def begin(
-    module: str, *, what: str, log: Path, append: bool = False, forks: bool = False
+    module: str, *, what: str, log: Path | None, append: bool = False, forks: bool = False
 ) -> Starting:
-    """Start `module` in a session of its own; its output goes to the file `log`. It waits for its
-    document, and ends when it gets none because we have ended.
+    """Start `module` in a session of its own; its output goes to the file `log`, or nowhere until
+    it calls `write_to`. It waits for its document, and ends when it gets none because we have
+    ended.
 
     `what` names the process in messages. `forks`: it may be a copy of this one (see `forked`).
     Raises: BootseerError; no process is left then.
     """
+    log = log or Path(os.devnull)
     try:
         sink = open(log, "ab" if append else "wb", opener=private_opener)  # noqa: SIM115
     except OSError as error:
@@ -161,6 +164,19 @@ def begin(
         os.close(theirs)
         sink.close()
     return Starting(process, ours, what, log)
+
+
+def write_to(log: Path) -> None:
+    """The process's side: what it prints goes to the end of the file `log` from now on.
+
+    Raises: BootseerError.
+    """
+    try:
+        with open(log, "ab", opener=private_opener) as sink:
+            for number in (1, 2):
+                os.dup2(sink.fileno(), number)
+    except OSError as error:
+        raise from_oserror(error, f"open the log {log}") from error
 
 
 class Report:

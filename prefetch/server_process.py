@@ -1,8 +1,9 @@
 """A server's process from its first instruction to its report that it serves.
 
 Alone owns the two steps: `begin_server` when it is clear that there will be a server, which loads
-its code beside whatever else a start has to do; `serve` when it is clear what it will serve. Light,
-since whoever starts a server waits for what is loaded here. One thread per process.
+its code beside whatever else a start has to do; `serve` when it is clear what it will serve. A
+program of ours may do the first before it knows its settings: `begin_ahead`. Light, since whoever
+starts a server waits for what is loaded here. One thread per process.
 """
 
 import contextlib
@@ -13,11 +14,17 @@ from typing import Self
 
 from bootseer import background
 from bootseer.config import Settings
-from bootseer.errors import DeadlineError, from_oserror
+from bootseer.errors import BootseerError, DeadlineError, from_oserror
+from bootseer.forked import may_fork
 from bootseer.private import make_private_directory
 from bootseer.waiting import wait_ended
 
 _START_S = 30.0
+_MODULE = "bootseer.prefetch.serve"
+_WHAT = "the image's server"
+_DEVICE = "/dev/fuse"
+_ahead: background.Starting | None = None
+"""Begun by `begin_ahead`, for the first who begins a server."""
 
 
 def new_identity() -> str:
@@ -89,20 +96,52 @@ class ServerProcess:
         self.abandon()
 
 
+def may_mount() -> bool:
+    """Whether this process can mount anything by itself."""
+    return os.geteuid() == 0 and os.access(_DEVICE, os.R_OK | os.W_OK)
+
+
+def begin_ahead() -> None:
+    """Begin the server that `begin_server` will give first: a copy of this process, which loads its
+    code while this one finds out what it was asked for. Nothing where that cannot be.
+
+    Only for a program of ours, at its beginning.
+    """
+    global _ahead
+    if may_mount() and may_fork():
+        with contextlib.suppress(BootseerError):
+            _ahead = background.begin(_MODULE, what=_WHAT, log=None, forks=True)
+
+
+def is_begun_ahead() -> bool:
+    """Whether `begin_server` has one to give."""
+    return _ahead is not None
+
+
+def end_ahead() -> None:
+    """Nobody will begin a server. Idempotent; never raises."""
+    global _ahead
+    starting, _ahead = _ahead, None
+    if starting is not None:
+        with contextlib.suppress(OSError):
+            starting.abandon()
+
+
 def begin_server(
     settings: Settings,
     *,
     identity: str | None = None,
-    module: str = "bootseer.prefetch.serve",
-    what: str = "the image's server",
+    module: str = _MODULE,
+    what: str = _WHAT,
     forks: bool = False,
 ) -> ServerProcess:
     """Start a process that will serve a mount, by default one that nobody has named yet, through
     `module`, whose `main` forks once it has its plan. Then `serve` or `abandon` it. `forks`: as
-    `background.begin` has it.
+    `background.begin` has it. What `begin_ahead` began is as good as a new one.
 
     Raises: BootseerError.
     """
+    global _ahead
     identity = identity or new_identity()
     log = log_path(settings, identity)
     try:
@@ -111,5 +150,12 @@ def begin_server(
         make_private_directory(log.parent)
     except OSError as error:
         raise from_oserror(error, f"make the folder {log.parent}") from error
-    starting = background.begin(module, what=what, log=log, append=True, forks=forks)
+    starting = None
+    if module == _MODULE:
+        starting, _ahead = _ahead, None
+    if starting is not None:
+        # It opens it itself, once it is told what to serve.
+        starting.log = log
+    else:
+        starting = background.begin(module, what=what, log=log, append=True, forks=forks)
     return ServerProcess(identity, starting, what)

@@ -5,7 +5,6 @@ used, so that `bootseer run` costs little more than the interpreter.
 
 import atexit
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -14,9 +13,11 @@ import threading
 import click
 
 from bootseer import __version__
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, one_line
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of
 from bootseer.redact import redact
+from bootseer.standard_files import open_standard_files
 
 _log = logging.getLogger(__name__)
 
@@ -39,17 +40,9 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class _LazyGroup(click.Group):
+class _Commands(LazyGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module = importlib.import_module(f"bootseer.cli.{_COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
-        assert isinstance(command, click.Command)
-        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -57,7 +50,8 @@ class _LazyGroup(click.Group):
 
 
 @click.group(
-    cls=_LazyGroup,
+    cls=_Commands,
+    elsewhere={name: (module, name) for name, (module, _) in _COMMANDS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' -- python train.py",
 )
@@ -86,7 +80,7 @@ def cli(ctx: click.Context, /, verbose: int, **flags: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, translate errors, exit."""
-    _open_standard_files()
+    open_standard_files()
     code = _run(arguments)
     # Here, since the interpreter's own flush at exit can only complain.
     try:
@@ -108,20 +102,6 @@ def _leave(code: int) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os._exit(code)
-
-
-def _open_standard_files() -> None:
-    """Whoever closed them (`bootseer ... >&-`) gets /dev/null: else the next file that is opened,
-    a lock or a cache, would be what prints go to."""
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # The lowest free number, which is this one.
-            os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _run(arguments: list[str] | None) -> int:

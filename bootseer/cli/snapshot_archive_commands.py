@@ -1,6 +1,6 @@
 """`bootseer snapshot export` and `import`: snapshots as plain archives, for and from other tools.
 
-`ARCHIVE_COMMANDS` are added to the group `snapshot` by `snapshot_commands`.
+The group `snapshot` is in `snapshot_commands`.
 """
 
 from pathlib import Path
@@ -83,6 +83,3 @@ def import_(file: Path, target: str, name: str, as_json: bool) -> None:
             f"stored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}, "
             f"as {human_bytes(manifest.stored_bytes)}"
         )
-
-
-ARCHIVE_COMMANDS = (export, import_)

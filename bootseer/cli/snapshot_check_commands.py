@@ -1,6 +1,6 @@
 """`bootseer snapshot diff` and `verify`: what snapshots hold, compared and checked.
 
-`CHECK_COMMANDS` are added to the group `snapshot` by `snapshot_commands`.
+The group `snapshot` is in `snapshot_commands`.
 """
 
 from pathlib import Path
@@ -159,6 +159,3 @@ def verify(keys: tuple[str, ...], every: bool, quick: bool, as_json: bool) -> No
         )
     if damaged:
         raise CorruptError(f"{len(damaged)} of {len(verdicts)} snapshots are damaged")
-
-
-CHECK_COMMANDS = (diff, verify)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -24,23 +25,26 @@ from bootseer.cli.output import (
     say,
     shown,
 )
-from bootseer.cli.snapshot_archive_commands import ARCHIVE_COMMANDS
-from bootseer.cli.snapshot_check_commands import CHECK_COMMANDS
 from bootseer.cli.snapshot_output import mode_option, summary
-from bootseer.cli.snapshot_run_commands import RUN_COMMANDS
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode
     from bootseer.snapshots.manifest import Manifest
 
 
-@click.group()
+_ELSEWHERE = {
+    "run": ("snapshot_run_commands", "run"),
+    "explain": ("snapshot_run_commands", "explain"),
+    "diff": ("snapshot_check_commands", "diff"),
+    "verify": ("snapshot_check_commands", "verify"),
+    "export": ("snapshot_archive_commands", "export"),
+    "import": ("snapshot_archive_commands", "import_"),
+}
+
+
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE)
 def snapshot() -> None:
     """Environments: capture once, restore everywhere."""
-
-
-for _command in (*RUN_COMMANDS, *CHECK_COMMANDS, *ARCHIVE_COMMANDS):
-    snapshot.add_command(_command)
 
 
 @snapshot.command(epilog="Example: bootseer snapshot create --target /opt/env --name base-env")

@@ -1,6 +1,6 @@
 """`bootseer snapshot run` and `explain`: a set-up command, run once, and why it would run.
 
-`RUN_COMMANDS` are added to the group `snapshot` by `snapshot_commands`.
+The group `snapshot` is in `snapshot_commands`.
 """
 
 import signal
@@ -244,6 +244,3 @@ def _document(found: "Explanation") -> dict[str, Any]:
             for one in found.differences
         ],
     }
-
-
-RUN_COMMANDS = (run, explain)

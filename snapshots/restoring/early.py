@@ -6,15 +6,18 @@ One thread per process.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
-from bootseer.prefetch.server_process import ServerProcess, begin_server
+from bootseer.prefetch.server_process import (
+    ServerProcess,
+    begin_server,
+    end_ahead,
+    is_begun_ahead,
+    may_mount,
+)
 from bootseer.snapshots.restoring.modes import AUTO, MOUNT
-
-_DEVICE = "/dev/fuse"
 
 
 @contextlib.contextmanager
@@ -22,19 +25,18 @@ def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
     """A server for what will probably be mounted, ended behind the `with` block if it was not
     needed; None where nothing will be mounted, or none can be begun."""
     process = None
-    if (
-        settings.restore_mode in (AUTO, MOUNT)
-        and os.geteuid() == 0
-        and os.access(_DEVICE, os.R_OK | os.W_OK)
-    ):
-        # What both need is loaded once.
-        import bootseer.snapshots.restoring.restore_modes  # noqa: F401
-        from bootseer.store import load_backend
+    if settings.restore_mode in (AUTO, MOUNT) and may_mount():
+        if not is_begun_ahead():
+            # What both need is loaded once.
+            import bootseer.snapshots.restoring.restore_modes  # noqa: F401
+            from bootseer.store import load_backend
 
-        load_backend(settings.store_url)
+            load_backend(settings.store_url)
         # Whoever needs one tells what is wrong.
         with contextlib.suppress(BootseerError):
             process = begin_server(settings, forks=True)
+    else:
+        end_ahead()
     try:
         yield process
     finally:

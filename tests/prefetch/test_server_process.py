@@ -14,7 +14,7 @@ from bootseer.prefetch.container import prepare_container
 from bootseer.prefetch.mount_state import mounts_dir
 from bootseer.prefetch.server_process import begin_server, log_path
 from bootseer.waiting import wait_readable
-from tests.support.image_mounts import settings_at
+from tests.support.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
 
 _END_S = 30.0
 
@@ -58,6 +58,43 @@ signal.pause()
     finally:
         os.close(watched)
     assert log_path(settings, "orphan").read_text() == ""
+
+
+_AHEAD = """
+import sys
+from pathlib import Path
+from bootseer.prefetch import server_process
+from bootseer.prefetch.server_process import begin_ahead, begin_server, end_ahead
+
+def children():
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+
+begin_ahead()
+assert len(children()) == 1
+end_ahead()
+end_ahead()
+assert not children()
+begin_ahead()
+begun = children()
+# Only now is anything loaded that knows of settings.
+from tests.support.image_mounts import settings_at
+settings = settings_at(Path(sys.argv[1]))
+with begin_server(settings) as first:
+    assert children() == begun
+    with begin_server(settings) as second:
+        assert len(children() - begun) == 1 and first.identity != second.identity
+assert not children()
+"""
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_who_begins_a_server_first_gets_the_one_that_was_begun_ahead(tmp_path: Path) -> None:
+    skip_unless_root()
+    skip_unless_fuse()
+    code = [sys.executable, "-c", _AHEAD, str(tmp_path)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.config import Settings
 from bootseer.prefetch.mount_state import live_mounts
+from bootseer.prefetch.server_process import log_path
+from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring.mounted import unmount_snapshot
 from tests.cli.conftest import REPOSITORY
 from tests.snapshots.conftest import MakeNode
@@ -24,27 +27,81 @@ _SET_UP = (
 )
 
 
+# What is for other commands, other modes or a server alone: a start waits for all that it loads.
+_UNWANTED = (
+    *("asyncio", "concurrent", "getpass", "http", "statistics", "tomllib", "xml"),
+    *("bootseer.blob.extract", "bootseer.cli.snapshot_archive_commands"),
+    *("bootseer.cli.snapshot_check_commands", "bootseer.cli.snapshot_run_commands"),
+    *("bootseer.fuse.kernel.server", "bootseer.prefetch.server", "bootseer.snapshots.capture"),
+    *("bootseer.snapshots.relocation", "bootseer.snapshots.setup.execute", "bootseer.transfer"),
+)
+_TELLING = """
+import sys
+from bootseer import background
+hand = background.Starting.hand
+def tell(self, document):
+    print(*sys.modules)
+    hand(self, document)
+background.Starting.hand = tell
+from bootseer.__main__ import main
+main()
+"""
+
+
+def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") -> str:
+    """What a command prints."""
+    start = ["-c", code] if code else ["-m", "bootseer"]
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(REPOSITORY),
+            "BOOTSEER_STORE": node.store_url,
+            "BOOTSEER_CACHE_DIR": str(node.cache_dir),
+            "BOOTSEER_RUN_DIR": str(node.run_dir),
+        },
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    skip_unless_root()
+    skip_unless_fuse()
+    node, target = make_node("a"), tmp_path / "env"
+    target.mkdir()
+    (target / "file").write_text("content")
+    key = create_snapshot(node, [str(target)]).fingerprint
+    shutil.rmtree(target)
+    try:
+        restore = ("snapshot", "restore", key, "--mode", "mount")
+        loaded = _bootseer(node, tmp_path, *restore, code=_TELLING).split()
+        ((_, state),) = live_mounts(node)
+        log = log_path(node, state.id)
+        assert (target / "file").read_text() == "content"
+        assert "serve: " in log.read_text(), "it found its log once it was told"
+        assert log.stat().st_mode & 0o777 == 0o600
+        unmount_snapshot(node, target)
+    finally:
+        end_everything(tmp_path, node)
+    assert "bootseer.snapshots.commands" in loaded
+    assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{u}." for u in _UNWANTED))]
+
+
 def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node: MakeNode) -> None:
     """Whoever ends processes by the command line of a start must not end its server."""
     skip_unless_root()
     skip_unless_fuse()
     node, target = make_node("a"), tmp_path / "env"
-    command = [sys.executable, "-m", "bootseer", "snapshot", "run", "--mode", "mount"]
 
     def run() -> None:
-        subprocess.run(
-            [*command, "--target", str(target), "--", "sh", "-c", _SET_UP, str(target)],
-            env={
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(REPOSITORY),
-                "BOOTSEER_STORE": node.store_url,
-                "BOOTSEER_CACHE_DIR": str(node.cache_dir),
-                "BOOTSEER_RUN_DIR": str(node.run_dir),
-            },
-            cwd=tmp_path,
-            timeout=60,
-            check=True,
-        )
+        command = ["snapshot", "run", "--mode", "mount", "--target", str(target), "--"]
+        _bootseer(node, tmp_path, *command, "sh", "-c", _SET_UP, str(target))
 
     try:
         run()
