@@ -7,7 +7,6 @@ Owns the list of settings, their defaults and where each value came from. Readin
 import os
 import re
 import socket
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -241,6 +240,9 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def _read_file(path: Path) -> dict[str, str]:
+    # Here: most nodes have no file, and every command loads this module.
+    import tomllib
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

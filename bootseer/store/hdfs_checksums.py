@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from functools import cache
 from zlib import crc32 as slow_crc32
 
 from msgspec import Struct
@@ -26,7 +27,7 @@ class ChecksumKind(Struct, frozen=True):
 
 def crc32c(data: bytes | memoryview, before: int = 0) -> int:
     """CRC-32C (Castagnoli), 10 MB/s."""
-    table, checksum = _TABLE, before ^ 0xFFFFFFFF
+    table, checksum = _table(), before ^ 0xFFFFFFFF
     for byte in data:
         checksum = table[(checksum ^ byte) & 0xFF] ^ checksum >> 8
     return checksum ^ 0xFFFFFFFF
@@ -38,7 +39,10 @@ def _row(byte: int) -> int:
     return byte
 
 
-_TABLE = tuple(map(_row, range(256)))
+@cache
+def _table() -> tuple[int, ...]:
+    return tuple(map(_row, range(256)))
+
 
 LARGE = ChecksumKind(1, 16 << 10, crc32)
 """For bytes that have checksums of ours: computed by the processor's instructions."""

@@ -4,10 +4,8 @@ Owns the answer to the latter, asked once; one that wants Kerberos is hdfs-nativ
 Thread-safe.
 """
 
-import getpass
 import os
 import threading
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,7 +91,7 @@ def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode |
     parts = urlsplit(cluster)
     if _is_secure(config):
         return None
-    user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+    user = os.environ.get("HADOOP_USER_NAME") or _user()
     host = parts.hostname or ""
     names = config.get(f"dfs.ha.namenodes.{host}", "")
     if parts.port is None and names:
@@ -103,6 +101,12 @@ def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode |
         found = [(host, parts.port or _DEFAULT_PORT)]
     by_name = config.get("dfs.client.use.datanode.hostname") == "true"
     return NameNode(tuple(found), user, deadline_s, by_name) if found else None
+
+
+def _user() -> str:
+    import getpass  # Loads terminals' code.
+
+    return getpass.getuser()
 
 
 def _is_secure(config: dict[str, str]) -> bool:
@@ -120,9 +124,14 @@ def _configuration() -> dict[str, str]:
     if folder is None and (home := os.environ.get("HADOOP_HOME")):
         folder = f"{home}/etc/hadoop"
     values: dict[str, str] = {}
-    for name in _CONFIG_FILES if folder else ():
+    if not folder:
+        return values
+    # Here, since most have none, and every start of a job loads this module.
+    import xml.etree.ElementTree as ET
+
+    for name in _CONFIG_FILES:
         try:
-            root = ET.parse(Path(str(folder)) / name).getroot()
+            root = ET.parse(Path(folder) / name).getroot()
         except (OSError, ET.ParseError):
             continue
         for entry in root.iter("property"):

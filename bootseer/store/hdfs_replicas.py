@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import median_low
 
 from msgspec import Struct
 
@@ -109,8 +108,8 @@ class Replicas:
 
     def _typical(self, now_s: float) -> float:
         """The pace of a DataNode in the middle of those that are known; 0 if none is."""
-        known = [pace for pace, until_s in self._paces.values() if until_s > now_s]
-        return median_low(known) if known else 0.0
+        known = sorted(pace for pace, until_s in self._paces.values() if until_s > now_s)
+        return known[(len(known) - 1) // 2] if known else 0.0
 
     def _known(self, address: Address, now_s: float) -> float:
         pace, until_s = self._paces.get(address, (0.0, 0.0))

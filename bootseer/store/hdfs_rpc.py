@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -215,7 +216,9 @@ class NameNode(Struct, frozen=True):
     ) -> bytes:
         context = pb.blob(2, pb.text(1, self.user)) + pb.text(3, _PROTOCOL)
         request = pb.text(1, method) + pb.text(2, _PROTOCOL) + pb.number(3, 1)
-        with socket.create_connection(address, max(0.1, end_s - time.monotonic())) as connection:
+        # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
+        where: Any = (address[0].encode(), address[1]) if address[0].isascii() else address
+        with socket.create_connection(where, max(0.1, end_s - time.monotonic())) as connection:
             connection.sendall(
                 b"hrpc\x09\x00\x00"
                 + _frame(_header(_CONTEXT_CALL_ID, client, -1), context)
