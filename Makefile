@@ -36,13 +36,19 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test test-containerd-2 lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+# With the containerd of Debian's next release, 2.x: not in `test`, since it changes from day to day.
+test-containerd-2: system-test $(VENV)/ready
+	set -e; found=$$($(BIN)/python -c 'import pathlib, bench.containers.packages as p; \
+		print(p.Packages(pathlib.Path("$(VENV)/packages").absolute()).unpacked("forky", "containerd"))'); \
+	BOOTSEER_TEST_CONTAINERD="$$found/usr/bin" $(BIN)/python -m pytest tests/prefetch/snapshotter
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """A real containerd with the snapshotter: images are pulled as a kubelet pulls them, and run.
 
 What each version of containerd does with which client is in docs/containerd.md. Set
-BOOTSEER_TEST_CONTAINERD to a folder with another containerd to run all of this with that.
+BOOTSEER_TEST_CONTAINERD to a folder with another containerd to run all of this with that;
+`make test-containerd-2` does so.
 """
 
 import json
