@@ -63,3 +63,27 @@ def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tmp_path: Path) -
     modules = done.stderr.split()
     assert "bootseer.cli" in modules
     assert not [name for name in HEAVY if name in modules]
+
+
+_INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, *ignored):
+        if name == "bootseer.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from bootseer.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_it_is_loaded_shows_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, "image", "list"],
+        capture_output=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "HOME": str(tmp_path)},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
