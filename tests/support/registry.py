@@ -19,10 +19,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests.hdfs.cluster import unassigned_ports
 from tests.support.images import run_tool
 
 PROGRAM = "docker-registry"
-_START_S = 30.0
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Registry:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that stays free until somebody binds it: no outgoing connection is given it."""
+    (port,) = unassigned_ports(1)
+    return port
 
 
 @contextlib.contextmanager
