@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 from tests.support import scheduling
+from tests.support.faulty_relay import FaultyRelay
+from tests.support.registry import Registry, running_registry
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -75,3 +77,17 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 def hdfs_url(hdfs: MiniHdfs, tmp_path: Path) -> str:
     """A folder of the test's own on a real HDFS, which does not exist yet."""
     return f"{hdfs.url}/{tmp_path.parent.name}-{tmp_path.name}"
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """A real registry, shared by the tests of a file: each has repositories of its own."""
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture
+def relay(registry: Registry) -> Iterator[FaultyRelay]:
+    """Relays to the registry, and does what the test has it do."""
+    with FaultyRelay(registry.host) as running:
+        yield running

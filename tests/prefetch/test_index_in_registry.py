@@ -35,12 +35,6 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         yield running
 
 
-@pytest.fixture
-def relay(registry: Registry) -> Iterator[FaultyRelay]:
-    with FaultyRelay(registry.host) as running:
-        yield running
-
-
 class Node:
     """A node that has logged in to the registry with `docker login`."""
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,7 @@ from tests.support.image_mounts import (
     sweep_everything,
 )
 from tests.support.images import Member, write_layout
-from tests.support.registry import Registry, running_registry
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    with running_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running
+from tests.support.registry import Registry
 
 
 def test_only_names_of_registries_have_one(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from tests.support.faulty_relay import FaultyRelay
 from tests.support.registry import Registry, running_registry
 
 
@@ -23,13 +22,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="package")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     with running_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running
-
-
-@pytest.fixture
-def relay(registry: Registry) -> Iterator[FaultyRelay]:
-    """Relays to the registry, and does what the test has it do."""
-    with FaultyRelay(registry.host) as running:
         yield running
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.image_mounts import start_outside
 from tests.support.images import Layout, Member, tar_of
 from tests.support.pulled import Node, objects
-from tests.support.registry import Registry, running_registry
+from tests.support.registry import Registry
 
 BLOBS = r"GET /v2/.*/blobs/"
 PULL = """
@@ -32,18 +31,6 @@ print(len(node.start(sys.argv[3])[1]))
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    with running_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running
-
-
-@pytest.fixture
-def relay(registry: Registry) -> Iterator[FaultyRelay]:
-    with FaultyRelay(registry.host) as running:
-        yield running
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.prefetch.sources import ImageSource, open_source
+from tests.prefetch.sources.packed import packed_digests
 from tests.support.images import (
     INDEX_TYPE,
     MANIFEST_TYPE,
@@ -39,15 +40,6 @@ RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "Use
 
 def opened(source: Path | str, tmp_path: Path) -> ImageSource:
     return open_source(str(source), tmp_path / "work")
-
-
-def packed_digests(source: ImageSource) -> list[str]:
-    """Packs every layer, which verifies it."""
-    with source:
-        return [
-            layer.pack(io.BytesIO(), lambda count: None).tree.blobs[0].digest
-            for layer in source.layers
-        ]
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Images in a real registry, packed as the layout that was pushed is packed."""
 
-import io
 import json
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,12 @@ from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
+from tests.prefetch.sources.packed import packed_digests
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.images import INDEX_TYPE, NASTY, Layout, Member, run_tool, tar_of, write_layout
-from tests.support.registry import Registry, running_registry
+from tests.support.registry import Registry
 
 RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "User": "9"}
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    with running_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running
-
-
-@pytest.fixture
-def relay(registry: Registry) -> Iterator[FaultyRelay]:
-    with FaultyRelay(registry.host) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +48,6 @@ def opened(where: str, tmp_path: Path) -> ImageSource:
         registry_hosts_dir=tmp_path / "hosts",
         deadline_s=20,
     )
-
-
-def packed_digests(source: ImageSource) -> list[str]:
-    """Packs every layer, which verifies it."""
-    with source:
-        return [
-            layer.pack(io.BytesIO(), lambda count: None).tree.blobs[0].digest
-            for layer in source.layers
-        ]
 
 
 def client_of(where: str, tmp_path: Path) -> RegistryClient:

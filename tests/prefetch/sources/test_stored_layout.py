@@ -1,21 +1,13 @@
 """OCI layouts on shared storage: the same image as from the folder, and clear errors."""
 
-import io
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import CorruptError, NotFoundError
-from bootseer.prefetch.sources import ImageSource, open_source
+from bootseer.prefetch.sources import open_source
+from tests.prefetch.sources.packed import packed_digests
 from tests.support.images import NASTY, write_layout
-
-
-def _blobs(source: ImageSource) -> list[str]:
-    with source:
-        return [
-            layer.pack(io.BytesIO(), lambda count: None).tree.blobs[0].digest
-            for layer in source.layers
-        ]
 
 
 @pytest.fixture
@@ -31,7 +23,7 @@ def test_the_same_image_as_from_the_folder(layout: Path, tmp_path: Path, tag: st
     far = open_source(limited, tmp_path)
     assert far.identity == near.identity
     assert far.reference == "app:v1"
-    assert _blobs(far) == _blobs(near)
+    assert packed_digests(far) == packed_digests(near)
 
 
 def test_what_is_missing_is_named(layout: Path, tmp_path: Path) -> None:
@@ -47,4 +39,4 @@ def test_a_flipped_byte_is_refused(layout: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     with pytest.raises(CorruptError):
-        _blobs(open_source(f"oci:{layout.as_uri()}", tmp_path))
+        packed_digests(open_source(f"oci:{layout.as_uri()}", tmp_path))
