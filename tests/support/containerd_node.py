@@ -375,14 +375,16 @@ class Node(Closing):
         """The processes of the images' servers, supervisors first."""
         found = []
         for _, state in list(live_mounts(self.settings)):
-            children = Path(f"/proc/{state.pid}/task/{state.pid}/children").read_text().split()
-            found += [state.pid, *map(int, children)]
+            children = Path(f"/proc/{state.pid}/task/{state.pid}/children")
+            with contextlib.suppress(OSError):  # one that ends meanwhile
+                found += [state.pid, *map(int, children.read_text().split())]
         return found
 
     def kill_image_servers(self) -> None:
         """As a machine's end does, but for the mounts."""
         for pid in self.image_server_ids():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not list(live_mounts(self.settings)))
 
     # ---- what is there ------------------------------------------------------------------------
