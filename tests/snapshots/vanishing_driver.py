@@ -88,13 +88,13 @@ def _at_each_step(node: _Node, wanted: int, prepare: Callable[[], None]) -> None
         prepare()
         assert run_in_child(run, point, node.vanish) is not None, point
         how, *warnings = node.said()
-        assert differences(original, node.seen()) == [], point
+        assert differences(original, node.seen()) == [], (point, node.said())
         assert len(warnings) <= 1, (point, warnings)
         assert node.run_count() == (0 if how == "restored" else 1), (point, how)
         node.come_back()
         assert run_in_child(run, None) is not None
         assert node.said()[1:] == [], (point, node.said())
-        assert differences(original, node.seen()) == [], point
+        assert differences(original, node.seen()) == [], (point, node.said())
         with open_store(node.node.store_url) as store:
             for manifest in catalogue.list_all(store):
                 assert [catalogue.load_tree(store, one) for one in manifest.targets]
