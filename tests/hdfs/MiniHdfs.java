@@ -1,6 +1,7 @@
 import java.io.BufferedReader;
 import java.io.File;
 import java.io.InputStreamReader;
+import java.util.Arrays;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.hdfs.HdfsConfiguration;
 import org.apache.hadoop.hdfs.server.datanode.DataNode;
@@ -10,9 +11,9 @@ import org.apache.hadoop.metrics2.lib.DefaultMetricsSystem;
 /**
  * A real NameNode and N real DataNodes in one JVM, on loopback.
  *
- * <p>Arguments: HOME N BIND key=value... where BIND is "shared" (all DataNodes listen on 127.0.0.1)
- * or "PORT,PORT,..." (DataNode I on 127.0.1.(I+1) at its port, while the NameNode still hands out
- * 127.0.0.1, so that a relay can stand between).
+ * <p>Arguments: HOME N BIND:PORT,PORT,... key=value... with the DataNodes' ports, where BIND is
+ * "shared" (all listen on 127.0.0.1) or "apart" (DataNode I on 127.0.1.(I+1), while the NameNode
+ * still hands out 127.0.0.1, so that a relay can stand between).
  *
  * <p>Prints "READY rpcPort httpPort dataPort...". Then obeys lines on standard input: "kill I" and
  * "start I" (a DataNode), "stop-namenode", "start-namenode", "wait N" (until N DataNodes are live),
@@ -29,15 +30,11 @@ public class MiniHdfs {
   MiniHdfs(String[] arguments) {
     home = arguments[0];
     dataNodes = new DataNode[Integer.parseInt(arguments[1])];
-    ports = new int[dataNodes.length];
-    apart = !arguments[2].equals("shared");
-    for (int i = 0; apart && i < ports.length; i++) {
-      ports[i] = Integer.parseInt(arguments[2].split(",")[i]);
-    }
-    conf.set("fs.defaultFS", "hdfs://127.0.0.1:0");
+    String[] bind = arguments[2].split(":");
+    apart = bind[0].equals("apart");
+    ports = Arrays.stream(bind[1].split(",")).mapToInt(Integer::parseInt).toArray();
     conf.set("hadoop.tmp.dir", home + "/tmp");
     conf.set("dfs.namenode.name.dir", "file://" + home + "/namenode");
-    conf.set("dfs.namenode.http-address", "127.0.0.1:0");
     conf.set("dfs.namenode.safemode.extension", "0");
     // A NameNode that comes back serves when it has heard of every block.
     conf.set("dfs.namenode.safemode.threshold-pct", "1.0f");
@@ -63,9 +60,6 @@ public class MiniHdfs {
       NameNode.format(conf);
     }
     nameNode = new NameNode(conf);
-    // The second start must come back at the same address.
-    conf.set("fs.defaultFS", "hdfs://127.0.0.1:" + nameNode.getNameNodeAddress().getPort());
-    conf.set("dfs.namenode.http-address", "127.0.0.1:" + nameNode.getHttpAddress().getPort());
   }
 
   private void startDataNode(int index) throws Exception {
@@ -80,7 +74,6 @@ public class MiniHdfs {
     own.set("dfs.datanode.ipc.address", "127.0.0.1:0");
     own.set("dfs.datanode.hostname", "127.0.0.1");
     dataNodes[index] = DataNode.createDataNode(new String[0], own);
-    ports[index] = dataNodes[index].getXferPort();
   }
 
   private void waitForDataNodes(int count) throws Exception {

@@ -77,11 +77,16 @@ class MiniHdfs:
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
         command += [*self._java_options, "-cp", ":".join(map(str, jars))]
         command += [self._program, str(self.home)]
-        bind = "shared"
-        if self._apart:
-            bind = ",".join(str(port) for port in unassigned_ports(self.datanode_count))
+        # A server that was stopped comes back at its port, which nobody may have taken meanwhile.
+        name_port, http_port, *ports = unassigned_ports(2 + self.datanode_count)
+        bind = f"{'apart' if self._apart else 'shared'}:{','.join(map(str, ports))}"
         command += [str(self.datanode_count), bind]
-        command += [f"{key}={value}" for key, value in self._conf.items()]
+        conf = {
+            "fs.defaultFS": f"hdfs://127.0.0.1:{name_port}",
+            "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
+            **self._conf,
+        }
+        command += [f"{key}={value}" for key, value in conf.items()]
         with (self.home / "hdfs.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -212,8 +217,9 @@ def unassigned_ports(count: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(20_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            found.append(port)
+        if port not in found:
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                found.append(port)
     return found
 
 
