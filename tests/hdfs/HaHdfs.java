@@ -16,7 +16,7 @@ import org.apache.hadoop.metrics2.lib.DefaultMetricsSystem;
  * Two real NameNodes, of which one is active, and N real DataNodes in one JVM, on loopback. The
  * NameNodes share their edits in a folder.
  *
- * <p>Arguments: HOME N BIND (ignored) key=value..., which say where the NameNodes "0" and "1" of the
+ * <p>Arguments: HOME N BIND (unused) key=value..., which say where the NameNodes "0" and "1" of the
  * nameservice "pair" listen.
  *
  * <p>Prints "READY 0 0 dataPort...". Then obeys lines on standard input: "fail-over" (the active
