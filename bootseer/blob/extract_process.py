@@ -27,14 +27,14 @@ RESULT = Struct("<II")
 TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, RECORDS_FD, ROOT_FD, FILES_FD = range(3, 10)
 """The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
 
-_FRAME_BYTES = 1 << 17
-"""What most frames fit in, stored."""
+_MEMORY_BYTES = 1 << 20
+"""What most frames fit in that are read together."""
 _MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
 
 
 def _from_files(bases: "array[int]") -> Stored:
     """What stores all blobs, read from their files, each time into the same memory."""
-    memory = memoryview(bytearray(_FRAME_BYTES))
+    memory = memoryview(bytearray(_MEMORY_BYTES))
 
     def stored(offset: int, length: int) -> memoryview:
         nonlocal memory

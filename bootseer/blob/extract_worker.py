@@ -7,7 +7,7 @@ descriptor: what the kernel does is most of it.
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import zstandard
@@ -25,6 +25,9 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of a zstd frame (RFC 8878, 3.1.1): in the byte behind its magic number, and at its end.
 _FLAGS, _HAS_CHECKSUM, _CHECKSUM_BYTES = 4, 1 << 2, 4
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TOGETHER = 32
+"""At most so many frames are decoded in one go, before the files in them are written, so all of a
+group: what the processor has learned for the one is gone after the other."""
 
 
 class DamagedError(Exception):
@@ -59,7 +62,10 @@ class Worker:
             columns["name_list"], columns["name_parent"], columns["directory_name"], root_fd
         )
         self._decompressor = zstandard.ZstdDecompressor()
-        # The frame that was decoded last: its blob, and where it lies in its stream.
+        # Content of frames that come next, and which may be decoded ahead.
+        self._ready: dict[int, bytes] = {}
+        self._near = range(0)
+        # The frame that was needed last: its blob, and where it lies in its stream.
         self._blob = -1
         self._start = self._end = 0
         self._content = memoryview(b"")
@@ -92,6 +98,7 @@ class Worker:
         settings = self._settings
         owners, own_uid, own_gid = settings["owners"], settings["uid"], settings["gid"]
         kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
+        self._near = self._frames_of(inodes, sum(columns[-1]))
         last_parent, directory = -1, -1
         for i, number, parent, name, mode, uid, gid, mtime, size in zip(
             ids, inodes, *columns, strict=True
@@ -124,6 +131,7 @@ class Worker:
     def _write_part(self, number: int) -> None:
         """The file is there already; its attributes come last."""
         c = self._c
+        self._near = range(0)
         i = self.current = c["part_name"][number]
         directory = self._directories.get(c["name_parent"][i])
         fd = os.open(c["name_list"][i], _REOPEN, dir_fd=directory)
@@ -134,20 +142,38 @@ class Worker:
         finally:
             os.close(fd)
 
+    def _frames_of(self, inodes: Sequence[int], size_bytes: int) -> range:
+        """The frames in which files of this size lie, if that is close to one another in one blob,
+        and frames that nobody asked for are there, too. Else none."""
+        c = self._c
+        first, last = c["extent_start"][inodes[0]], c["extent_start"][inodes[-1] + 1] - 1
+        if not self._settings["file_count"] or last < first:
+            return range(0)
+        blob = c["extent_blob"][first]
+        start, end = c["extent_blob_offset"][first], c["extent_blob_offset"][last]
+        if c["extent_blob"][last] != blob or not 0 <= end - start <= 2 * size_bytes:
+            return range(0)
+        end += c["extent_length"][last]
+        return range(self._frame_at(blob, start), self._frame_at(blob, end - 1) + 1)
+
+    def _frame_at(self, blob: int, offset: int) -> int:
+        """The number in the columns of the frame of a blob in which a place of its stream lies."""
+        c = self._c
+        # Each blob has one offset more than frames: that of its end.
+        first, end = c["blob_frame"][blob] + blob, c["blob_frame"][blob + 1] + blob
+        return bisect_right(c["frame_stream_offset"], offset, first, end) - 1
+
     def _write(self, fd: int, offset: int, blob: int, blob_offset: int, length: int) -> None:
         while True:
             # Most files lie wholly in the frame of the one before.
             if blob != self._blob or not self._start <= blob_offset < self._end:
                 c = self._c
-                first, end = c["blob_frame"][blob], c["blob_frame"][blob + 1]
-                if first == end:
+                if c["blob_frame"][blob] == c["blob_frame"][blob + 1]:
                     # Stored as the stream itself.
                     base = c["blob_base"][blob]
                     _write_all(fd, memoryview(self._stored(base + blob_offset, length)), offset)
                     return
-                # Each blob has one offset more than frames: that of its end.
-                starts = c["frame_stream_offset"]
-                self._decode(bisect_right(starts, blob_offset, first + blob, end + blob) - 1, blob)
+                self._have(self._frame_at(blob, blob_offset), blob)
             start = blob_offset - self._start
             data = self._content[start : start + length]
             _write_all(fd, data, offset)
@@ -156,14 +182,31 @@ class Worker:
                 return
             offset, blob_offset, length = offset + count, blob_offset + count, length - count
 
-    def _decode(self, frame: int, blob: int) -> None:
+    def _have(self, frame: int, blob: int) -> None:
         """Have frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
         c = self._c
-        offset, end = c["frame_offset"][frame], c["frame_offset"][frame + 1]
+        if frame not in self._ready:
+            offsets = c["frame_offset"]
+            end = frame + 1
+            if frame in self._near:
+                end = min(frame + _TOGETHER, self._near.stop)
+            start = offsets[frame]
+            data = memoryview(self._stored(start, offsets[end] - start))
+            self._ready = {
+                n: self._decoded(n, blob, data[offsets[n] - start : offsets[n + 1] - start])
+                for n in range(frame, end)
+            }
+        self._content = memoryview(self._ready.pop(frame))
+        self._blob = blob
+        self._start, self._end = c["frame_stream_offset"][frame : frame + 2]
+
+    def _decoded(self, frame: int, blob: int, data: memoryview) -> bytes:
+        """The content of a frame of which `data` is stored. Raises: DamagedError."""
+        c = self._c
+        offset, end = c["frame_offset"][frame : frame + 2]
         start_bytes, end_bytes = c["frame_stream_offset"][frame : frame + 2]
         wanted = end_bytes - start_bytes
         place = f"the frame at offset {offset - c['blob_base'][blob]}"
-        data = self._stored(offset, end - offset)
         if len(data) != end - offset:
             raise DamagedError(f"{place} has {len(data)} bytes instead of {end - offset}")
         if not self._settings["is_verified"]:
@@ -174,7 +217,7 @@ class Worker:
             # Before anything is allocated for it.
             if zstandard.frame_content_size(data) != wanted:
                 raise DamagedError(f"{place} announces a wrong length")
-            if isinstance(data, memoryview) and not data.readonly and data[_FLAGS] & _HAS_CHECKSUM:
+            if not data.readonly and data[_FLAGS] & _HAS_CHECKSUM:
                 # Its digest has been found right, which tells more than its checksum would.
                 data[_FLAGS] &= ~_HAS_CHECKSUM
                 data = data[:-_CHECKSUM_BYTES]
@@ -185,8 +228,7 @@ class Worker:
             raise DamagedError(f"{place} cannot be decompressed: {error}") from error
         if len(content) != wanted:
             raise DamagedError(f"{place} has a wrong length")
-        self._blob, self._start, self._end = blob, start_bytes, end_bytes
-        self._content = memoryview(content)
+        return content
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.extract import extract
-from bootseer.blob.tree import Inode
+from bootseer.blob.tree import Extent, Inode
 from bootseer.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -162,6 +162,37 @@ def test_a_file_of_this_node_is_read_by_the_workers(tmp_path: Path) -> None:
     with (tmp_path / "blob").open("rb") as file:
         extract(tree, unused, tmp_path / "out", processes=3, files=[file.fileno()])
     assert state(tmp_path / "out") == state(tmp_path / "in")
+
+
+def test_workers_find_files_that_lie_in_two_blobs_by_turns(tmp_path: Path) -> None:
+    count, short, long = 20, 5_000, 10_000
+    contents, packs = [], []
+    for number, length in enumerate((long, short)):
+        (tmp_path / f"in{number}").mkdir()
+        contents.append(random.Random(number).randbytes((count + 1) * length))
+        (tmp_path / f"in{number}/file").write_bytes(contents[-1])
+        tree, blob = packed(tmp_path / f"in{number}", frame_bytes=4096)
+        (tmp_path / f"blob{number}").write_bytes(blob)
+        packs.append(tree)
+    starts = [tree.columns.extent_blob_offset[0] for tree in packs]
+    names, inodes, expected = [], [DIR], {}
+    # Written in the order of their long halves, but for the last one, which has none.
+    for i in range(count + 1):
+        halves = [(1, i * short, short), (0, i * long, long)][: 2 if i < count else 1]
+        extents, offset = [], 0
+        for number, start, length in halves:
+            extents.append(Extent(offset, number, starts[number] + start, length))
+            offset += length
+        inodes.append(Inode(stat.S_IFREG | 0o644, size_bytes=offset, extents=tuple(extents)))
+        names.append((b"%02d" % i, i + 1))
+        expected[f"{i:02}"] = b"".join(
+            contents[number][start : start + length] for number, start, length in halves
+        )
+    tree = build_tree(names, inodes, [tree.blobs[0] for tree in packs])
+    with (tmp_path / "blob0").open("rb") as one, (tmp_path / "blob1").open("rb") as other:
+        files = [one.fileno(), other.fileno()]
+        extract(tree, unused, tmp_path / "out", processes=2, files=files)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "unreadable"])
