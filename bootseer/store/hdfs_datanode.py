@@ -91,6 +91,7 @@ class DataNodes:
             address = self._replicas.begin(block.replicas, attempt) if is_aligned else None
             if address is None:
                 break
+            attempt.server = f"{address[0]}:{address[1]}"
             try:
                 self._read(address, block, within, buffer[done : done + length], attempt)
             except (OSError, ValueError, IndexError, struct.error):

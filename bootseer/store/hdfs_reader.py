@@ -84,6 +84,7 @@ class HdfsReader:
             if count == len(buffer) or attempt.is_given_up:
                 return count
             attempt.done_bytes = 0
+            attempt.server = ""
         return self._backend.fill(self._usable, self._path, offset, buffer, attempt)
 
     def current(self) -> FileInfo:

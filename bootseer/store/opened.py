@@ -14,7 +14,7 @@ from bootseer.store.backend import Backend, FileInfo
 class Attempt:
     """One try to fill a buffer, which its owner may give up at any moment."""
 
-    __slots__ = ("done_bytes", "is_checked", "is_given_up", "lock")
+    __slots__ = ("done_bytes", "is_checked", "is_given_up", "lock", "server")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -25,6 +25,8 @@ class Attempt:
         self.is_checked = False
         """Whether its owner checks the bytes, and asks again where they are wrong: a reader may
         leave out checks of its own."""
+        self.server = ""
+        """Where the bytes come from, as HOST:PORT; as far as the reader knows."""
 
     def give_up(self) -> None:
         """Let the reader stop as soon as it can."""

@@ -169,7 +169,7 @@ class Fetcher:
             late_won_count=1 if run.is_second else 0,
         )
         self._counters.add_for(
-            fetch.file.view.source_name(fetch.span),
+            _place(run),
             read_bytes=fetch.span.length,
             read_count=1,
             read_busy_ns=int(seconds * 1e9),
@@ -222,10 +222,15 @@ class Fetcher:
                 fetch.buffer = buffer
         if is_needed:
             self._counters.add(late_count=1)
-            self._counters.add_for(view.source_name(fetch.span), late_count=1)
+            self._counters.add_for(_place(run), late_count=1)
             self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
         else:
             self._pool.give_back()
+
+
+def _place(run: Run) -> str:
+    """Where the bytes of an attempt come from: the DataNode, else the part."""
+    return run.attempt.server or run.fetch.file.view.source_name(run.fetch.span)
 
 
 def as_raisable(error: BaseException | None, path: str) -> BaseException:

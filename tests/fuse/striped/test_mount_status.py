@@ -12,6 +12,7 @@ from bootseer.fuse.striped.mounted.control import ask
 from bootseer.fuse.striped.mounted.mount_spec import control_path
 from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 from tests.fuse.striped.mounting import checkpoints, shell
+from tests.hdfs.cluster import MiniHdfs
 from tests.support.fuse_mount import check_python, run
 
 pytestmark = pytest.mark.fuse
@@ -50,6 +51,22 @@ def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str)
     assert all_statuses(mount.run_dir) == []
     with pytest.raises(NotFoundError):
         mount_status(mount.run_dir, mountpoint)
+
+
+@pytest.mark.hdfs
+def test_reads_are_told_by_datanode(
+    hdfs: MiniHdfs, hdfs_url: str, tmp_path: Path, mountpoint: Path
+) -> None:
+    with checkpoints(tmp_path, mountpoint, hdfs_url) as mount:
+        shell("head -c 12000000 /dev/zero > {d}/f && cat {d}/f > /dev/null", d=mountpoint)
+        sources = mount_status(mount.run_dir, mountpoint)["statistics"]["sources"]
+    read = {one["name"]: one["read_bytes"] for one in sources if one["read_bytes"]}
+    # What a busy DataNode did not give is read by the library, which does not tell from where.
+    assert set(read) & {f"127.0.0.1:{port}" for port in hdfs.datanode_ports}
+    assert sum(read.values()) >= 12_000_000
+    written = {one["name"]: one["written_bytes"] for one in sources if one["written_bytes"]}
+    assert sum(written.values()) == 12_000_000
+    assert all(name.startswith("part ") for name in written)
 
 
 @pytest.mark.root
