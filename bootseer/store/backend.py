@@ -94,6 +94,11 @@ class Writer(Protocol):
         return False
 
     @property
+    def is_buffered(self) -> bool:
+        """Whether the storage's library takes memory for it; known once something was written."""
+        return True
+
+    @property
     def held_bytes(self) -> int:
         """How many of the last bytes written the writer may still refer to."""
         return 0

@@ -282,6 +282,10 @@ class HdfsWriter(Writer):
         return self._straight is not None
 
     @property
+    def is_buffered(self) -> bool:
+        return self._straight is None
+
+    @property
     def held_bytes(self) -> int:
         if self._straight is not None:
             return self._straight.unconfirmed_bytes

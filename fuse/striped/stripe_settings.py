@@ -40,6 +40,11 @@ class StripeSettings(Struct, frozen=True):
             raise InvalidInputError(f"{self.layout!r} is no layout; choose striped or plain")
 
     @property
+    def is_asked_for(self) -> bool:
+        """Whether a file is to be so and not otherwise, whatever there is memory for."""
+        return False
+
+    @property
     def block_bytes(self) -> int:
         """The unit of verification of new files."""
         return min(DEFAULT_BLOCK_BYTES, self.stripe_unit_bytes)

@@ -19,7 +19,12 @@ from bootseer.store.backend import Backend
 
 
 class _Exactly(StripeSettings, frozen=True):
-    """Settings that a directory's rule does not change: the user has said what it shall be."""
+    """Settings that neither a directory's rule nor the memory at hand changes: the user has said
+    what it shall be."""
+
+    @property
+    def is_asked_for(self) -> bool:
+        return True
 
     def layout_in(self, backend: Backend, directory: str) -> LayoutKind:
         return self.layout
@@ -33,13 +38,14 @@ def is_stored_as(view: FileView, settings: StripeSettings) -> bool:
 
 
 def _is_striped_as(layout: Layout, settings: StripeSettings) -> bool:
-    (first, *rest) = layout.segments
-    units = -(-first.size_bytes // settings.stripe_unit_bytes)
-    return (
-        not rest
-        and first.stripe_unit_bytes == settings.stripe_unit_bytes
-        and len(first.parts) == min(settings.stripe_count, units)
-    )
+    """Segments after the first one are of files too large for one; what was appended is not."""
+    (*full, last) = layout.segments
+    unit = settings.stripe_unit_bytes
+    return all(
+        segment.stripe_unit_bytes == unit
+        and len(segment.parts) == min(settings.stripe_count, -(-segment.size_bytes // unit))
+        for segment in layout.segments
+    ) and all(segment.size_bytes == full[0].size_bytes >= last.size_bytes for segment in full)
 
 
 def convert_file(

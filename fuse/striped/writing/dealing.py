@@ -13,6 +13,8 @@ class Dealing(Struct, frozen=True):
     """Checksums are of so much."""
     writers_max: int
     """How many parts are written at once, where there is memory for so many."""
+    is_asked_for: bool = False
+    """The user has asked for so many: rather none than fewer."""
     run_units: int | None = None
     """None: units are dealt in turn to all parts. Else each part is a run of so many units, and is
     finished as soon as it has them."""

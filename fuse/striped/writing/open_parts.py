@@ -1,8 +1,8 @@
 """How many parts are written at once, by all files of a mount, and the memory that each one takes.
 
 A storage's client keeps what its servers have not confirmed: HDFS's more than three stripe units
-for each open part, which no budget of ours would see. So it is charged here. Owns these counts.
-Thread-safe.
+for each open part, which no budget of ours would see. So it is charged here, until the part is
+known to be written without that client. Owns these counts. Thread-safe.
 """
 
 import threading
@@ -23,7 +23,9 @@ class OpenParts:
     """Parts that are being written."""
 
     def __init__(self, backend: Backend, budget: MemoryBudget, kept: KeptUnits) -> None:
-        self._part_bytes = backend.writer_bytes if isinstance(backend, BuffersWrites) else 0
+        self._writer_bytes = backend.writer_bytes if isinstance(backend, BuffersWrites) else 0
+        self._part_bytes = self._writer_bytes
+        """What the next part will take: as much as the one that was begun last."""
         self._budget = budget
         self._kept = kept
         # The rest is for units on their way: without any, no part would come to its end.
@@ -44,10 +46,17 @@ class OpenParts:
             self._file_count -= 1
 
     def begin(
-        self, own_count: int, unit_bytes: int, deadline_s: float, cancelled: Callable[[], bool]
+        self,
+        own_count: int,
+        unit_bytes: int,
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+        *,
+        is_asked_for: bool = False,
     ) -> int | None:
         """Count one more part of a file that has `own_count` open; returns the bytes charged for
-        it, which `end` gives back. None: there is no memory for more than the file has.
+        it, which `end` gives back. None: there is no memory for more than the file has, or, where
+        it `is_asked_for`, none at all.
 
         A file has its first part in any case: uncharged, where there are too many. Waits for
         memory that is used by others for now, and raises as `MemoryBudget.take`.
@@ -57,7 +66,7 @@ class OpenParts:
             parts_max = self._budget.limit_bytes // cost_bytes
             share = parts_max // max(1, self._file_count)
             fits = self._charged_bytes + self._part_bytes <= self._charged_max
-            if own_count >= _PARTS_WANTED:
+            if own_count >= _PARTS_WANTED and not is_asked_for:
                 # A quarter stays for the files that come next.
                 fits = self._charged_bytes + self._part_bytes <= self._charged_max * 3 // 4
                 fits = fits and self._open_count < parts_max and own_count < share
@@ -74,6 +83,26 @@ class OpenParts:
             raise
         self._kept.set_aside(charge_bytes)
         return charge_bytes
+
+    def settle(self, charge_bytes: int, *, is_buffered: bool) -> int:
+        """What a part's writer takes is known; returns what is charged for it from now on.
+
+        Never waits: what there is no memory for is uncharged.
+        """
+        needed_bytes = self._writer_bytes if is_buffered else 0
+        with self._lock:
+            self._part_bytes = needed_bytes
+            change_bytes = needed_bytes - charge_bytes
+            if self._charged_bytes + change_bytes > self._charged_max:
+                return charge_bytes
+        if change_bytes > 0 and not self._budget.try_take(change_bytes):
+            return charge_bytes
+        with self._lock:
+            self._charged_bytes += change_bytes
+        self._kept.set_aside(change_bytes)
+        if change_bytes < 0:
+            self._budget.give(-change_bytes)
+        return needed_bytes
 
     def end(self, charge_bytes: int) -> None:
         """A part has ended."""

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -24,12 +23,10 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnsupportedError,
 )
-from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.writing.checksums import block_checksums
-from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.placement import Placement
-from bootseer.store.backend import KEEP_ALIVE_S, Backend, Piece, Writer
+from bootseer.fuse.striped.writing.kept_units import Unit
+from bootseer.fuse.striped.writing.part_group import PartGroup
+from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
 from bootseer.store.placing import PlacesFiles
 
 _log = logging.getLogger(__name__)
@@ -48,34 +45,6 @@ _FINAL = (
 )
 
 
-class PartGroup(Protocol):
-    """What the parts of one segment share."""
-
-    backend: Backend
-    folder: str
-    budget: MemoryBudget
-    kept: KeptUnits
-    placement: Placement
-    counters: Counters
-    unit_bytes: int
-    block_bytes: int
-    has_checksums: bool
-    """Whether the readers of the parts check them by those that the segment has."""
-    failed: bool
-
-    def note_progress(self) -> None:
-        """Something moved: the deadline begins anew."""
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing of the segment will be visible."""
-
-    def part_stored(self, servers: tuple[str, ...]) -> None:
-        """A part is on these servers, which count as taken until all of them have ended."""
-
-    def part_ended(self, part: "PartWriter") -> None:
-        """Called once, by the part's thread, after its last use of the storage."""
-
-
 class PartWriter:
     """One part: a queue of units, a thread, and a stored file."""
 
@@ -83,6 +52,8 @@ class PartWriter:
         """`source` is what the part's bytes are counted under."""
         self.charge_bytes = charge_bytes
         """What the group has charged for it."""
+        self.is_begun = False
+        """Whether the group knows what it takes."""
         self.name = label
         """Of the stored file; another one after a failure."""
         self.size_bytes = 0
@@ -204,6 +175,7 @@ class PartWriter:
             group.counters.add_for(self._source, written_bytes=unit.length, write_count=1)
             if not self._sent_count:
                 self._settle(writer)
+                group.part_begun(self, is_buffered=writer.is_buffered)
             self._sent_count += 1
             self._note_sent(unit, writer.held_bytes)
 

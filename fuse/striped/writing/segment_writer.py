@@ -7,12 +7,11 @@ its folder is removed when the last thread has let go.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
@@ -22,10 +21,9 @@ from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.fuse.striped.writing.part_writer import PartWriter
+from bootseer.fuse.striped.writing.parts_watch import PartsWatch
 from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.store.backend import Backend, Piece
-
-_POLL_S = 0.2
 
 Result = TypeVar("Result")
 
@@ -59,19 +57,15 @@ class SegmentWriter:
         self.counters = counters
         # Runs become an ordinary file, which others read.
         self.has_checksums = dealing.run_units is None
-        self.failed = False
         self._dealing = dealing
         self._writers_max = dealing.writers_max
         self._open_parts = open_parts
         self._follows = follows
         self._deadline_s = deadline_s
         self._parts: list[PartWriter] = []
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._ended_count = 0
+        self._watch = PartsWatch(self._parts, self.folder, backend.url, deadline_s)
         self._stored_on: list[tuple[str, ...]] = []
         self._sealed = False
-        self._progress_s = time.monotonic()
 
     @property
     def is_full(self) -> bool:
@@ -103,7 +97,7 @@ class SegmentWriter:
 
     def seal(self) -> None:
         """No more units will come."""
-        with self._changed:
+        with self._watch.changed:
             if self._sealed:
                 return
             self._sealed = True
@@ -132,13 +126,7 @@ class SegmentWriter:
         Raises what a part failed with, or DeadlineError when nothing moved for the deadline.
         """
         self.seal()
-        self.note_progress()
-        for part in self._parts:
-            while not part.done.wait(_POLL_S):
-                if self.failed:
-                    break
-                if time.monotonic() - self._progress_s > self._deadline_s:
-                    self.fail(self._late(part.name))
+        self._watch.wait_for_all()
         self.check()
         return [f"{self.folder}/{part.name}" for part in self._parts]
 
@@ -152,8 +140,8 @@ class SegmentWriter:
             # A part that is stuck in a dead server must not keep the mount's memory.
             part.empty_queue()
         self.seal()
-        with self._changed:
-            if self._ended_count == len(self._parts):
+        with self._watch.changed:
+            if self._watch.have_all_ended:
                 self._remove_folder()
         deadline = time.monotonic() + wait_s
         for part in self._parts:
@@ -161,43 +149,42 @@ class SegmentWriter:
 
     def check(self) -> None:
         """Raise what a part failed with."""
-        error = self._error
-        if error is None:
-            return
-        self.seal()
-        if isinstance(error, BootseerError | OSError):
-            raise error
-        raise UnavailableError(
-            f"cannot write {self.folder}: {type(error).__name__}: {error}"
-        ) from error
+        if self.failed:
+            self.seal()
+        self._watch.check()
 
     # ---- for the part threads -------------------------------------------------------------
 
+    @property
+    def failed(self) -> bool:
+        """Whether nothing of the segment will be visible."""
+        return self._watch.failed
+
     def note_progress(self) -> None:
-        self._progress_s = time.monotonic()
+        self._watch.note_progress()
 
     def fail(self, error: BaseException) -> None:
-        """The first failure decides what the writer is told."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self.failed = True
-            self._changed.notify_all()
+        self._watch.fail(error)
+
+    def part_begun(self, part: PartWriter, *, is_buffered: bool) -> None:
+        part.charge_bytes = self._open_parts.settle(part.charge_bytes, is_buffered=is_buffered)
+        self._watch.note_begun(part)
 
     def part_stored(self, servers: tuple[str, ...]) -> None:
-        with self._changed:  # a short one may end before others are placed
+        with self._watch.changed:  # a short one may end before others are placed
             self._stored_on.append(servers)
 
     def part_ended(self, part: PartWriter) -> None:
         self._open_parts.end(part.charge_bytes)
-        with self._changed:
-            self._ended_count += 1
-            self._changed.notify_all()
-            if self._sealed and self._ended_count == len(self._parts):
+        watch = self._watch
+        with watch.changed:
+            watch.ended_count += 1
+            watch.changed.notify_all()
+            if self._sealed and watch.have_all_ended:
                 while self._stored_on:
                     self.placement.release(self._stored_on.pop())
-            if self.failed and self._sealed and self._ended_count == len(self._parts):
-                self._remove_folder()
+                if self.failed:
+                    self._remove_folder()
 
     # ---- inside ---------------------------------------------------------------------------
 
@@ -210,6 +197,12 @@ class SegmentWriter:
             if charge_bytes is not None:
                 return self._begin_part(charge_bytes)
             # No memory for another one: units are dealt to those that there are.
+            if self._dealing.is_asked_for:
+                raise InvalidInputError(
+                    f"{self.budget.limit_bytes} bytes of memory are too few to write "
+                    f"{self._writers_max} parts at once to {self.backend.url}: give more "
+                    "(BOOTSEER_MEMORY), or ask for fewer parts"
+                )
             self._writers_max = number
         index = self._dealing.part_of(number, self._writers_max)
         if index == len(self._parts):
@@ -244,55 +237,43 @@ class SegmentWriter:
         while True:
             charge_bytes = self._with_memory(
                 lambda: self._open_parts.begin(
-                    own_count, self.unit_bytes, self._deadline_s, lambda: cancelled() or self.failed
+                    own_count,
+                    self.unit_bytes,
+                    self._deadline_s,
+                    lambda: cancelled() or self.failed,
+                    is_asked_for=self._dealing.is_asked_for,
                 )
             )
-            if charge_bytes is not None or self._follows is None:
+            if charge_bytes is not None:
                 return charge_bytes
+            if self._watch.wait_for_a_beginning(cancelled):
+                self.check()
+                continue
+            if self._follows is None:
+                return None
             if not self._follows.wait_for_an_end(cancelled):
                 self._follows = None
 
     def wait_for_an_end(self, cancelled: Callable[[], bool]) -> bool:
         """Wait until one more part has ended; False if all have. Raises as `finish_parts`."""
-        self.note_progress()
-        with self._changed:
-            ended_count = self._ended_count
-            if ended_count == len(self._parts):
-                return False
-            while self._ended_count == ended_count:
-                self._wait_for_change(cancelled)
-                if self.failed:
-                    break
+        has_waited = self._watch.wait_for_an_end(cancelled)
         self.check()
-        return True
+        return has_waited
 
     def _wait_for_a_place(self, cancelled: Callable[[], bool]) -> int:
         """Wait until the next of the parts that are written at once may begin; its charge."""
-        self.note_progress()
+        watch = self._watch
+        watch.note_progress()
         while True:
-            own_count = len(self._parts) - self._ended_count
+            own_count = watch.open_count
             if own_count < self._writers_max:
                 charge_bytes = self._charge(own_count, cancelled)
                 if charge_bytes is not None:
                     return charge_bytes
-            with self._changed:
-                if len(self._parts) - self._ended_count == own_count:
-                    self._wait_for_change(cancelled)
+            with watch.changed:
+                if watch.open_count == own_count:
+                    watch.wait_for_change(cancelled)
             self.check()
-
-    def _wait_for_change(self, cancelled: Callable[[], bool]) -> None:
-        """Wait a moment for a part to end or fail; the condition is held."""
-        self._changed.wait(_POLL_S)
-        if cancelled():
-            raise InterruptedError
-        if time.monotonic() - self._progress_s > self._deadline_s:
-            raise self._late(self._parts[-1].name)
-
-    def _late(self, part: str) -> DeadlineError:
-        return DeadlineError(
-            f"cannot write {self.folder}/{part}: no answer from {self.backend.url} within "
-            f"{self._deadline_s:.0f} s"
-        )
 
     def _remove_folder(self) -> None:
         # What cannot be removed now is garbage that fsck names; the writer's error matters more.

@@ -95,6 +95,10 @@ class _FaultyWriter(Writer):
         self._inner.abandon()
 
     @property
+    def is_buffered(self) -> bool:
+        return self._inner.is_buffered
+
+    @property
     def held_bytes(self) -> int:
         return self._inner.held_bytes
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BusyError
+from bootseer.errors import BusyError, InvalidInputError
 from bootseer.fuse.striped.doors.convert import convert_file, is_stored_as
 from bootseer.fuse.striped.doors.copy_tree import Place, copy_tree, sizes_below
 from bootseer.fuse.striped.doors.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped.layout import Layout, Part, Segment, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
+from bootseer.store.local import LocalBackend
 from tests.fuse.striped.harness import UNIT, storage_on
 from tests.fuse.striped.stored import DATA, garbage_of, load, save
 
@@ -41,6 +44,52 @@ def test_a_directorys_rule_does_not_overrule_what_is_asked_for(local: StripedSto
     save(local, "f")
     assert convert_file(local, "f", StripeSettings(UNIT, 3, 20.0, "plain"))
     assert local.backend.read("f") == DATA
+
+
+def test_a_convert_stores_as_asked_or_not_at_all(tmp_path: Path) -> None:
+    """With little memory a file was stored in fewer parts, and so anew by each convert."""
+    wanted = StripeSettings(UNIT, 8, 20.0)
+    with storage_on(tmp_path, memory_bytes=16 * UNIT) as storage:
+        save(storage, "f")
+        assert convert_file(storage, "f", wanted)
+        assert is_stored_as(storage.tree.stored.view("f"), wanted)
+        assert not convert_file(storage, "f", wanted)
+        assert load(storage, "f") == DATA
+    with storage_on(_Buffering(tmp_path), memory_bytes=16 * UNIT) as storage:
+        before = storage.tree.stored.view("f").identity
+        with pytest.raises(InvalidInputError, match="too few to write 7 parts at once"):
+            convert_file(storage, "f", StripeSettings(UNIT, 7, 20.0))
+        assert storage.tree.stored.view("f").identity == before
+        assert load(storage, "f") == DATA
+
+
+class _Buffering(LocalBackend):
+    writer_bytes = 5 * UNIT
+
+
+def test_a_file_of_several_full_segments_is_stored_as_asked() -> None:
+    """Each file of more than a block of all its parts was stored anew by each convert."""
+
+    def view(*sizes: int) -> FileView:
+        segments = tuple(_segment(number, units) for number, units in enumerate(sizes))
+        layout = Layout("0" * 32, segments)
+        return FileView("f", "0" * 32, layout.size_bytes, layout=layout)
+
+    settings = StripeSettings(UNIT, 3)
+    assert is_stored_as(view(6), settings)
+    assert is_stored_as(view(6, 6, 2), settings)
+    assert not is_stored_as(view(6, 6, 2), StripeSettings(UNIT, 4))
+    assert not is_stored_as(view(2, 6), settings)
+    assert not is_stored_as(view(6, 3, 6), settings)
+
+
+def _segment(number: int, units: int) -> Segment:
+    """A segment of so many units in up to three parts."""
+    size, count = units * UNIT, min(3, units)
+    parts = tuple(
+        Part(f"{index:02x}", part_size(size, UNIT, count, index)) for index in range(count)
+    )
+    return Segment(f"{number:032x}", size, UNIT, UNIT, parts, bytes(8 * units))
 
 
 def test_of_two_converts_at_once_one_says_that_it_was_late(

@@ -14,8 +14,10 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.open_parts import OpenParts
 from bootseer.store.backend import Piece
 from bootseer.store.local import LocalBackend
+from bootseer.store.local_writer import LocalWriter
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, code_of, storage_on
 
@@ -205,6 +207,38 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         assert len(layout.segments[0].parts) == 3
         storage.tree.kept.reclaim(budget.limit_bytes)
         assert budget.used_bytes == 0
+
+
+class Straight(LocalWriter):
+    is_buffered = False
+
+
+def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.store.local.LocalWriter", Straight)
+    with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
+        Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
+        layout = decode_layout((tmp_path / "f").read_bytes(), "")
+        assert len(layout.segments[0].parts) == 8
+        storage.tree.kept.reclaim(storage.budget.limit_bytes)
+        assert storage.budget.used_bytes == 0
+
+
+def test_a_part_whose_client_holds_it_after_all_is_charged_then(tmp_path: Path) -> None:
+    budget = MemoryBudget(104 * UNIT)
+    parts = OpenParts(Buffering(tmp_path), budget, KeptUnits(budget))
+    charges = [parts.begin(number, UNIT, 1.0, lambda: False) or 0 for number in range(2)]
+    charges[0] = parts.settle(charges[0], is_buffered=False)
+    assert charges[0] == 0
+    assert budget.used_bytes == charges[1] == Buffering.writer_bytes
+    # It fails, and is written again by the client.
+    charges[0] = parts.settle(charges[0], is_buffered=True)
+    assert budget.used_bytes == sum(charges) == 2 * Buffering.writer_bytes
+    assert parts.settle(charges[0], is_buffered=True) == charges[0]
+    for charge_bytes in charges:
+        parts.end(charge_bytes)
+    assert budget.used_bytes == 0
 
 
 def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
