@@ -1,0 +1,89 @@
+"""An image's mount from its plan to its end: `serve_image`, in the process that `serve` is.
+
+The process itself holds the mount and restarts its worker (`fuse.kernel`'s supervisor); workers
+are `server.ImageServer`s.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from bootseer.background import Report
+from bootseer.errors import BootseerError, UnavailableError, from_oserror
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
+from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.covers import uncover_all
+from bootseer.prefetch.mount_state import lock_new, remove_scratch, sweep, write_state
+from bootseer.prefetch.publish import load_local_tree
+from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan
+from bootseer.prefetch.server import ImageServer
+from bootseer.prefetch.trace import AccessLog
+from bootseer.prefetch.tree_fs import TreeFileSystem
+
+_SWITCH_S = 0.0005
+"""A thread that computes, as for a bundle's start, keeps the interpreter this long from one that
+answers the kernel, which asks for few things at a time: in 5 ms each, Python's default, an overlay
+over the tree took 80 ms to mount."""
+
+_RESTART_COUNT = 12
+"""In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
+
+
+def serve_image(plan: ServePlan, report: Report) -> None:
+    """Mount and serve until unmounted. Raises: BootseerError."""
+    try:
+        lock = lock_new(plan.state_dir)
+    except OSError as error:
+        raise from_oserror(error, f"lock {plan.state_dir}") from error
+    try:
+        sweep(plan.settings)
+        plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
+        state = plan.state
+        write_state(plan.state_dir, state)
+        tree = load_local_tree(plan.settings, state.index_digest, checks=plan.checks_index)
+        log = AccessLog()
+
+        def worker() -> TreeFileSystem:
+            sys.setswitchinterval(_SWITCH_S)
+            try:
+                return ImageServer(plan, tree, log).operations
+            except (BootseerError, OSError) as error:
+                report.send_error(error)
+                raise
+            finally:
+                # Ours is a copy: the supervisor reports when a worker serves.
+                report.close()
+
+        options = MountOptions(
+            name=state.reference.replace(",", "_"),
+            subtype=SUBTYPE,
+            read_only=True,
+            allow_other=plan.allow_other,
+            max_readahead_bytes=plan.readahead_bytes,
+            invalidate_on_change=False,
+        )
+
+        def ready() -> None:
+            if not report.send_ready():
+                raise UnavailableError(f"nobody waits for the mount on {state.directory} any more")
+
+        supervise(
+            worker,
+            Path(state.directory),
+            options,
+            on_ready=ready,
+            restart=RestartPolicy(_RESTART_COUNT),
+        )
+    finally:
+        # The folder last: it is what says that the mount is not quite gone.
+        uncover_all(plan.state.id)
+        if plan.state.scratch:
+            remove_scratch(Path(plan.state.scratch))
+        shutil.rmtree(plan.state_dir, ignore_errors=True)
+        os.close(lock)
+    # Nobody waits for this: a slow disk takes its time for what a start brought.
+    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs)
