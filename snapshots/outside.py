@@ -41,6 +41,14 @@ _SYSTEM = (
 _HOME = (".local", ".config", ".conda", "bin")
 # Caches and logs, which nobody misses.
 _IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
+_CACHE_VARIABLES = (
+    "PIP_CACHE_DIR",
+    "UV_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "CONDA_PKGS_DIRS",
+    "POETRY_CACHE_DIR",
+    "PDM_CACHE_DIR",
+)
 _IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 
 
@@ -93,6 +101,12 @@ def own_places(settings: Settings) -> list[Path]:
     except BootseerError:
         pass  # not on this host
     return places
+
+
+def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
+    """Where the tools were told to keep their caches."""
+    places = [environ.get(name, "") for name in _CACHE_VARIABLES]
+    return [Path(directory, place) for place in places if place]
 
 
 def changed_since(
@@ -162,6 +176,6 @@ def look(
     return changed_since(
         since_ns,
         usual_places(environ, directory),
-        [*targets, *own_places(settings)],
+        [*targets, *own_places(settings), *caches(environ, directory)],
         look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
     )

@@ -25,12 +25,13 @@ def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: M
         echo x > {home}/.local/bin/other
         echo x > {home}/.cache/wheel
         mkdir __pycache__; echo x > __pycache__/a.pyc
+        mkdir cache; echo x > cache/wheel
     """
     request = Request(
         command=["sh", "-ec", script],
         targets=["env"],
         directory=str(work),
-        environ={"PATH": os.environ["PATH"], "HOME": str(home)},
+        environ={"PATH": os.environ["PATH"], "HOME": str(home), "UV_CACHE_DIR": "cache"},
     )
     said: list[str] = []
     result = run_setup(make_node("a"), request, report=said.append)
