@@ -65,6 +65,7 @@ class HdfsConnection:
         self._lock = threading.Lock()
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
         self._client_or_none: Client | None = None
+        self._order: dict[str, str] = {}
         self._data_nodes = DataNodes(self.deadline_s / _SILENCES_PER_DEADLINE)
 
     @property
@@ -119,6 +120,9 @@ class HdfsConnection:
         try:
             return self._caller.run(translated, deadline_s or self.deadline_s)
         except DeadlineError as error:
+            if self._found.has_left(self._order):
+                with self._lock:
+                    self._client_or_none = None  # the next one begins with the active NameNode
             raise translate(error, what) from error
 
     def _told_apart(self, error: BootseerError) -> BootseerError:
@@ -135,6 +139,7 @@ class HdfsConnection:
                 from hdfs_native import Client
 
                 self._found.check()
+                self._order = self._found.order()
                 _outlive_inherited_connections()
                 config = {
                     # A DataNode that hangs is left in time for another replica to be tried.
@@ -142,6 +147,7 @@ class HdfsConnection:
                     # On a cluster with no DataNode to spare, a write goes on with those that
                     # are left (and the NameNode replicates later) rather than fail.
                     f"{_REPLACE_DATANODE}.best-effort": "true",
+                    **self._order,
                 }
                 try:
                     self._client_or_none = Client(self._cluster, config)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from bootseer.errors import UnsupportedError
 from bootseer.store.hdfs_errors import translate
-from bootseer.store.hdfs_rpc import NameNode, RpcError
+from bootseer.store.hdfs_rpc import NameNode
+from bootseer.store.hdfs_rpc_frames import RpcError
 
 
 def join_files(name_node: NameNode | None, target: str, sources: Sequence[str], what: str) -> None:

@@ -13,12 +13,14 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, PermissionDeniedError
 from bootseer.store.hdfs_kerberos import check_library
-from bootseer.store.hdfs_rpc import ATTEMPTS_MAX, NameNode, RpcError
+from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
+from bootseer.store.hdfs_rpc_frames import RpcError
 
 _DEFAULT_PORT = 8020
 _HURRIED_S = 5.0
 _CHECK_S = 2.0
 _REFUSAL = "SIMPLE authentication is not enabled"
+_NAMES, _ADDRESS = "dfs.ha.namenodes.", "dfs.namenode.rpc-address."
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
 
@@ -33,6 +35,7 @@ class FoundNameNode:
         self._asked = False
         self._wants_kerberos = False
         self._name_node: NameNode | None = None
+        self._names: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise what hdfs-native would retry until a deadline, without a word about the reason.
@@ -63,7 +66,7 @@ class FoundNameNode:
             return self._name_node
 
     def _ask(
-        self, config: dict[str, str], deadline_s: float, attempts_max: int = ATTEMPTS_MAX
+        self, config: dict[str, str], deadline_s: float, attempts_max: int | None = None
     ) -> None:
         """Find out, if somebody answers."""
         found = _find(self._cluster, config, self._deadline_s)
@@ -78,6 +81,7 @@ class FoundNameNode:
             pass
         else:
             self._asked, self._name_node = True, found
+            self._names = _names(self._cluster, config)
 
     def hurried(self) -> NameNode | None:
         """As `get`, for questions whose answers are worth no long wait."""
@@ -86,6 +90,36 @@ class FoundNameNode:
             return None
         return replace(name_node, deadline_s=min(self._deadline_s, _HURRIED_S))
 
+    def order(self) -> dict[str, str]:
+        """The entry of the configuration that puts the active NameNode first; empty where only one,
+        or none, is known. hdfs-native waits for ever for one that is silent."""
+        with self._lock:
+            if self._name_node is None or len(self._names) < 2:
+                return {}
+            first = self._name_node.turns.first
+            names = self._names[first:] + self._names[:first]
+            return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
+
+    def has_left(self, order: dict[str, str]) -> bool:
+        """Whether another one is active now than when `order` was told."""
+        name_node = self.hurried() if order else None
+        if name_node is None:
+            return False
+        try:
+            name_node.ask()
+        except UNANSWERED:
+            return False
+        return self.order() != order
+
+
+def _names(cluster: str, config: dict[str, str]) -> tuple[str, ...]:
+    """The NameNodes of a nameservice; empty for `hdfs://HOST:PORT`."""
+    parts = urlsplit(cluster)
+    host = parts.hostname or ""
+    names = config.get(_NAMES + host, "") if parts.port is None else ""
+    known = (name.strip() for name in names.split(","))
+    return tuple(name for name in known if f"{_ADDRESS}{host}.{name}" in config)
+
 
 def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode | None:
     parts = urlsplit(cluster)
@@ -93,14 +127,12 @@ def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode |
         return None
     user = os.environ.get("HADOOP_USER_NAME") or _user()
     host = parts.hostname or ""
-    names = config.get(f"dfs.ha.namenodes.{host}", "")
-    if parts.port is None and names:
-        keys = [f"dfs.namenode.rpc-address.{host}.{name.strip()}" for name in names.split(",")]
-        found = [_address(config[key]) for key in keys if key in config]
-    else:
+    names = _names(cluster, config)
+    found = [_address(config[f"{_ADDRESS}{host}.{name}"]) for name in names]
+    if not found:
         found = [(host, parts.port or _DEFAULT_PORT)]
     by_name = config.get("dfs.client.use.datanode.hostname") == "true"
-    return NameNode(tuple(found), user, deadline_s, by_name) if found else None
+    return NameNode(tuple(found), user, deadline_s, by_name)
 
 
 def _user() -> str:

@@ -14,7 +14,8 @@ from collections.abc import Collection
 from bootseer.store.hdfs_added_block import rack_of
 from bootseer.store.hdfs_errors import TOO_FEW_DATANODES
 from bootseer.store.hdfs_name_node import FoundNameNode
-from bootseer.store.hdfs_rpc import UNANSWERED, RpcError
+from bootseer.store.hdfs_rpc import UNANSWERED
+from bootseer.store.hdfs_rpc_frames import RpcError
 from bootseer.store.hdfs_straight import Placed
 
 # "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).

@@ -1,10 +1,11 @@
 """Calls to a NameNode that hdfs-native does not make: `concat`, where blocks are, space.
 
-Owns the bytes of Hadoop's RPC, version 9, as far as these calls need them (simple authentication
-only, one call per connection). The call is repeated under the same identity after a broken
+Owns what these calls say by Hadoop's RPC, version 9 (simple authentication only, one call per
+connection), and who is asked. The call is repeated under the same identity after a broken
 connection, and the NameNode's retry cache makes it happen once. Thread-safe.
 """
 
+import itertools
 import secrets
 import socket
 import struct
@@ -12,26 +13,26 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.hdfs_added_block import AddedBlock, rack_of
 from bootseer.store.hdfs_replicas import Replica
+from bootseer.store.hdfs_rpc_frames import (
+    FRAME_MAX_BYTES,
+    RpcError,
+    frame,
+    header,
+    receive,
+    result_of,
+)
+from bootseer.store.hdfs_turns import CONNECT_S, Turns
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
-_FRAME_MAX_BYTES = 1 << 20
-ATTEMPTS_MAX = 5
+_ATTEMPTS_MAX = 5
 _PAUSE_S = 0.3
-# Of RpcRequestHeaderProto: protocol buffers, "final packet" (an ordinary call).
-_RPC_KIND, _RPC_OPERATION = 2, 0
 _CONTEXT_CALL_ID = -3
-_SUCCESS = 0
-
-
-class RpcError(Exception):
-    """The NameNode's answer is an exception; the text begins with its Java class."""
-
 
 UNANSWERED = (RpcError, OSError, ValueError, IndexError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
@@ -60,6 +61,8 @@ class NameNode(Struct, frozen=True):
     deadline_s: float
     calls_by_name: bool = False
     """Whether DataNodes are called by their names, not their addresses."""
+    turns: Turns = field(default_factory=Turns)
+    """Whom to ask first; shared by copies."""
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError."""
@@ -180,28 +183,40 @@ class NameNode(Struct, frozen=True):
                 return total, pb.positive(used)
         return None
 
-    def ask(self, attempts_max: int = ATTEMPTS_MAX) -> None:
+    def ask(self, attempts_max: int | None = None) -> None:
         """Return if it takes calls from us: not where it wants Kerberos. Raises: as `concat`."""
         self._call("getFileInfo", pb.text(1, "/"), attempts_max)
 
-    def _call(self, method: str, message: bytes, attempts_max: int = ATTEMPTS_MAX) -> bytes:
+    def _call(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
+        """`attempts_max`: None: until the deadline where there are several, of which one is active
+        sooner or later; one that refuses goes on doing so."""
         client = secrets.token_bytes(16)
         end_s = time.monotonic() + self.deadline_s
         cause: Exception = UnsupportedError("no NameNode is known")
-        for attempt in range(attempts_max):
-            for address in self.addresses:
+        count = len(self.addresses)
+        if attempts_max is None and count < 2:
+            attempts_max = _ATTEMPTS_MAX
+        for attempt in itertools.count():
+            is_last = attempt + 1 == attempts_max
+            for index, until_s in self.turns.shares(count, end_s, is_last=is_last):
                 try:
-                    return self._call_one(address, client, attempt, method, message, end_s)
+                    answer = self._call_one(
+                        self.addresses[index], client, attempt, method, message, until_s
+                    )
                 except RpcError as error:
                     if "StandbyException" not in str(error):
+                        self.turns.first = index
                         raise
                     cause = error
                 except OSError as error:
                     cause = error
-            if attempt + 1 == attempts_max:
+                else:
+                    self.turns.first = index
+                    return answer
+            if is_last:
                 break
             if time.monotonic() + _PAUSE_S > end_s:
-                raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s")
+                raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s: {cause}")
             time.sleep(_PAUSE_S)
         raise UnavailableError(f"no NameNode answers: {cause}") from cause
 
@@ -218,17 +233,20 @@ class NameNode(Struct, frozen=True):
         request = pb.text(1, method) + pb.text(2, _PROTOCOL) + pb.number(3, 1)
         # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
         where: Any = (address[0].encode(), address[1]) if address[0].isascii() else address
-        with socket.create_connection(where, max(0.1, end_s - time.monotonic())) as connection:
+        connect_s = max(0.1, end_s - time.monotonic())
+        if len(self.addresses) > 1:
+            connect_s = min(connect_s, CONNECT_S)
+        with socket.create_connection(where, connect_s) as connection:
             connection.sendall(
                 b"hrpc\x09\x00\x00"
-                + _frame(_header(_CONTEXT_CALL_ID, client, -1), context)
-                + _frame(_header(0, client, attempt), request, message)
+                + frame(header(_CONTEXT_CALL_ID, client, -1), context)
+                + frame(header(0, client, attempt), request, message)
             )
             # The whole answer has one deadline, not each of its bytes.
-            (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
-            if length > _FRAME_MAX_BYTES:
+            (length,) = struct.unpack(">I", receive(connection, 4, end_s))
+            if length > FRAME_MAX_BYTES:
                 raise ConnectionError(f"{address[0]} does not speak Hadoop's RPC")
-            return _result(_receive(connection, length, end_s))
+            return result_of(receive(connection, length, end_s))
 
 
 def _servers(located_block: bytes) -> dict[str, bytes]:
@@ -239,49 +257,3 @@ def _servers(located_block: bytes) -> dict[str, bytes]:
             for uuid in pb.every(identity, 3):
                 servers[uuid.decode("utf-8", "replace")] = info
     return servers
-
-
-def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
-    data = b""
-    while len(data) < count:
-        connection.settimeout(max(0.01, end_s - time.monotonic()))
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("the NameNode closed the connection")
-        data += piece
-    return data
-
-
-def _result(answer: bytes) -> bytes:
-    """The message that the answer holds. Raises: RpcError, what the NameNode raised."""
-    try:
-        header, end = _message(answer)
-        status = [value for field, value in pb.fields(header) if field == 2 and value != _SUCCESS]
-        if not status:
-            return _message(answer[end:])[0]
-        texts = pb.every(header, 4) + pb.every(header, 5)
-    except (IndexError, ValueError) as error:
-        raise ConnectionError("the NameNode's answer cannot be understood") from error
-    raise RpcError(": ".join(text.decode("utf-8", "replace") for text in texts))
-
-
-def _message(data: bytes) -> tuple[bytes, int]:
-    message, end = pb.delimited(data, _FRAME_MAX_BYTES)
-    if message is None:
-        raise ValueError("no message")
-    return message, end
-
-
-def _header(call_id: int, client: bytes, retry_count: int) -> bytes:
-    return (
-        pb.number(1, _RPC_KIND)
-        + pb.number(2, _RPC_OPERATION)
-        + pb.signed(3, call_id)
-        + pb.blob(4, client)
-        + pb.signed(5, retry_count)
-    )
-
-
-def _frame(*messages: bytes) -> bytes:
-    body = b"".join(pb.varint(len(message)) + message for message in messages)
-    return struct.pack(">I", len(body)) + body

@@ -19,7 +19,8 @@ from bootseer.store.backend import Piece
 from bootseer.store.hdfs_added_block import AddedBlock
 from bootseer.store.hdfs_checksums import LARGE, ChecksumKind, checksums_of
 from bootseer.store.hdfs_packets import VERSION, block_message, packet_head
-from bootseer.store.hdfs_rpc import NameNode, RpcError
+from bootseer.store.hdfs_rpc import NameNode
+from bootseer.store.hdfs_rpc_frames import RpcError
 
 _WRITE = VERSION + b"\x50"
 _SUCCESS = 0

@@ -1,12 +1,41 @@
 """`PairedHdfs`: as `MiniHdfs`, with two NameNodes of which one is active."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from tests.hdfs.cluster import MiniHdfs, unassigned_ports
 
-_NAME = "pair"
+NAME = "pair"
 _PROVIDER = "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider"
+
+
+def pair_configuration(
+    rpc_addresses: Sequence[str], http_addresses: Sequence[str] = ()
+) -> dict[str, str]:
+    """Of clients of two NameNodes, and with `http_addresses` of themselves."""
+    kinds = {"rpc": rpc_addresses, "http": http_addresses}
+    return {
+        "dfs.nameservices": NAME,
+        f"dfs.ha.namenodes.{NAME}": "0,1",
+        f"dfs.client.failover.proxy.provider.{NAME}": _PROVIDER,
+    } | {
+        f"dfs.namenode.{kind}-address.{NAME}.{index}": address
+        for kind, addresses in kinds.items()
+        for index, address in enumerate(addresses)
+    }
+
+
+def write_configuration(folder: Path, values: Mapping[str, str]) -> None:
+    """Make `folder` one for HADOOP_CONF_DIR."""
+    folder.mkdir()
+    entries = "".join(
+        f"<property><name>{key}</name><value>{value}</value></property>"
+        for key, value in values.items()
+    )
+    for name in ("core-site.xml", "hdfs-site.xml"):
+        text = f"<configuration>{entries}</configuration>"
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 class PairedHdfs(MiniHdfs):
@@ -16,19 +45,8 @@ class PairedHdfs(MiniHdfs):
 
     def __init__(self, home: Path, *, datanode_count: int = 2) -> None:
         ports = iter(unassigned_ports(4))
-        kinds = ("rpc", "http")
-        addresses = {
-            f"dfs.namenode.{kind}-address.{_NAME}.{index}": f"127.0.0.1:{next(ports)}"
-            for kind in kinds
-            for index in range(2)
-        }
-        shared = {
-            "fs.defaultFS": f"hdfs://{_NAME}",
-            "dfs.nameservices": _NAME,
-            f"dfs.ha.namenodes.{_NAME}": "0,1",
-            f"dfs.client.failover.proxy.provider.{_NAME}": _PROVIDER,
-            **addresses,
-        }
+        addresses = [[f"127.0.0.1:{next(ports)}" for _ in range(2)] for _ in range(2)]
+        shared = {"fs.defaultFS": f"hdfs://{NAME}", **pair_configuration(*addresses)}
         super().__init__(home, datanode_count=datanode_count, conf=shared)
         self.conf_folder = self.home / "conf"
         self._shared = shared
@@ -36,15 +54,8 @@ class PairedHdfs(MiniHdfs):
     def start(self) -> Self:
         """As `MiniHdfs.start`."""
         super().start()
-        self.url = f"hdfs://{_NAME}"
-        self.conf_folder.mkdir()
-        entries = "".join(
-            f"<property><name>{key}</name><value>{value}</value></property>"
-            for key, value in self._shared.items()
-        )
-        text = f"<configuration>{entries}</configuration>"
-        (self.conf_folder / "core-site.xml").write_text(text, encoding="utf-8")
-        (self.conf_folder / "hdfs-site.xml").write_text(text, encoding="utf-8")
+        self.url = f"hdfs://{NAME}"
+        write_configuration(self.conf_folder, self._shared)
         return self
 
     def fail_over(self) -> None:
