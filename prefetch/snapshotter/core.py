@@ -36,6 +36,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     Snapshot,
     TreeKey,
     Usage,
+    chain_named,
     chains_in_use,
     lower_of,
     mounts_of,
@@ -112,7 +113,7 @@ class Snapshotter:
         if chain_id is not None:
             if self._has_remote(chain_id, parent, labels):
                 raise AlreadyExistsError(f"the target snapshot {chain_id} is there")
-            self._pulled.goes_on(parent)
+            self._pulled.goes_on(chain_named(parent))
         return self._create(Kind.ACTIVE, key, parent, labels)
 
     def view(self, key: str, parent: str, labels: Mapping[str, str]) -> tuple[Mount, ...]:
@@ -138,8 +139,9 @@ class Snapshotter:
         if parent not in ("", snapshot.parent):
             raise InvalidInputError(f"the parent of the snapshot {key[:200]} cannot be changed")
         self._metadata.commit(name, key, labels, self._directories.usage(snapshot.number))
-        if (chain_id := wanted_chain(snapshot.labels)) is not None:
-            self._pulled.unpacked(chain_id)
+        # By its name: not every client says before it unpacks what that is going to be.
+        if chain_id := chain_named(name):
+            self._pulled.unpacked(chain_id, chain_named(snapshot.parent))
             self._wake.set()
 
     def remove(self, key: str) -> None:

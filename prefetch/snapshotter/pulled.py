@@ -42,9 +42,10 @@ class PulledImages:
         with self._lock:
             self._due.pop(parent, None)
 
-    def unpacked(self, chain_id: str) -> None:
-        """containerd has unpacked this chain's uppermost layer."""
+    def unpacked(self, chain_id: str, parent: str) -> None:
+        """The uppermost layer of this chain has been unpacked, on the chain `parent`."""
         with self._lock:
+            self._due.pop(parent, None)
             if self._settings.auto_index and len(self._due) < _CHAINS_MAX:
                 self._due[chain_id] = time.monotonic() + _CALM_S
 

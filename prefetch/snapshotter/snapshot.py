@@ -99,6 +99,14 @@ def wanted_chain(labels: Mapping[str, str]) -> str | None:
     return chain_id if DIGEST.fullmatch(chain_id) else None
 
 
+def chain_named(key: str) -> str:
+    """The chain that a committed snapshot of an image is named after; "" for any other key.
+
+    containerd's own names come as "NAMESPACE/NUMBER/NAME" (core/metadata/snapshot.go)."""
+    name = key.rpartition("/")[2]
+    return name if DIGEST.fullmatch(name) else ""
+
+
 def workload_of(labels: Mapping[str, str], default: str) -> str:
     """The workload of a container's snapshot; `default` where its label is none that could be."""
     name = labels.get(WORKLOAD_LABEL, default)

@@ -12,6 +12,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     Lower,
     Mount,
     Snapshot,
+    chain_named,
     chains_in_use,
     lower_of,
     mounts_of,
@@ -87,6 +88,13 @@ def test_a_chain_of_another_kind_of_digest_is_left_to_containerd() -> None:
     assert wanted_chain({REF_LABEL: "sha384:" + "ab" * 48}) is None
     assert wanted_chain({}) is None
     assert wanted_chain({REF_LABEL: CHAIN}) == CHAIN
+
+
+def test_an_image_s_snapshot_is_named_after_its_chain() -> None:
+    chain = f"sha256:{'0' * 64}"
+    assert [chain_named(key) for key in (chain, f"k8s.io/17/{chain}")] == [chain, chain]
+    keys = ("", "k8s.io/17/train", f"{chain}/x", "default/3/sha256:0", f"{chain}0")
+    assert [chain_named(key) for key in keys] == [""] * len(keys)
 
 
 def test_a_workload_that_could_be_none_is_the_default() -> None:
