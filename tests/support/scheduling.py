@@ -29,7 +29,7 @@ _LONG = (
     "tests/prefetch/sources/test_layer_tar.py",
     "tests/fuse/formats/test_formats.py",
     "tests/prefetch/test_large_tree.py",
-    "tests/snapshots/test_kinds.py",
+    "tests/snapshots/test_kind",
     "tests/launch/",
     "tests/prefetch/",
     "tests/snapshots/",
