@@ -42,7 +42,7 @@ def open_image(
         process = None
         # Its code loads while ours does. Without one, mounting says why.
         with contextlib.suppress(BootseerError):
-            process = stack.enter_context(begin_server(settings))
+            process = stack.enter_context(begin_server(settings, forks=True))
         from bootseer.prefetch.container import prepare_container
         from bootseer.prefetch.extracted import prepare_extracted
         from bootseer.prefetch.obtain import obtain_image
