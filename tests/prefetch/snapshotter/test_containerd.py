@@ -180,7 +180,8 @@ def test_containers_of_one_image_write_apart(site: Site) -> None:
         _, err = start.communicate(timeout=TIMEOUT_S)
         assert start.returncode == 0, err
     try:
-        assert len(node.trees()) == 1
+        # Those of other tests go by and by.
+        wait_for(lambda: len(node.trees()) == 1)
         for name in names:
             node.execute(name, "sh", "-c", f"echo {name} > /opt/top; rm /opt/base")
         for name in names:
