@@ -3,8 +3,8 @@
 It imports nothing else of Bootseer than what it needs, so that it is there within some 30 ms: it
 gets columns of the tree as plain arrays in a file in memory (`extract_sections`), the numbers of
 tasks through a pipe, and the stored frames in a second file in memory, which its parent fills, or
-the files that hold them. It reports each task through another pipe, and ends when the first one is
-closed, so also when its parent is killed.
+in the files that hold them. It reports each task through another pipe, and ends when the first one
+is closed, so also when its parent is killed.
 """
 
 import errno
@@ -32,20 +32,23 @@ _MEMORY_BYTES = 1 << 20
 _MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
 
 
-def _from_files(bases: "array[int]") -> Stored:
-    """What stores all blobs, read from their files, each time into the same memory."""
+def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
+    """What reads the stored bytes of all blobs, each time into the same memory."""
     memory = memoryview(bytearray(_MEMORY_BYTES))
 
     def stored(offset: int, length: int) -> memoryview:
         nonlocal memory
         if length > len(memory):
             memory = memoryview(bytearray(length))
-        blob = bisect_right(bases, offset) - 1
         data = memory[:length]
+        file = STORED_FD
+        if has_files:
+            blob = bisect_right(bases, offset) - 1
+            file, offset = FILES_FD + blob, offset - bases[blob]
         try:
-            # A mapping would fault on each of its pages, and end this process where somebody cuts
-            # the file.
-            count = os.preadv(FILES_FD + blob, (data,), offset - bases[blob])
+            # A mapping would fault on each of its pages, show what others write there meanwhile,
+            # and end this process where somebody cuts the file.
+            count = os.preadv(file, (data,), offset)
         except OSError as error:
             raise UnreadError(error) from error
         return data[:count]
@@ -56,12 +59,9 @@ def _from_files(bases: "array[int]") -> Stored:
 def _worker() -> Worker:
     columns = read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
     records = memoryview(mmap.mmap(RECORDS_FD, 0)) if columns["recorded"] else bytearray()
-    if columns["settings"][SETTINGS.index("file_count")]:
-        return Worker(columns, _from_files(columns["blob_base"]), ROOT_FD, records)
-    frames = memoryview(mmap.mmap(STORED_FD, 0, prot=mmap.PROT_READ))
-    return Worker(
-        columns, lambda offset, length: frames[offset : offset + length], ROOT_FD, records
-    )
+    has_files = bool(columns["settings"][SETTINGS.index("file_count")])
+    stored = _stored_in(columns["blob_base"], has_files)
+    return Worker(columns, stored, ROOT_FD, records, looks_ahead=True)
 
 
 def main() -> None:

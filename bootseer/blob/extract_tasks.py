@@ -98,7 +98,8 @@ def _alone(
         blob = next(i for i in range(len(tree.blobs)) if offset < bases[i + 1])
         return read(blob, offset - bases[blob], length)
 
-    worker = Worker({**columns, "name_list": tree.columns.names}, stored, root_fd, records)
+    named = {**columns, "name_list": tree.columns.names}
+    worker = Worker(named, stored, root_fd, records, looks_ahead=False)
     try:
         for task in plan.tasks():
             writer.make_directories(task)

@@ -51,9 +51,12 @@ class Worker:
         stored: Stored,
         root_fd: int,
         records: Records,
+        *,
+        looks_ahead: bool,
     ) -> None:
         """`columns`: those of `extract_sections`, and `name_list`, the names split; `records`: one
-        for each name, written where the column `recorded` says so."""
+        for each name, written where the column `recorded` says so. `looks_ahead`: to ask `stored`
+        for more than what is needed now costs nothing; that may be missing or half there."""
         self._c = columns
         self._stored = stored
         self._records = records
@@ -65,6 +68,7 @@ class Worker:
         # Content of frames that come next, and which may be decoded ahead.
         self._ready: dict[int, bytes] = {}
         self._near = range(0)
+        self._looks_ahead = looks_ahead
         # The frame that was needed last: its blob, and where it lies in its stream.
         self._blob = -1
         self._start = self._end = 0
@@ -98,6 +102,8 @@ class Worker:
         settings = self._settings
         owners, own_uid, own_gid = settings["owners"], settings["uid"], settings["gid"]
         kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
+        # What another task left may have been half there.
+        self._ready.clear()
         self._near = self._frames_of(inodes, sum(columns[-1]))
         last_parent, directory = -1, -1
         for i, number, parent, name, mode, uid, gid, mtime, size in zip(
@@ -131,6 +137,7 @@ class Worker:
     def _write_part(self, number: int) -> None:
         """The file is there already; its attributes come last."""
         c = self._c
+        self._ready.clear()
         self._near = range(0)
         i = self.current = c["part_name"][number]
         directory = self._directories.get(c["name_parent"][i])
@@ -143,11 +150,10 @@ class Worker:
             os.close(fd)
 
     def _frames_of(self, inodes: Sequence[int], size_bytes: int) -> range:
-        """The frames in which files of this size lie, if that is close to one another in one blob,
-        and frames that nobody asked for are there, too. Else none."""
+        """Those in which files of this size lie, if that is close to one another in one blob."""
         c = self._c
         first, last = c["extent_start"][inodes[0]], c["extent_start"][inodes[-1] + 1] - 1
-        if not self._settings["file_count"] or last < first:
+        if not self._looks_ahead or last < first:
             return range(0)
         blob = c["extent_blob"][first]
         start, end = c["extent_blob_offset"][first], c["extent_blob_offset"][last]
@@ -184,21 +190,30 @@ class Worker:
 
     def _have(self, frame: int, blob: int) -> None:
         """Have frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
-        c = self._c
         if frame not in self._ready:
-            offsets = c["frame_offset"]
-            end = frame + 1
+            behind = frame + 1
             if frame in self._near:
-                end = min(frame + _TOGETHER, self._near.stop)
-            start = offsets[frame]
-            data = memoryview(self._stored(start, offsets[end] - start))
-            self._ready = {
-                n: self._decoded(n, blob, data[offsets[n] - start : offsets[n + 1] - start])
-                for n in range(frame, end)
-            }
+                behind = min(frame + _TOGETHER, self._near.stop)
+            try:
+                self._ready = self._all_decoded(range(frame, behind), blob)
+            except DamagedError:
+                # Perhaps of one that is not needed, which lies between others.
+                self._near = range(0)
+                self._ready = self._all_decoded(range(frame, frame + 1), blob)
         self._content = memoryview(self._ready.pop(frame))
         self._blob = blob
-        self._start, self._end = c["frame_stream_offset"][frame : frame + 2]
+        self._start, self._end = self._c["frame_stream_offset"][frame : frame + 2]
+
+    def _all_decoded(self, frames: range, blob: int) -> dict[int, bytes]:
+        """The content of some frames of a blob. Raises: DamagedError."""
+        offsets = self._c["frame_offset"]
+        start = offsets[frames.start]
+        data = memoryview(self._stored(start, offsets[frames.stop] - start))
+        content = {}
+        for frame in frames:
+            piece = data[offsets[frame] - start : offsets[frame + 1] - start]
+            content[frame] = self._decoded(frame, blob, piece)
+        return content
 
     def _decoded(self, frame: int, blob: int, data: memoryview) -> bytes:
         """The content of a frame of which `data` is stored. Raises: DamagedError."""

@@ -195,6 +195,26 @@ def test_workers_find_files_that_lie_in_two_blobs_by_turns(tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
 
 
+def test_what_lies_between_files_and_was_not_asked_for_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "abcdef":
+        (tmp_path / "in" / name).write_bytes(random.Random(name).randbytes(20_000))
+    tree, blob = packed(tmp_path / "in", frame_bytes=4096)
+    kept = {path: tree.inode(number) for path, number in tree.walk() if path in (b"a", b"c", b"f")}
+    less = build_tree(zip(kept, (1, 2, 3), strict=True), [DIR, *kept.values()], tree.blobs)
+    asked: list[int] = []
+
+    def read(number: int, offset: int, length: int) -> bytes:
+        asked.append(length)
+        return blob[offset : offset + length]
+
+    extract(less, read, tmp_path / "out", processes=2)
+    assert sum(asked) < 80_000
+    assert sorted(os.listdir(tmp_path / "out")) == ["a", "c", "f"]
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "in" / path.name).read_bytes()
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "unreadable"])
 def test_a_damaged_file_of_this_node_leaves_nothing(tmp_path: Path, damage: str) -> None:
     _many_files(tmp_path / "in")
