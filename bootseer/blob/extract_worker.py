@@ -25,9 +25,9 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of a zstd frame (RFC 8878, 3.1.1): in the byte behind its magic number, and at its end.
 _FLAGS, _HAS_CHECKSUM, _CHECKSUM_BYTES = 4, 1 << 2, 4
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TOGETHER = 32
-"""At most so many frames are decoded in one go, before the files in them are written, so all of a
-group: what the processor has learned for the one is gone after the other."""
+_TOGETHER_BYTES = 4 << 20
+"""At most so much is decoded in one go, before the files in it are written, so most groups: what
+the processor has learned for the one is gone after the other."""
 
 
 class DamagedError(Exception):
@@ -193,7 +193,9 @@ class Worker:
         if frame not in self._ready:
             behind = frame + 1
             if frame in self._near:
-                behind = min(frame + _TOGETHER, self._near.stop)
+                starts, end = self._c["frame_stream_offset"], self._near.stop + 1
+                limit = bisect_right(starts, starts[frame] + _TOGETHER_BYTES, behind, end) - 1
+                behind = max(behind, limit)
             try:
                 self._ready = self._all_decoded(range(frame, behind), blob)
             except DamagedError:
