@@ -14,6 +14,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.modes import Facts
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.restoring.restore import Placed
+from bootseer.snapshots.restoring.work import is_entered
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
@@ -35,6 +36,7 @@ def find_facts(
         has_mounts_inside=any(
             point.startswith(os.fsencode(path) + b"/") for path in paths for point, _, _ in table
         ),
+        is_entered=not is_container and any(map(is_entered, paths)),
         has_trees=all(trees.has(item.target.index.digest) for item in placed),
         can_reflink=all(trees.can_reflink_to(place) for place in places),
         can_hard_link=all(trees.can_link_to(place) for place in places),

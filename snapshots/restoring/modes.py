@@ -38,6 +38,8 @@ class Facts(Struct, frozen=True):
     """There was nothing before: no target is a difference."""
     has_mounts_inside: bool
     """Something is mounted below a target: a mount on the target would hide it."""
+    is_entered: bool
+    """This process, and whoever started it, works in a target: they would stay below a mount."""
     has_trees: bool
     """The node's cache holds the extracted trees of all targets."""
     can_reflink: bool
@@ -100,8 +102,14 @@ def _why_not_mounted(facts: Facts) -> str:
         return "mounting needs root (CAP_SYS_ADMIN)"
     if not facts.has_fuse:
         return "there is no /dev/fuse"
+    return _why_not_covered(facts)
+
+
+def _why_not_covered(facts: Facts) -> str:
     if facts.has_mounts_inside:
         return "something else is mounted inside a target"
+    if facts.is_entered:
+        return "the working directory lies in a target, and would not see the mount"
     return ""
 
 
@@ -114,8 +122,8 @@ def _link_method(facts: Facts) -> tuple[str, str]:
             "files here cannot share blocks (reflink) with the node's cache, and an overlay over "
             "it needs root"
         )
-    if facts.has_mounts_inside:
-        return "", "something else is mounted inside a target"
+    if problem := _why_not_covered(facts):
+        return "", problem
     return OVERLAY, ""
 
 

@@ -88,6 +88,14 @@ def _is_mount_point(target: Path) -> bool:
     return False
 
 
+def is_entered(path: Path) -> bool:
+    """Whether this process works in the directory."""
+    try:
+        return Path.cwd().is_relative_to(path)
+    except OSError:
+        return False  # it is gone, or cannot be named
+
+
 def make_work(target: Path) -> Work:
     """A new, empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
@@ -171,7 +179,9 @@ def _finish(work: Work, exact: str, on_finished: OnFinished) -> None:
 def _carry_out(work: Work, plan: _Plan) -> bool:
     """Whether the target is now the staged tree, and nothing else."""
     try:
-        if work.tree.is_dir() and not work.is_inside and _rename_whole(work):
+        # Who works in the target, as the shell that started us may, would stay in what is replaced.
+        is_kept = work.is_inside or is_entered(work.target)
+        if work.tree.is_dir() and not is_kept and _rename_whole(work):
             return True
         tree = _read_tree(work)
         target = os.open(work.target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -238,3 +238,27 @@ def test_the_interpreter_is_part_of_the_key(tmp_path: Path, make_node: MakeNode)
             in {part.name: part.value for part in manifest.parts}["interpreter"]
         )
     assert said[0] != said[1]
+
+
+@pytest.mark.parametrize("mode", ["extract", "hardlink", "link", "mount"])
+def test_the_working_directory_as_target(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Who works in it, as the shell of an entrypoint may, sees what was restored."""
+    request = counted_request(tmp_path, "mkdir sub; echo x > sub/file", directory=str(tmp_path))
+    request = replace(request, command=[*request.command[:3], f"cd env; {request.command[3]}"])
+    target = tmp_path / "env"
+    target.mkdir()
+    run_setup(make_node("a"), request)
+    original = describe(target)
+    shutil.rmtree(target)
+    target.mkdir()
+    monkeypatch.chdir(target)
+    result = run_setup(replace(make_node("b"), restore_mode=mode), request)
+    assert result.how == "restored"
+    assert result.mode != "mount"
+    assert sorted(os.listdir()) == ["file", "sub"]
+    for tree in (original, now := describe(target)):
+        for attributes in tree.values():
+            attributes.pop("links", None)  # of what is linked, the node has another
+    assert differences(original, now) == []
