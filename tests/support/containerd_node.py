@@ -339,10 +339,10 @@ class Node(Closing):
             return False
         return True
 
-    def run_pod(self, name: str, image: str, *command: str, runtime_handler: str = "") -> "Pod":
+    def run_pod(self, name: str, image: str, *command: str) -> "Pod":
         """A pod with one container, as a kubelet starts it of images that were pulled."""
         config = pod_config(name)
-        pod = self.cri("RunPodSandbox", config=config, runtime_handler=runtime_handler).id
+        pod = self.cri("RunPodSandbox", config=config).id
         wanted = container_config(name, image, command)
         container = self.cri("CreateContainer", pod=pod, config=wanted, pod_config=config).id
         self.cri("StartContainer", id=container)

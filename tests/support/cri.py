@@ -49,10 +49,7 @@ _MESSAGES = {
     "ListImagesRequest": (),
     "Image": ((1, "string", "id"), (2, "*string", "repo_tags")),
     "ListImagesResponse": ((1, f"*.{_PACKAGE}.Image", "images"),),
-    "RunPodSandboxRequest": (
-        (1, f".{_PACKAGE}.PodSandboxConfig", "config"),
-        (2, "string", "runtime_handler"),
-    ),
+    "RunPodSandboxRequest": ((1, f".{_PACKAGE}.PodSandboxConfig", "config"),),
     "RunPodSandboxResponse": _ID,
     "CreateContainerRequest": (
         (1, "string", "pod"),
