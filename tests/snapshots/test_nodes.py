@@ -44,6 +44,22 @@ def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> 
     assert all(differences(trees[0], tree) == [] for tree in trees[1:])
 
 
+def test_other_set_ups_at_once_do_not_wait_for_one_another(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Each of two nodes waits, in its command, until that of the other one has begun."""
+    begun = {name: tmp_path / f"begun-{name}" for name in ("a", "b")}
+    requests = {}
+    for name, other in (("a", "b"), ("b", "a")):
+        script = f"touch {begun[name]}; until test -e {begun[other]}; do sleep 0.02; done"
+        requests[name] = (make_node(name), rooted(tmp_path, name, f"{script}; : {name}"))
+    results = _on_nodes(requests)
+    assert [result.how for result in results.values()] == ["captured", "captured"]
+    assert len({result.fingerprint for result in results.values()}) == 2
+    with open_store(make_node("a").store_url) as store:
+        assert len(list(catalogue.list_all(store))) == 2
+
+
 class _ClocksOfNodes:
     """The time module, as nodes see it whose clocks are an hour ahead or behind."""
 
