@@ -51,7 +51,8 @@ def test_other_set_ups_at_once_do_not_wait_for_one_another(
     begun = {name: tmp_path / f"begun-{name}" for name in ("a", "b")}
     requests = {}
     for name, other in (("a", "b"), ("b", "a")):
-        script = f"touch {begun[name]}; until test -e {begun[other]}; do sleep 0.02; done"
+        wait = f"for i in $(seq 3000); do test -e {begun[other]} && break; sleep 0.02; done"
+        script = f"touch {begun[name]}; {wait}; test -e {begun[other]}"
         requests[name] = (make_node(name), rooted(tmp_path, name, f"{script}; : {name}"))
     results = _on_nodes(requests)
     assert [result.how for result in results.values()] == ["captured", "captured"]
