@@ -43,7 +43,9 @@ class HdfsBackend(HdfsConnection):
 
     def stat(self, path: str) -> FileInfo:
         full = self.full(path)
-        status = self.call(lambda client: client.get_file_info(full), "look at", path)
+        status = self.call(
+            lambda client: client.get_file_info(full), "look at", path, is_question=True
+        )
         return info_of(path, status)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -59,7 +61,7 @@ class HdfsBackend(HdfsConnection):
             # One copy; a bytearray turned into bytes would be two.
             return b"".join(chunks)
 
-        return self.run(work, "read", path)
+        return self.run(work, "read", path, is_question=True)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         full = self.full(path)
@@ -154,7 +156,7 @@ class HdfsBackend(HdfsConnection):
                 call.progress_count += 1
             return found
 
-        infos = self.run(work, "list", path)
+        infos = self.run(work, "list", path, is_question=True)
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 

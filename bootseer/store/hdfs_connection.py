@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NoSpaceError
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    NoSpaceError,
+    UnavailableError,
+)
 from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_datanode import DataNodes
@@ -94,9 +100,16 @@ class HdfsConnection:
         """Chooses DataNodes."""
         return self._placer
 
-    def call(self, function: "Callable[[Client], Result]", verb: str, path: str) -> Result:
+    def call(
+        self,
+        function: "Callable[[Client], Result]",
+        verb: str,
+        path: str,
+        *,
+        is_question: bool = False,
+    ) -> Result:
         """What `function` returns, within the deadline; errors say `verb` and `path`."""
-        return self.run(lambda _: function(self.client()), verb, path)
+        return self.run(lambda _: function(self.client()), verb, path, is_question=is_question)
 
     def run(
         self,
@@ -105,10 +118,13 @@ class HdfsConnection:
         path: str,
         *,
         deadline_s: float | None = None,
+        is_question: bool = False,
     ) -> Result:
-        """As `call`, for work that reports its progress."""
+        """As `call`, for work that reports its progress. `is_question`: it changes nothing, here
+        either, and is done once more where the NameNode has been left meanwhile."""
         self._notice_fork()
         what = f"{verb} {self.name(path)}"
+        order = self._order
 
         def translated(call: Call[Result]) -> Result:
             try:
@@ -120,10 +136,19 @@ class HdfsConnection:
         try:
             return self._caller.run(translated, deadline_s or self.deadline_s)
         except DeadlineError as error:
-            if self._found.has_left(self._order):
-                with self._lock:
-                    self._client_or_none = None  # the next one begins with the active NameNode
+            if self._found.has_left(order):
+                self._leave(order)
+                if is_question:
+                    return self.run(work, verb, path, deadline_s=deadline_s)
+                raise UnavailableError(
+                    f"cannot {what}: {error} from a NameNode that is not the active one any more"
+                ) from error
             raise translate(error, what) from error
+
+    def _leave(self, order: dict[str, str]) -> None:
+        with self._lock:
+            if self._order is order:
+                self._client_or_none = None  # the next one begins with the active NameNode
 
     def _told_apart(self, error: BootseerError) -> BootseerError:
         """`error`, or that all DataNodes are full, where it may mean that, and they are."""

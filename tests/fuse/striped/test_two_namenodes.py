@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,7 +14,9 @@ from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
 from bootseer.store import open_store
 from tests.fuse.striped.mounting import checkpoints, end, settings_in, shell
 from tests.hdfs.classpath import CannotAssembleError
-from tests.hdfs.pair import PairedHdfs
+from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.name_node_relay import NameNodeRelay
+from tests.hdfs.pair import NAME, PairedHdfs, pair_configuration, write_configuration
 
 BIG = 12_345_678
 
@@ -119,3 +122,24 @@ def test_a_namenode_becomes_standby_between_two_calls(
         lease.renew()
         assert store.lease("leases/x", ttl_s=60, owner="you") is None
         lease.release()
+
+
+def test_the_active_namenode_falls_silent_under_a_save(
+    hdfs: MiniHdfs, tmp_path: Path, big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with the other one, after the deadline."""
+    address = urlsplit(hdfs.url).netloc
+    with NameNodeRelay(int(address.rpartition(":")[2])) as relay:
+        conf = tmp_path / "conf"
+        write_configuration(conf, pair_configuration((relay.address, address)))
+        monkeypatch.setenv("HADOOP_CONF_DIR", str(conf))
+        url = f"hdfs://{NAME}/{tmp_path.name}?deadline_s=4"
+
+        def note(_: int) -> None:
+            relay.fall_silent()
+
+        with open_storage(settings_in(tmp_path), url) as storage:
+            storage.backend.mkdir("")  # by the one that is going to be silent
+            assert copy_in(storage, big, "model", on_progress=note) == BIG
+            copy_out(storage, "model", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == big.read_bytes()
