@@ -17,8 +17,8 @@ from tests.support.registry import Registry, running_registry
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
-# How long an example takes to draw says only how busy the machine is.
-settings.register_profile("bootseer", suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes, to draw and to run, says only how busy the machine is.
+settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
 
 

@@ -218,7 +218,7 @@ def test_absurd_counts_are_refused_before_anything_is_allocated() -> None:
         index.decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(columns.SECTIONS)),
     st.integers(0, 400),

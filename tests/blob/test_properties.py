@@ -116,7 +116,6 @@ def build(root: bytes, spec: list[tuple[list[bytes], File]], xattrs: bool) -> No
 
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
@@ -178,7 +177,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return root, packed(root, frame_bytes=8192)[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(position=st.integers(0, 10**9), value=st.integers(1, 255), data=st.data())
 def test_no_damage_to_a_blob_gives_wrong_bytes(
     small: tuple[Path, bytes], position: int, value: int, data: st.DataObject

@@ -51,7 +51,7 @@ def sectors(blob: int, offset: int, length: int) -> set[tuple[int, int]]:
     return {(blob, sector) for sector in range(first, end)}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(range_lists)
 def test_round_trip_holds_exactly_what_was_wanted(ranges: list[tuple[int, int, int]]) -> None:
     header, parts = built(ranges)
@@ -76,7 +76,7 @@ def test_round_trip_holds_exactly_what_was_wanted(ranges: list[tuple[int, int, i
     assert found == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(range_lists, stream_range())
 def test_placement_against_a_model(
     ranges: list[tuple[int, int, int]], asked: tuple[int, int, int]
@@ -98,7 +98,7 @@ def test_order_of_use_is_kept() -> None:
     assert [frame[0][:2] for frame in frames] == [(1, 1024), (0, 0), (1, 1536)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_damaged_header_is_refused(data: st.DataObject) -> None:
     header = bytearray(built([(0, 0, 5000), (1, 512, 100)])[0])

@@ -32,9 +32,7 @@ ranges = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(writes=st.lists(ranges, max_size=8), asked=ranges)
 def test_against_a_model(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, int]], asked: tuple[int, int]

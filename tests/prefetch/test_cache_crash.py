@@ -165,9 +165,7 @@ ranges = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, 40 * PAGE)).map(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     before=st.lists(ranges, max_size=8),
     lost=st.lists(pages, max_size=6),

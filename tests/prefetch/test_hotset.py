@@ -79,7 +79,7 @@ trace_lists = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trace_lists, st.randoms(use_true_random=False))
 def test_merge_against_a_model(traces: list[Trace], shuffle: random.Random) -> None:
     hot = merge(INDEX, "w", traces)
@@ -100,7 +100,7 @@ def test_merge_against_a_model(traces: list[Trace], shuffle: random.Random) -> N
     assert merge(INDEX, "w", shuffled) == hot
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(trace_lists)
 def test_parquet_round_trip(traces: list[Trace]) -> None:
     hot = merge(INDEX, "w", traces)
@@ -109,7 +109,7 @@ def test_parquet_round_trip(traces: list[Trace]) -> None:
     assert encode(hot) == data
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_damaged_parquet_is_refused_or_harmless(data: st.DataObject) -> None:
     good = bytearray(encode(merge(INDEX, "w", [trace_of((A, 0, 2), (B, 0, 1))])))

@@ -43,14 +43,14 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace_of(files, draw(st.lists(access, max_size=20)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_round_trip(trace: Trace) -> None:
     assert decode(encode(trace)) == trace
     assert encode(trace) == encode(trace)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.data())
 def test_damage_is_refused(trace: Trace, data: st.DataObject) -> None:
     good = bytearray(encode(trace))
@@ -62,7 +62,7 @@ def test_damage_is_refused(trace: Trace, data: st.DataObject) -> None:
         pass
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(BootseerError):

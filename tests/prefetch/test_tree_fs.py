@@ -68,7 +68,7 @@ def read(fs: TreeFileSystem, node: int, offset: int, length: int) -> bytes:
     return b"".join(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(files(), st.integers(0, 40_000), st.integers(1, 40_000))
 def test_reads_against_a_model(inode: Inode, offset: int, length: int) -> None:
     accesses: list[tuple[int, int, int]] = []
@@ -78,7 +78,7 @@ def test_reads_against_a_model(inode: Inode, offset: int, length: int) -> None:
     assert accesses == ([(1, offset, len(expected))] if expected else [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(files(), st.integers(0, 30_000))
 def test_holes_against_a_model(inode: Inode, offset: int) -> None:
     fs = TreeFileSystem(tree_of(inode), Memory())

@@ -84,7 +84,7 @@ def _captured(
     return decode(encode(manifest), manifest.fingerprint)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(_STEPS, min_size=2, max_size=4))
 def test_chains_are_restored_exactly(chain: list[list[tuple[str, str, int]]]) -> None:
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder, "s").as_uri()) as store:

@@ -243,7 +243,6 @@ def test_is_like_a_dict(tmp_path: Path, scheme: str) -> None:
     case.settings = settings(
         max_examples=25,
         stateful_step_count=25,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     case().runTest()

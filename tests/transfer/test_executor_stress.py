@@ -61,7 +61,7 @@ FAULTS: dict[str, faults.Fault] = {
 ranges = st.tuples(st.integers(0, COUNT - 9), st.integers(1, 8), st.sampled_from(Priority))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     script=st.lists(st.sampled_from(sorted(FAULTS)), max_size=12),
     batches=st.lists(st.tuples(st.lists(ranges, max_size=4), st.booleans()), max_size=5),

@@ -162,7 +162,6 @@ def test_the_mount_agrees_with_a_plain_directory(variant: str) -> None:
                 settings=settings(
                     max_examples=15,
                     stateful_step_count=40,
-                    deadline=None,
                     suppress_health_check=list(HealthCheck),
                 ),
             )

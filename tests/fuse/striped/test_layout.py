@@ -65,7 +65,7 @@ def small_segment(size: int, units: int, count: int, seed: int = 0) -> tuple[byt
     offset=st.integers(0, 9 * BLOCK),
     length=st.integers(0, 9 * BLOCK),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_agree_with_dealing_byte_by_byte(
     size: int, units: int, count: int, offset: int, length: int
 ) -> None:
@@ -98,7 +98,7 @@ distinct = st.lists(segments, min_size=1, max_size=4, unique_by=lambda made: mad
 
 
 @given(distinct)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_view_finds_and_verifies_every_byte(made: list[tuple[bytes, Segment]]) -> None:
     layout = Layout("f" * 32, tuple(segment for _, segment in made))
     whole = b"".join(data for data, _ in made)
@@ -134,7 +134,7 @@ def test_an_ordinary_file_is_cut_into_the_same_units() -> None:
 
 
 @given(distinct)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_encoding_round_trips(made: list[tuple[bytes, Segment]]) -> None:
     layout = Layout("0" * 31 + "1", tuple(segment for _, segment in made))
     data = encode_layout(layout)
@@ -152,7 +152,7 @@ def encoded() -> bytes:
 
 
 @given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_flipped_bit_is_refused_or_changes_nothing(position: int, bit: int) -> None:
     data = bytearray(encoded())
     data[position % len(data)] ^= 1 << bit
@@ -180,7 +180,7 @@ def reseal(data: bytearray) -> bytes:
 
 
 @given(position=st.integers(16, 400), value=st.binary(min_size=1, max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_hostile_layout_with_right_checksums_is_bounded(position: int, value: bytes) -> None:
     data = bytearray(encoded())
     data[position : position + len(value)] = value

@@ -256,5 +256,5 @@ class Tree(RuleBasedStateMachine):
             assert PARTS_FOLDER not in names
 
 
-Tree.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Tree.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 test_tree = Tree.TestCase

@@ -236,5 +236,5 @@ class Writers(RuleBasedStateMachine):
         assert self.there.names("") == sorted(self.files)
 
 
-Writers.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+Writers.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 test_writers = Writers.TestCase

@@ -107,7 +107,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def test_a_directory_that_cannot_be_made_leaves_no_snapshot(metadata: Metadata) -> None:
