@@ -1,7 +1,7 @@
 """The stored frames that the tasks of an extraction need, while they need them.
 
 Where workers read the blobs' files by themselves, the kernel is told ahead (`read_ahead`). Else
-`Supply` alone owns the content of the file in memory that they map: blob after blob, each frame at
+`Supply` alone owns the content of the file in memory that they read: blob after blob, each frame at
 its own place, so that nothing must be told but the number of a task. `have` is called from one
 thread, `release` from another. Of what no task needs any more the memory is given back.
 """
