@@ -101,7 +101,8 @@ class NameOperations(MountTables):
             text, path = self._child_path(directory, name)
             known = self._nodes.child(directory, text)
             is_local = known is not None and known.is_local
-        for writer in self._writers_of(path):
+        gone = self._writers_of(path)
+        for writer in gone:
             writer.detach()
         try:
             self._tree.unlink(path)
@@ -109,6 +110,9 @@ class NameOperations(MountTables):
             if not is_local and not caller.is_resent:
                 raise
         self._gone(directory, text, path)
+        if gone:
+            with self._lock:
+                self._nodes.note_moved()
 
     def rename(
         self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
@@ -155,6 +159,8 @@ class NameOperations(MountTables):
                 self._nodes.note_moved()
             elif taken is not None:
                 self._nodes.detach(taken)
+            if replaced:
+                self._nodes.note_moved()
             self._listings.clear()
         self._refresh_moved(known)
 

@@ -141,6 +141,7 @@ class Handle(Struct, eq=False):
             "pinned": self.file is not None and self.file.pinned is not None,
             "base": view_to_json(base),
             "writes": self.writer is not None,
+            "detached": self.writer is not None and self.writer.is_detached,
             "unfinished": self.is_unfinished,
             "killed": self.was_killed,
         }

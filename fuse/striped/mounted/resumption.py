@@ -114,6 +114,17 @@ def _view(value: Any, layouts: Mapping[str, str]) -> FileView | None:
     return view_from_json(value, layouts)
 
 
+def _is_gone(handle: Handle, record: Record) -> bool:
+    """Whether what the handle wrote to has no name any more, or none that we know.
+
+    A node without a name does not tell: one that was read is replaced by each `fsync` of a writer.
+    """
+    if handle.base is None:
+        return handle.node.is_detached
+    # Where a release that did not note it went before, only the node is left to ask.
+    return bool(record.get("detached", handle.node.is_detached))
+
+
 def _open(
     handle: Handle,
     record: Record,
@@ -137,8 +148,7 @@ def _open(
             )
         )
         _log.error("%s was being written: its writer gets an error", path)
-    elif record["writes"] and handle.node.is_detached:
-        # What it adds to may be gone, and its name stands for something else, or nothing.
+    elif record["writes"] and _is_gone(handle, record):
         handle.writer = new_writer(handle.node.name)
         handle.writer.fail(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     elif record["writes"] and handle.base is None:

@@ -200,7 +200,9 @@ class MountTables(Operations):
             waiting = [
                 handle
                 for handle in self._nodes.handles.values()
-                if handle.base is not None and handle.writer is None and handle.node.path == path
+                if handle.base is not None
+                and handle.writer is None
+                and path == (handle.base.path if handle.node.is_detached else handle.node.path)
             ]
         for handle in waiting:
             # Where nothing can be added, its first write says so.

@@ -205,6 +205,11 @@ class FileWriter:
                 self._expected = view.identity
             self._is_dirty = self._was_written = False
 
+    @property
+    def is_detached(self) -> bool:
+        """Whether the file is gone: what is written goes nowhere."""
+        return self._is_detached
+
     def detach(self) -> None:
         """The file was unlinked, or replaced by a rename: it will never be visible."""
         with self._lock:

@@ -7,6 +7,7 @@ from pathlib import Path
 from bootseer.errors import errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
+from bootseer.fuse.striped.mounted.journal import Journal, read_journal
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store.backend import Backend
@@ -143,3 +144,16 @@ class Driver:
 def code_of(error: BaseException) -> int:
     """The errno that the kernel would be told."""
     return errno_of(error)
+
+
+class Restartable(Driver):
+    """A node whose server keeps a journal."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(storage_on(root / "backend"))
+        path = root / "journal"
+        self.journal = Journal(path)
+        self.fs = StripedFileSystem(
+            self.storage.tree, self.storage.budget, self.storage.settings, journal=self.journal
+        )
+        self.fs.begin(read_journal(path))

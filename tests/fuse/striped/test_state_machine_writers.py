@@ -14,9 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
-from bootseer.fuse.striped.mounted.journal import Journal, read_journal
-from tests.fuse.striped.harness import CALLER, UNIT, Driver, code_of, storage_on
+from tests.fuse.striped.harness import CALLER, UNIT, Driver, Restartable, code_of, storage_on
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZES = st.one_of(
@@ -41,19 +39,6 @@ class Writer:
     @property
     def will_expect(self) -> bool:
         return self.expects is not None or len(self.data) > UNIT
-
-
-class Restartable(Driver):
-    """A node whose server keeps a journal."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(storage_on(root / "backend"))
-        path = root / "journal"
-        self.journal = Journal(path)
-        self.fs = StripedFileSystem(
-            self.storage.tree, self.storage.budget, self.storage.settings, journal=self.journal
-        )
-        self.fs.begin(read_journal(path))
 
 
 class Writers(RuleBasedStateMachine):
