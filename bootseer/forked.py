@@ -47,8 +47,10 @@ class Forked:
 
 
 def may_fork() -> bool:
-    """Whether no other thread can hold a lock that the copy would wait for."""
-    return len(os.listdir("/proc/self/task")) == 1
+    """Whether no other thread can hold a lock that the copy would wait for, and there is no Java
+    machine, which a copy cannot use: none here, and none in what this is a copy of."""
+    java = sys.modules.get("bootseer.store.java_machine")
+    return len(os.listdir("/proc/self/task")) == 1 and not (java and java.was_started())
 
 
 def fork_into(

@@ -62,6 +62,11 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
+def was_started() -> bool:
+    """Whether there is a machine here, or was one in the process that this is a copy of."""
+    return bool(_Process.address)
+
+
 def caller() -> DeadlineCaller:
     """The threads from which the machine is to be called.
 
