@@ -7,7 +7,6 @@ Function Table"), so nothing is compiled.
 """
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -74,7 +73,6 @@ class Java:
     Any method may raise JavaError.
     """
 
-    _lock: ClassVar[threading.Lock] = threading.Lock()
     _functions: ClassVar[dict[str, Any]] = {}
     _classes: ClassVar[dict[str, int]] = {}
     _methods: ClassVar[dict[tuple[str, str, str, str], int]] = {}
@@ -83,11 +81,11 @@ class Java:
         self._environment = _environment(machine)
         if not self._functions:
             table = _table(self._environment)
-            with self._lock:
-                self._functions.update(
-                    (name, _function(table[number], result, *arguments))
-                    for name, (number, result, arguments) in _FUNCTIONS.items()
-                )
+            found = {
+                name: _function(table[number], result, *arguments)
+                for name, (number, result, arguments) in _FUNCTIONS.items()
+            }
+            self._functions.update(found)  # in one step, for other threads
 
     def __enter__(self) -> Self:
         self._do("PushLocalFrame", _LOCAL_OBJECTS)
