@@ -9,7 +9,7 @@ from bootseer.errors import UnsupportedError
 from bootseer.fuse.striped.doors.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.status import mount_status
-from tests.fuse.striped.mounting import BIG, checkpoints, settings_in, shell
+from tests.fuse.striped.mounting import checkpoints, settings_in, shell
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.java_client import java_client_environment
 
@@ -26,7 +26,7 @@ def test_a_mount_is_written_read_and_restarted(
     for name, value in java_client_environment().items():
         monkeypatch.setenv(name, value)
     big = tmp_path / "big"
-    big.write_bytes(random.Random(5).randbytes(BIG))
+    big.write_bytes(random.Random(5).randbytes(9_876_543))
     with checkpoints(tmp_path, mountpoint, f"java+{hdfs_url}?replication=2") as mount:
         shell("cp {b} {d}/new && sync {d}/new && mv {d}/new {d}/model", b=big, d=mountpoint)
         shell("cmp {b} {d}/model", b=big, d=mountpoint)
