@@ -123,7 +123,8 @@ class NameOperations(MountTables):
             directory, new_directory = self._node(parent), self._node(new_parent)
             text, source = self._child_path(directory, name)
             new_text, target = self._child_path(new_directory, new_name)
-            writers = list(self._nodes.writers())
+            # One whose file is gone has nothing to do with what has the name now.
+            writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
             taken = self._nodes.child(new_directory, new_text)
         if source == target:
             return

@@ -147,9 +147,12 @@ def _open(
                 "reached a commit is lost; write the file again"
             )
         )
+        if record.get("detached", handle.node.is_detached):
+            handle.writer.detach()
         _log.error("%s was being written: its writer gets an error", path)
     elif record["writes"] and _is_gone(handle, record):
         handle.writer = new_writer(handle.node.name)
         handle.writer.fail(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+        handle.writer.detach()
     elif record["writes"] and handle.base is None:
         handle.writer = new_writer(handle.node.path)

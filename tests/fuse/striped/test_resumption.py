@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.striped.harness import CALLER, UNIT, Restartable
+from bootseer.errors import BootseerError
+from tests.fuse.striped.harness import CALLER, UNIT, Restartable, code_of
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -46,4 +47,28 @@ def test_what_is_written_to_an_unlinked_log_goes_nowhere_after_a_restart(tmp_pat
         here.pwrite(file, 5, b"second")
     assert caught.value.errno == errno.ESTALE
     assert here.names("") == []
+    here.fs.destroyed()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """Found by the state machine: what has the name now could not be renamed."""
+    here = Restartable(tmp_path)
+    here.write("a", b"other")
+    file = here.open("b", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    here.pwrite(file, 0, b"lost")
+    here.journal.close()
+    here = Restartable(tmp_path)
+    here.rename("a", "b")
+    if is_restarted:
+        here.journal.close()
+        here = Restartable(tmp_path)
+    here.rename("b", "c")
+    assert here.names("") == ["c"]
+    assert here.read("c") == b"other"
+    with pytest.raises(BootseerError) as caught:
+        here.fs.fsync(CALLER, *file, False)
+    assert code_of(caught.value) == errno.EIO
     here.fs.destroyed()
