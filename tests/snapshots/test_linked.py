@@ -19,6 +19,7 @@ from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.crash_driver import DELTA, make_base
+from tests.snapshots.driving import driven
 from tests.support.trees import describe, differences, make_zoo
 
 _TIMEOUT_S = 60.0
@@ -107,6 +108,11 @@ def test_a_reflinked_difference_is_the_original(reflinking: Path) -> None:
     make_base(target)
     assert run_setup(node, request).mode == "link"
     assert differences(original, describe(target)) == []
+
+
+def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
+    lines = driven("crash_driver.py", "restore_linked", reflinking, 3)
+    assert sum(line.endswith("killed") for line in lines) >= 2
 
 
 def test_hard_links_and_a_tree_that_was_written_to(tmp_path: Path, make_node: MakeNode) -> None:
