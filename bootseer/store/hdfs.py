@@ -10,10 +10,11 @@ Every method is thread-safe.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError, UnavailableError
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_connection import HdfsConnection
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 # More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
 # the megabyte that is taken from it.
 _LOCATED_BYTES = 1000 << 20
+
+# A NameNode that has just become active may not have heard yet who has the latest blocks. Hadoop's
+# own client asks again for some seconds, hdfs-native does not.
+_UNPLACED = "All DataNodes failed: []"
+_UNPLACED_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 class HdfsBackend(HdfsConnection):
@@ -61,6 +67,13 @@ class HdfsBackend(HdfsConnection):
             # One copy; a bytearray turned into bytes would be two.
             return b"".join(chunks)
 
+        for pause_s in _UNPLACED_PAUSES_S:
+            try:
+                return self.run(work, "read", path, is_question=True)
+            except UnavailableError as error:
+                if _UNPLACED not in str(error):
+                    raise
+            time.sleep(pause_s)
         return self.run(work, "read", path, is_question=True)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -75,6 +76,21 @@ def test_an_active_namenode_that_falls_silent_is_left(
         backend.mkdir("folder")
         assert backend.read("a") == b"before"
         backend.close()
+
+
+def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
+    """Seen after a failover to a NameNode that had just been started."""
+    asked: list[str] = []
+
+    class Unplaced(HdfsBackend):
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            asked.append("")
+            if len(asked) < 3:
+                raise UnavailableError('cannot read x: DataTransferError("All DataNodes failed: []')
+            return b"abc"
+
+    assert Unplaced("hdfs://127.0.0.1:1/x").read("a") == b"abc"
+    assert len(asked) == 3
 
 
 def test_who_answered_last_is_asked_first_and_a_silent_one_leaves_time() -> None:
