@@ -1,6 +1,7 @@
 """Nodes: settings with a cache and a run directory of their own, and one store for all."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
     """`make_node("a")`: the settings of a node that shares only the store with the others."""
     monkeypatch.delenv("BOOTSEER_IMAGE", raising=False)
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
     def make(name: str) -> Settings:
         return load_settings(
