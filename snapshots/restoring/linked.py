@@ -1,12 +1,11 @@
-"""Copies a tree by sharing: blocks (reflink) or, where that was asked for, the files themselves.
+"""Copies a tree whose files share their blocks with those of the first (reflink).
 
 Alone owns that copy: exact in every attribute, in parallel, into a new directory that nobody looks
-at yet. Relative to open directories; follows no symbolic links. Owns its threads.
+at yet. Follows no symbolic links. Owns its threads.
 """
 
 import contextlib
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Iterable
@@ -14,11 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.blob.frame_writer import usable_cpus
-from bootseer.blob.stat_record import RECORD
-from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.snapshots.exact import made_digest, names_to_record
-from bootseer.snapshots.restoring.node_trees import Build, NodeTrees, is_whole
 from bootseer.snapshots.restoring.reflink import clone
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -27,51 +22,23 @@ _THREADS_MAX = 8
 _AT_ONCE = 32
 
 
-def copy_tree(source: Path, target: Path, *, hard: bool) -> None:
+def copy_tree(source: Path, target: Path) -> None:
     """Make `target`, which must not exist, equal to the directory `source`.
 
-    `hard`: files are the same ones, so that what is written to one of them in place is written to
-    the other. Raises: BootseerError; what was made by then is left for the caller to remove.
+    Raises: BootseerError; what was made by then is left for the caller to remove.
     """
     try:
-        _Copy(source, target, hard).run()
+        _Copy(source, target).run()
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
         raise from_oserror(error, f"link {source} to {target}") from error
 
 
-def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
-    """Make `target`, which must not exist, equal to the node's extracted tree, file by file the
-    same ones; its `exact.made_digest`. See `NodeTrees.using`.
-
-    What makes sure that the tree is whole looks at the new names: once for both, and what it saw
-    is what is there now, since linking to a file changes it.
-    """
-    recorded = names_to_record(tree)
-    records = bytearray()
-
-    def link(source: Path) -> bool:
-        nonlocal records
-        if not source.is_dir():
-            return False
-        copy_tree(source, target, hard=True)
-        records = bytearray((tree.name_count + 1) * RECORD.size)
-        if is_whole(target, tree, records):
-            return True
-        shutil.rmtree(target)
-        return False
-
-    with trees.using(index_digest, tree, build, link):
-        return made_digest(tree, recorded, records)
-
-
 class _Copy:
-    def __init__(self, source: Path, target: Path, hard: bool) -> None:
+    def __init__(self, source: Path, target: Path) -> None:
         self._source = os.fsencode(source)
         self._target = os.fsencode(target)
-        self._hard = hard
-        self._is_root = os.geteuid() == 0
         self._lock = threading.Lock()
         # (device, inode) of files with several names -> the first one's path.
         self._first: dict[tuple[int, int], bytes] = {}
@@ -99,27 +66,14 @@ class _Copy:
         for first, path in self._links:
             os.link(first, path, follow_symlinks=False)
         for path in reversed(directories):
-            name = os.path.join(self._target, path)
-            self._finish(name, os.lstat(os.path.join(self._source, path)), path)
+            original = os.path.join(self._source, path)
+            copy_attributes(original, os.path.join(self._target, path), os.lstat(original))
 
     def _copy_all(self, work: Iterable[tuple[bytes, list[os.DirEntry[bytes]]]]) -> None:
         for directory, entries in work:
-            if self._hard:
-                self._link_files(directory, entries)
-            else:
-                for entry in entries:
-                    path = os.path.join(directory, entry.name)
-                    self._copy_file(path, entry.stat(follow_symlinks=False))
-
-    def _link_files(self, directory: bytes, entries: list[os.DirEntry[bytes]]) -> None:
-        with contextlib.ExitStack() as stack:
-            source = os.open(os.path.join(self._source, directory), _DIRECTORY)
-            stack.callback(os.close, source)
-            target = os.open(os.path.join(self._target, directory), _DIRECTORY)
-            stack.callback(os.close, target)
             for entry in entries:
-                name = entry.name
-                os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+                path = os.path.join(directory, entry.name)
+                self._copy_file(path, entry.stat(follow_symlinks=False))
 
     def _copy_file(self, path: bytes, status: os.stat_result) -> None:
         name = os.path.join(self._target, path)
@@ -137,7 +91,7 @@ class _Copy:
             os.symlink(os.readlink(original), name)
         else:
             os.mknod(name, kind | 0o600, status.st_rdev)
-        self._finish(name, status, path)
+        copy_attributes(original, name, status)
 
     @staticmethod
     def _clone(original: bytes, name: bytes) -> None:
@@ -149,20 +103,23 @@ class _Copy:
             stack.callback(os.close, target)
             clone(source, target)
 
-    def _finish(self, name: bytes, status: os.stat_result, path: bytes) -> None:
-        """All attributes; times last."""
-        if self._is_root:
-            os.chown(name, status.st_uid, status.st_gid, follow_symlinks=False)
-        if not stat.S_ISLNK(status.st_mode):
-            # After the owner, which takes set-user-ID bits away.
-            os.chmod(name, stat.S_IMODE(status.st_mode))
-        original = os.path.join(self._source, path)
-        for attribute in _xattrs(original):
-            with contextlib.suppress(OSError):
-                # What this user may not set is left out, as an extraction does.
-                value = os.getxattr(original, attribute, follow_symlinks=False)
-                os.setxattr(name, attribute, value, follow_symlinks=False)
-        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+def copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> None:
+    """Give `name` all attributes of `original`, of which lstat showed `status`; times last.
+
+    Raises: OSError.
+    """
+    if os.geteuid() == 0:
+        os.chown(name, status.st_uid, status.st_gid, follow_symlinks=False)
+    if not stat.S_ISLNK(status.st_mode):
+        # After the owner, which takes set-user-ID bits away.
+        os.chmod(name, stat.S_IMODE(status.st_mode))
+    for attribute in _xattrs(original):
+        with contextlib.suppress(OSError):
+            # What this user may not set is left out, as an extraction does.
+            value = os.getxattr(original, attribute, follow_symlinks=False)
+            os.setxattr(name, attribute, value, follow_symlinks=False)
+    os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
 
 def _xattrs(path: bytes) -> Iterable[str]:

@@ -13,11 +13,9 @@ import os
 import shutil
 import stat
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.blob.stat_record import Records, put_directory, put_record
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GONE = ".gone-"
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KIND = stat.S_IFMT(0o177777)
 
 Build = Callable[[Path], None]
@@ -183,25 +181,21 @@ class NodeTrees:
         return self.can_link_to(directory) and can_reflink(self.directory)
 
 
-def is_whole(path: Path, tree: Tree, records: Records | None = None) -> bool:
-    """Whether the directory holds exactly the tree's names, each file with its size and time.
-    `records` get what lstat shows of each name, and behind them of the directory itself."""
+def is_whole(path: Path, tree: Tree) -> bool:
+    """Whether the directory holds exactly the tree's names, each file with its size and time."""
     try:
-        top = os.open(path, _DIRECTORY)
+        top = os.open(path, DIRECTORY)
     except OSError:
         return False
     try:
-        status = os.fstat(top)
-        device = status.st_dev
-        if records is not None:
-            put_directory(status, records, tree.name_count)
+        device = os.fstat(top).st_dev
         # A stack of paths: any depth, one descriptor open at a time.
         stack = [(0, b"")]
         while stack:
             directory, prefix = stack.pop()
-            fd = os.open(prefix, _DIRECTORY, dir_fd=top) if prefix else top
+            fd = os.open(prefix, DIRECTORY, dir_fd=top) if prefix else top
             try:
-                below = _is_as_in(fd, directory, tree, device, records)
+                below = _is_as_in(fd, directory, tree, device)
             finally:
                 if fd != top:
                     os.close(fd)
@@ -216,18 +210,14 @@ def is_whole(path: Path, tree: Tree, records: Records | None = None) -> bool:
     return True
 
 
-def _is_as_in(
-    fd: int, directory: int, tree: Tree, device: int, records: Records | None
-) -> list[tuple[bytes, int]] | None:
+def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[bytes, int]] | None:
     """The directories in an open directory, by name and inode number of the tree; None where it
     is not as the tree has it. Each link waits for this: no object is made but what stat gives.
 
     Raises: OSError, also for a name that is missing.
     """
-    c = tree.columns
-    names, inodes, modes, sizes, mtimes = c.names, c.name_inode, c.mode, c.size_bytes, c.mtime_ns
-    first = bisect_left(c.name_parent, directory)
-    end = bisect_right(c.name_parent, directory, first)
+    names, inodes = tree.columns.names, tree.columns.name_inode
+    first, end = tree.span(directory)
     # With each of them found below, as many are the same.
     if len(os.listdir(fd)) != end - first:
         return None
@@ -235,20 +225,22 @@ def _is_as_in(
     for i in range(first, end):
         name, number = names[i], inodes[i]
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        kind = modes[number] & _KIND
-        if found.st_mode & _KIND != kind or found.st_dev != device:
+        if found.st_dev != device or not is_same_file(found, tree, number):
             return None
-        if kind == stat.S_IFREG:
-            if found.st_size != sizes[number] or found.st_mtime_ns != mtimes[number]:
-                return None
-        elif kind == stat.S_IFDIR:
+        if stat.S_ISDIR(found.st_mode):
             directories.append((name, number))
-            if records is not None:
-                put_directory(found, records, i)
-            continue
-        if records is not None:
-            put_record(found, records, i)
     return directories
+
+
+def is_same_file(found: os.stat_result, tree: Tree, inode: int) -> bool:
+    """Whether lstat shows what the tree says: the kind, of a file also size and time."""
+    c = tree.columns
+    kind = c.mode[inode] & _KIND
+    if found.st_mode & _KIND != kind:
+        return False
+    return kind != stat.S_IFREG or (
+        found.st_size == c.size_bytes[inode] and found.st_mtime_ns == c.mtime_ns[inode]
+    )
 
 
 def _size_of(path: Path) -> int:

@@ -127,8 +127,9 @@ def _link(
     on_finished: OnFinished,
 ) -> Restored:
     """From the node's extracted trees, made where they are missing."""
+    from bootseer.snapshots.restoring.hard_links import link_tree
     from bootseer.snapshots.restoring.held import hold_snapshot
-    from bootseer.snapshots.restoring.linked import copy_tree, link_tree
+    from bootseer.snapshots.restoring.linked import copy_tree
     from bootseer.snapshots.restoring.overlaid import overlay_snapshot
 
     trees = NodeTrees(settings)
@@ -145,7 +146,7 @@ def _link(
         if choice.mode == modes.HARDLINK:
             return link_tree(trees, target.index.digest, tree, build_one, directory)
         with trees.using(target.index.digest, tree, build_one) as (source, _):
-            copy_tree(source, directory, hard=False)
+            copy_tree(source, directory)
         return ""
 
     if choice.method == modes.OVERLAY and wish.scratch is not None:

@@ -9,7 +9,7 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.extract import extract
 from bootseer.blob.tree import Inode
 from bootseer.snapshots.exact import exact_digest, made_digest, names_to_record
-from bootseer.snapshots.restoring.linked import link_tree
+from bootseer.snapshots.restoring.hard_links import link_tree
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.scan import scan
 from tests.blob.trees import make_zoo, packed, reader_of
