@@ -7,6 +7,8 @@ from itertools import pairwise
 # Most of what a command makes is what imports make, which stays: to look again and again whether
 # it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
 _NEW_OBJECTS = 50_000
+# Of `--mode`, which says that a snapshot is not mounted.
+_OTHER_MODES = {"extract", "link", "hardlink"}
 _MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 
 
@@ -21,7 +23,7 @@ def main() -> None:
 
 def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
-    if _may_mount(sys.argv):
+    if may_mount(sys.argv):
         # Before what reads the command line is loaded: the server loads its code meanwhile.
         from bootseer.prefetch.server_process import begin_ahead
         from bootseer.standard_files import open_standard_files
@@ -33,9 +35,11 @@ def _run() -> None:
     run()
 
 
-def _may_mount(words: list[str]) -> bool:
+def may_mount(words: list[str]) -> bool:
     """Whether this is probably a command that mounts something. A wrong guess costs a process that
     ends at once; but not of a job's command, which must have no children of ours."""
+    if _OTHER_MODES.intersection(words):
+        return False
     for word, following in pairwise(words):
         if word in ("image", "run", "snapshot"):
             return (word, following) in _MOUNTING

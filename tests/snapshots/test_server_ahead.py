@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.__main__ import may_mount
 from bootseer.config import Settings
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.server_process import log_path
@@ -115,3 +116,19 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         unmount_snapshot(node, target)
     finally:
         end_everything(tmp_path, node)
+
+
+@pytest.mark.parametrize(
+    ("line", "mounts"),
+    [
+        ("bootseer snapshot restore KEY", True),
+        ("bootseer --workload train snapshot restore KEY --mode mount", True),
+        ("bootseer snapshot restore KEY --mode extract", False),
+        ("bootseer snapshot restore KEY --mode hardlink", False),
+        ("bootseer snapshot list", False),
+        ("bootseer run -- image run", False),
+        ("bootseer image run IMAGE", True),
+    ],
+)
+def test_only_what_will_probably_mount_begins_one(line: str, mounts: bool) -> None:
+    assert may_mount(line.split()) is mounts
