@@ -1,8 +1,8 @@
 """How many parts are written at once, by all files of a mount, and the memory that each one takes.
 
 A storage's client keeps what its servers have not confirmed: HDFS's more than three stripe units
-for each open part, which no budget of ours would see. So it is charged here, until the part is
-known to be written without that client. Owns these counts. Thread-safe.
+for each open part, which no budget of ours would see. So it is charged here: until the part is
+known to be written without that client, and then one unit. Owns these counts. Thread-safe.
 """
 
 import threading
@@ -84,12 +84,16 @@ class OpenParts:
         self._kept.set_aside(charge_bytes)
         return charge_bytes
 
-    def settle(self, charge_bytes: int, *, is_buffered: bool) -> int:
+    def settle(self, charge_bytes: int, unit_bytes: int, *, is_buffered: bool) -> int:
         """What a part's writer takes is known; returns what is charged for it from now on.
 
         Never waits: what there is no memory for is uncharged.
         """
-        needed_bytes = self._writer_bytes if is_buffered else 0
+        needed_bytes = self._writer_bytes
+        if not is_buffered:
+            # Its thread and packets, and its share of the unit that the file is filling: eight
+            # files at once were beyond the budget by 2 MiB for each part.
+            needed_bytes = min(needed_bytes, unit_bytes)
         with self._lock:
             self._part_bytes = needed_bytes
             change_bytes = needed_bytes - charge_bytes

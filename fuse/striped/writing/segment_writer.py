@@ -167,7 +167,9 @@ class SegmentWriter:
         self._watch.fail(error)
 
     def part_begun(self, part: PartWriter, *, is_buffered: bool) -> None:
-        part.charge_bytes = self._open_parts.settle(part.charge_bytes, is_buffered=is_buffered)
+        part.charge_bytes = self._open_parts.settle(
+            part.charge_bytes, self.unit_bytes, is_buffered=is_buffered
+        )
         self._watch.note_begun(part)
 
     def part_stored(self, servers: tuple[str, ...]) -> None:

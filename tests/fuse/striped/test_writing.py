@@ -229,13 +229,13 @@ def test_a_part_whose_client_holds_it_after_all_is_charged_then(tmp_path: Path) 
     budget = MemoryBudget(104 * UNIT)
     parts = OpenParts(Buffering(tmp_path), budget, KeptUnits(budget))
     charges = [parts.begin(number, UNIT, 1.0, lambda: False) or 0 for number in range(2)]
-    charges[0] = parts.settle(charges[0], is_buffered=False)
-    assert charges[0] == 0
-    assert budget.used_bytes == charges[1] == Buffering.writer_bytes
+    charges[0] = parts.settle(charges[0], UNIT, is_buffered=False)
+    assert charges[0] == UNIT
+    assert budget.used_bytes == UNIT + charges[1] == UNIT + Buffering.writer_bytes
     # It fails, and is written again by the client.
-    charges[0] = parts.settle(charges[0], is_buffered=True)
+    charges[0] = parts.settle(charges[0], UNIT, is_buffered=True)
     assert budget.used_bytes == sum(charges) == 2 * Buffering.writer_bytes
-    assert parts.settle(charges[0], is_buffered=True) == charges[0]
+    assert parts.settle(charges[0], UNIT, is_buffered=True) == charges[0]
     for charge_bytes in charges:
         parts.end(charge_bytes)
     assert budget.used_bytes == 0
