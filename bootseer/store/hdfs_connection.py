@@ -19,15 +19,14 @@ from bootseer.errors import (
     NoSpaceError,
     UnavailableError,
 )
-from bootseer.redact import public_url
 from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs_datanode import DataNodes
 from bootseer.store.hdfs_errors import refused_datanode_count, translate
+from bootseer.store.hdfs_folder import HdfsFolder
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_options import HdfsOptions
 from bootseer.store.hdfs_placing import HdfsPlacer
 from bootseer.store.hdfs_space import HdfsSpace
-from bootseer.store.paths import split_path
 
 if TYPE_CHECKING:
     from hdfs_native import Client
@@ -48,16 +47,14 @@ _PAUSE_S = 0.02
 _PAUSE_MAX_S = 1.0
 
 
-class HdfsConnection:
+class HdfsConnection(HdfsFolder):
     """What files, directories and writers of one folder are reached through."""
 
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
         options = HdfsOptions(url, deadline_s or _DEADLINE_S)
+        super().__init__(url)
         parts = urlsplit(url, allow_fragments=False)
-        self.url = public_url(url)
         self._cluster = f"{parts.scheme}://{parts.netloc}"
-        # Hadoop does not percent-decode paths, so neither is done here.
-        self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         self.deadline_s = options.deadline_s
         self._options = options
         self._found = FoundNameNode(self._cluster, self.deadline_s)
@@ -219,17 +216,6 @@ class HdfsConnection:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-
-    def full(self, path: str, *, file: bool = False) -> str:
-        """The path in the file system; `file`: not that of the root itself."""
-        names = split_path(path)
-        if file and not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
-        return "/".join((self._root.rstrip("/"), *names)) or "/"
-
-    def name(self, path: str) -> str:
-        """The full URL, for messages."""
-        return f"{self.url}/{path}" if path else self.url
 
     def close(self) -> None:
         """Release connections and threads. Idempotent."""

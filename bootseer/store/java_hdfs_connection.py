@@ -17,15 +17,14 @@ from bootseer.errors import (
     NoSpaceError,
     UnsupportedError,
 )
-from bootseer.redact import public_url
 from bootseer.store import java_file_system as java_fs
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs_errors import refused_datanode_count, translate
+from bootseer.store.hdfs_folder import HdfsFolder
 from bootseer.store.hdfs_options import HdfsOptions
 from bootseer.store.hdfs_space import HdfsSpace
 from bootseer.store.java_calls import Java, JavaError
 from bootseer.store.java_machine import caller, machine
-from bootseer.store.paths import split_path
 
 Result = TypeVar("Result")
 Work = Callable[[Java, int], Result]
@@ -36,13 +35,13 @@ _CLOSE_S = 5.0
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
 
 
-class JavaHdfsConnection:
+class JavaHdfsConnection(HdfsFolder):
     """What files, folders and writers of one folder are reached through."""
 
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
         self.options = HdfsOptions(url, deadline_s or _DEADLINE_S)
         self.deadline_s = self.options.deadline_s
-        self.url = public_url(url)
+        super().__init__(url)
         parts = urlsplit(url, allow_fragments=False)
         if "@" in parts.netloc:
             raise InvalidInputError(
@@ -51,8 +50,6 @@ class JavaHdfsConnection:
             )
         # Without a host, that of the site's configuration.
         self._cluster = f"{parts.scheme.removeprefix(_PREFIX)}://{parts.netloc}/"
-        # Hadoop does not percent-decode paths, so neither is done here.
-        self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         self._lock = threading.Lock()
         self._system = 0
         self._mode: int | None = None
@@ -173,19 +170,6 @@ class JavaHdfsConnection:
             "measure",
             "",
         )
-
-    # ---- names ----------------------------------------------------------------------------
-
-    def full(self, path: str, *, file: bool = False) -> str:
-        """The path in the file system; `file`: not that of the root itself."""
-        names = split_path(path)
-        if file and not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
-        return "/".join((self._root.rstrip("/"), *names)) or "/"
-
-    def name(self, path: str) -> str:
-        """The full URL, for messages."""
-        return f"{self.url}/{path}" if path else self.url
 
     def close(self) -> None:
         """End the connection, and with it what is still being written. Idempotent."""
