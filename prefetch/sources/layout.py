@@ -77,6 +77,14 @@ def _blob(open_file: OpenFile, descriptor: Descriptor, where: str) -> bytes:
     return verified(data, descriptor, where)
 
 
+def reference_of(tag: str, base: str) -> str:
+    """What the image of that tag in a layout called `base` is called."""
+    # A tag is either a whole name ("docker.io/library/python:3.12") or only the part after ":".
+    if "/" in tag or ":" in tag:
+        return tag
+    return f"{base}:{tag}" if tag else base
+
+
 def read_layout(open_file: OpenFile, tag: str, where: str) -> tuple[str, Image]:
     """(tag, image) of the image called `tag`, or of the only one when `tag` is empty.
 

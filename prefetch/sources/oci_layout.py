@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bootseer.errors import InvalidInputError, from_oserror
-from bootseer.prefetch.sources.layout import read_layout
+from bootseer.prefetch.sources.layout import read_layout, reference_of
 from bootseer.prefetch.sources.model import ImageSource, name_of
 
 MARKER = "oci-layout"
@@ -55,7 +55,5 @@ def open_oci_layout(directory: Path, tag: str) -> ImageSource:
     if directory.is_dir() and not (directory / "index.json").exists():
         raise InvalidInputError(f"{where} is not an OCI layout: it has no index.json")
     name, image = read_layout(open_file, tag, where)
-    base = name_of(directory)
-    # A tag is either a whole name ("docker.io/library/python:3.12") or only the part after ":".
-    reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
+    reference = reference_of(name, name_of(directory))
     return ImageSource(reference, image.identity, image.config, image.layers)

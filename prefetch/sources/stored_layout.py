@@ -7,7 +7,7 @@ lies on HDFS, an object store or a network file system.
 import io
 from typing import BinaryIO, cast
 
-from bootseer.prefetch.sources.layout import read_layout
+from bootseer.prefetch.sources.layout import read_layout, reference_of
 from bootseer.prefetch.sources.model import ImageSource
 from bootseer.store import Backend, open_backend
 
@@ -50,5 +50,5 @@ def open_stored_layout(url: str, tag: str) -> ImageSource:
         backend.close()
         raise
     base = backend.url.rstrip("/").rpartition("/")[2]
-    reference = name if "/" in name or ":" in name else f"{base}:{name}" if name else base
+    reference = reference_of(name, base)
     return ImageSource(reference, image.identity, image.config, image.layers, backend.close)
