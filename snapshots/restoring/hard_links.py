@@ -9,7 +9,6 @@ links.
 import os
 import shutil
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 
 from bootseer.blob.stat_record import RECORD, put_directory, put_record
@@ -17,9 +16,6 @@ from bootseer.blob.tree import Tree
 from bootseer.snapshots.exact import made_digest, names_to_record
 from bootseer.snapshots.restoring.linked import copy_attributes
 from bootseer.snapshots.restoring.node_trees import DIRECTORY, Build, NodeTrees, is_same_file
-
-_Directory = tuple[int, bytes]
-"""Its number among the names (the root's: how many there are), and its path."""
 
 
 def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
@@ -57,7 +53,7 @@ class _Links:
         top = os.fsencode(source)
         several: list[tuple[int, bytes]] = []
         try:
-            made = list(self._make_directories())
+            made = self._make_directories()
             for inode, _, path in made:
                 numbers = self._files_in(inode)
                 if numbers and not self._link_files(top, path, numbers, several):
@@ -73,17 +69,17 @@ class _Links:
             put_record(os.lstat(os.path.join(self._target, path)), self.records, number)
         return True
 
-    def _make_directories(self) -> Iterable[tuple[int, int, bytes]]:
-        """Their inode numbers in the tree, the numbers of their names, and their paths; parents
-        first."""
+    def _make_directories(self) -> list[tuple[int, int, bytes]]:
+        """Their inode numbers in the tree, the numbers of their names (the root's: how many there
+        are), and their paths; parents first."""
         c = self._tree.columns
         made = [(0, self._tree.name_count, b"")]
-        for inode, number, path in made:
+        for inode, _, path in made:
             os.mkdir(os.path.join(self._target, path), 0o700)
-            yield inode, number, path
             for below in range(*self._tree.span(inode)):
                 if stat.S_ISDIR(c.mode[c.name_inode[below]]):
                     made.append((c.name_inode[below], below, os.path.join(path, c.names[below])))
+        return made
 
     def _files_in(self, directory: int) -> list[int]:
         c = self._tree.columns
