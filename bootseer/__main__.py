@@ -23,7 +23,7 @@ def main() -> None:
 
 def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
-    if may_mount(sys.argv):
+    if is_mounting(sys.argv):
         # Before what reads the command line is loaded: the server loads its code meanwhile.
         from bootseer.prefetch.server_process import begin_ahead
         from bootseer.standard_files import open_standard_files
@@ -35,7 +35,7 @@ def _run() -> None:
     run()
 
 
-def may_mount(words: list[str]) -> bool:
+def is_mounting(words: list[str]) -> bool:
     """Whether this is probably a command that mounts something. A wrong guess costs a process that
     ends at once; but not of a job's command, which must have no children of ours."""
     if _OTHER_MODES.intersection(words):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.__main__ import may_mount
+from bootseer.__main__ import is_mounting
 from bootseer.config import Settings
 from bootseer.prefetch.mount_state import live_mounts
 from bootseer.prefetch.server_process import log_path
@@ -131,4 +131,4 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
     ],
 )
 def test_only_what_will_probably_mount_begins_one(line: str, mounts: bool) -> None:
-    assert may_mount(line.split()) is mounts
+    assert is_mounting(line.split()) is mounts
