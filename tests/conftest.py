@@ -1,6 +1,5 @@
 """Fixtures that several packages' tests use."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.running import running
 from tests.support import scheduling
 from tests.support.faulty_relay import FaultyRelay
 from tests.support.registry import Registry, running_registry
@@ -60,17 +59,8 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 
     A test works in a folder of its own (`hdfs_url`), and undoes what it does to the servers.
     """
-    cluster = MiniHdfs(tmp_path_factory.mktemp("hdfs"))
-    try:
-        cluster.start()
-    except CannotAssembleError as error:
-        if os.environ.get("BOOTSEER_REQUIRE_HDFS"):
-            raise
-        pytest.skip(f"no HDFS here: {error}")
-    try:
+    with running(MiniHdfs(tmp_path_factory.mktemp("hdfs"))) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

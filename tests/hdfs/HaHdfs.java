@@ -41,15 +41,6 @@ public class HaHdfs {
     conf.set("dfs.namenode.shared.edits.dir", "file://" + home + "/edits");
     conf.set("dfs.ha.tail-edits.period", "1");
     conf.set("dfs.ha.standby.checkpoints", "false");
-    conf.set("dfs.namenode.safemode.extension", "0");
-    conf.set("dfs.permissions.enabled", "false");
-    conf.set("dfs.heartbeat.interval", "1");
-    conf.set("dfs.namenode.fs-limits.min-block-size", "65536");
-    conf.set("dfs.namenode.redundancy.considerLoad", "false");
-    conf.set("dfs.namenode.edits.noeditlogchannelflush", "true");
-    conf.set("dfs.namenode.datanode.registration.ip-hostname-check", "false");
-    conf.set("dfs.replication", "1");
-    conf.set("dfs.blocksize", "16m");
     for (int i = 3; i < arguments.length; i++) {
       int equals = arguments[i].indexOf('=');
       conf.set(arguments[i].substring(0, equals), arguments[i].substring(equals + 1));

@@ -35,19 +35,11 @@ public class MiniHdfs {
     ports = Arrays.stream(bind[1].split(",")).mapToInt(Integer::parseInt).toArray();
     conf.set("hadoop.tmp.dir", home + "/tmp");
     conf.set("dfs.namenode.name.dir", "file://" + home + "/namenode");
-    conf.set("dfs.namenode.safemode.extension", "0");
     // A NameNode that comes back serves when it has heard of every block.
     conf.set("dfs.namenode.safemode.threshold-pct", "1.0f");
-    conf.set("dfs.permissions.enabled", "false");
-    // A dead DataNode is noticed in 2 * 2 s + 10 * 1 s instead of ten minutes.
-    conf.set("dfs.heartbeat.interval", "1");
+    // With heartbeats of 1 s a dead DataNode is noticed in 2 * 2 s + 10 * 1 s instead of ten
+    // minutes.
     conf.set("dfs.namenode.heartbeat.recheck-interval", "2000");
-    conf.set("dfs.namenode.fs-limits.min-block-size", "65536");
-    conf.set("dfs.namenode.redundancy.considerLoad", "false");
-    conf.set("dfs.namenode.edits.noeditlogchannelflush", "true");
-    conf.set("dfs.namenode.datanode.registration.ip-hostname-check", "false");
-    conf.set("dfs.replication", "1");
-    conf.set("dfs.blocksize", "16m");
     for (int i = 3; i < arguments.length; i++) {
       int equals = arguments[i].indexOf('=');
       conf.set(arguments[i].substring(0, equals), arguments[i].substring(equals + 1));

@@ -23,6 +23,17 @@ from tests.hdfs.classpath import classpath, data_archive
 
 # Only the first of Java's two compilers.
 _QUICK = ("-XX:TieredStopAtLevel=1",)
+_CONFIGURATION = {
+    "dfs.namenode.safemode.extension": "0",
+    "dfs.permissions.enabled": "false",
+    "dfs.heartbeat.interval": "1",
+    "dfs.namenode.fs-limits.min-block-size": "65536",
+    "dfs.namenode.redundancy.considerLoad": "false",
+    "dfs.namenode.edits.noeditlogchannelflush": "true",
+    "dfs.namenode.datanode.registration.ip-hostname-check": "false",
+    "dfs.replication": "1",
+    "dfs.blocksize": "16m",
+}
 _START_DEADLINE_S = 90
 _COMMAND_DEADLINE_S = 60
 _STOP_DEADLINE_S = 20
@@ -82,6 +93,7 @@ class MiniHdfs:
         bind = f"{'apart' if self._apart else 'shared'}:{','.join(map(str, ports))}"
         command += [str(self.datanode_count), bind]
         conf = {
+            **_CONFIGURATION,
             "fs.defaultFS": f"hdfs://127.0.0.1:{name_port}",
             "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
             **self._conf,

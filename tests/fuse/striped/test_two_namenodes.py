@@ -1,6 +1,5 @@
 """A real HDFS with two NameNodes: who reads or saves does not notice which of them is active."""
 
-import os
 import random
 import subprocess
 import sys
@@ -13,10 +12,10 @@ import pytest
 from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
 from bootseer.store import open_store
 from tests.fuse.striped.mounting import checkpoints, end, settings_in, shell
-from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.name_node_relay import NameNodeRelay
 from tests.hdfs.pair import NAME, PairedHdfs, pair_configuration, write_configuration
+from tests.hdfs.running import running
 
 BIG = 12_345_678
 
@@ -25,17 +24,8 @@ pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairedHdfs]:
-    cluster = PairedHdfs(tmp_path_factory.mktemp("pair"))
-    try:
-        cluster.start()
-    except CannotAssembleError as error:
-        if os.environ.get("BOOTSEER_REQUIRE_HDFS"):
-            raise
-        pytest.skip(f"no HDFS here: {error}")
-    try:
+    with running(PairedHdfs(tmp_path_factory.mktemp("pair"))) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
