@@ -160,7 +160,8 @@ def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
         wait_for(lambda: not left.exists())
 
 
-def test_unmount_of_a_dead_server(node: Node) -> None:
+def _with_a_dead_server(node: Node) -> Path:
+    """Where an image was mounted whose server and worker have been killed."""
     directory = node.base / "mnt"
     directory.mkdir()
     image = mount_image(node.settings, "image:1", directory)
@@ -168,18 +169,17 @@ def test_unmount_of_a_dead_server(node: Node) -> None:
     os.kill(find_live_mount(node.settings, directory)[1].pid, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
+    return directory
+
+
+def test_unmount_of_a_dead_server(node: Node) -> None:
+    directory = _with_a_dead_server(node)
     unmount_image(node.settings, directory)
     assert mounts.find_mount(directory) is None
 
 
 def test_mounting_again_where_a_server_died(node: Node) -> None:
-    directory = node.base / "mnt"
-    directory.mkdir()
-    image = mount_image(node.settings, "image:1", directory)
-    worker = image.status()["worker_pid"]
-    os.kill(find_live_mount(node.settings, directory)[1].pid, signal.SIGKILL)
-    os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: not is_alive(image.state_dir))
+    directory = _with_a_dead_server(node)
     with mount_image(node.settings, "image:1", directory):
         read_hot(node, directory)
     assert mounts.find_mount(directory) is None
