@@ -5,6 +5,7 @@ fsspec and hdfs-native are loaded by the backends that stand on them.
 """
 
 import contextlib
+from typing import Protocol
 
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
@@ -25,6 +26,37 @@ __all__ = [
 ]
 
 
+class _Open(Protocol):
+    def __call__(self, url: str, *, deadline_s: float | None) -> Backend: ...
+
+
+def _loaded(scheme: str) -> _Open:
+    """What opens URLs of a scheme, its module loaded."""
+    if scheme.startswith("limit+"):
+        from bootseer.store.limited import open_limited
+
+        return open_limited
+    if scheme in ("", "file"):
+        from bootseer.store.local import LocalBackend
+
+        return lambda url, *, deadline_s: LocalBackend.from_url(url)
+    if scheme in ("hdfs", "viewfs"):
+        from bootseer.store.hdfs import HdfsBackend
+
+        return HdfsBackend
+    if scheme == "java+hdfs":
+        from bootseer.store.java_hdfs import JavaHdfsBackend
+
+        return JavaHdfsBackend
+    if scheme == "oci":
+        from bootseer.store.oci import OciBackend
+
+        return OciBackend
+    from bootseer.store.generic import FsspecBackend
+
+    return lambda url, *, deadline_s: FsspecBackend(url)
+
+
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
     """The backend for `url`: a bare path, `file://`, `hdfs://`, `oci://` (beside an image in a
     registry), any fsspec URL, or `limit+URL`.
@@ -34,48 +66,17 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
 
     Raises: InvalidInputError for a URL that cannot be used.
     """
-    scheme = split_scheme(url)
-    if scheme.startswith("limit+"):
-        from bootseer.store.limited import open_limited
-
-        return open_limited(url, deadline_s=deadline_s)
-    if scheme in ("", "file"):
-        from bootseer.store.local import LocalBackend
-
-        return LocalBackend.from_url(url)
-    if scheme in ("hdfs", "viewfs"):
-        from bootseer.store.hdfs import HdfsBackend
-
-        return HdfsBackend(url, deadline_s=deadline_s)
-    if scheme == "java+hdfs":
-        from bootseer.store.java_hdfs import JavaHdfsBackend
-
-        return JavaHdfsBackend(url, deadline_s=deadline_s)
-    if scheme == "oci":
-        from bootseer.store.oci import OciBackend
-
-        return OciBackend(url, deadline_s)
-    from bootseer.store.generic import FsspecBackend
-
-    return FsspecBackend(url)
+    return _loaded(split_scheme(url))(url, deadline_s=deadline_s)
 
 
 def load_backend(url: str) -> None:
     """Load what `open_backend` would, so that the copies of this process have it. Never raises."""
     with contextlib.suppress(BootseerError, ImportError):
         scheme = split_scheme(url).removeprefix("limit+")
-        if scheme in ("", "file"):
-            import bootseer.store.local
-        elif scheme in ("hdfs", "viewfs"):
+        _loaded(scheme)
+        if scheme in ("hdfs", "viewfs"):
+            # Its first call would load this.
             import hdfs_native  # noqa: F401
-
-            import bootseer.store.hdfs
-        elif scheme == "java+hdfs":
-            import bootseer.store.java_hdfs
-        elif scheme == "oci":
-            import bootseer.store.oci
-        else:
-            import bootseer.store.generic  # noqa: F401
 
 
 def open_store(url: str, *, deadline_s: float | None = None) -> Store:
