@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 
+_OF_HDFS_NATIVE = ("hdfs", "viewfs")
+
+
 class _Open(Protocol):
     def __call__(self, url: str, *, deadline_s: float | None) -> Backend: ...
 
@@ -40,7 +43,7 @@ def _loaded(scheme: str) -> _Open:
         from bootseer.store.local import LocalBackend
 
         return lambda url, *, deadline_s: LocalBackend.from_url(url)
-    if scheme in ("hdfs", "viewfs"):
+    if scheme in _OF_HDFS_NATIVE:
         from bootseer.store.hdfs import HdfsBackend
 
         return HdfsBackend
@@ -74,7 +77,7 @@ def load_backend(url: str) -> None:
     with contextlib.suppress(BootseerError, ImportError):
         scheme = split_scheme(url).removeprefix("limit+")
         _loaded(scheme)
-        if scheme in ("hdfs", "viewfs"):
+        if scheme in _OF_HDFS_NATIVE:
             # Its first call would load this.
             import hdfs_native  # noqa: F401
 
