@@ -21,6 +21,7 @@ __all__ = [
     "Space",
     "Store",
     "Writer",
+    "load_backend",
     "open_backend",
     "open_store",
 ]
