@@ -138,6 +138,15 @@ def publish_image(store: Store, record: ImageRecord) -> None:
     store.publish(image_key(record.reference), data, replace=True)
 
 
+def publish_index(store: Store, digest: str, data: bytes) -> None:
+    """Have an index, which has `digest`, in the store; replaces one that is damaged."""
+    if not store.publish(index_key(digest), data):
+        try:
+            read_tree(store, digest)
+        except CorruptError:
+            store.publish(index_key(digest), data, replace=True)
+
+
 def publish_layer(store: Store, record: LayerRecord) -> None:
     """Make a layer, whose objects are all in the store, known by its digest; replaces an older
     record, which names what is gone or damaged or is equal.

@@ -36,7 +36,8 @@ from bootseer.prefetch.catalogue import (
     keep_index,
     load_tree,
 )
-from bootseer.prefetch.indexing import change_time_ns, describe_image, stored_layer
+from bootseer.prefetch.indexing import change_time_ns, describe_image
+from bootseer.prefetch.layer_packing import stored_layer
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.obtained import (
