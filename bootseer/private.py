@@ -23,6 +23,23 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
+def write_private_file(path: Path, data: bytes) -> None:
+    """Put `data` there in one step, in place of what is there; the folder is made if need be.
+
+    Not synced: for what is verified whenever it is read, or may be lost. Raises: OSError.
+    """
+    make_private_directory(path.parent)
+    # Random: processes of several containers may have one number.
+    temporary = path.with_name(f".new-{os.urandom(8).hex()}")
+    try:
+        with open(temporary, "wb", opener=private_opener) as file:
+            file.write(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def is_own(status: os.stat_result) -> bool:
     """Whether a file or folder is this user's, so that what it says may be acted upon."""
     return status.st_uid == os.geteuid()

@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch import hot_store, relatives
 from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.publish import load_local_tree
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.rebuilt import translate
 from bootseer.store import Store
 
@@ -57,7 +57,7 @@ def borrow(
 def _old_tree(settings: Settings, store: Store, index_digest: str) -> Tree:
     """From the node's copy, else from the store; not kept, since it is needed once."""
     try:
-        return load_local_tree(settings, index_digest)
+        return read_kept_tree(settings.cache_dir, index_digest)
     except BootseerError:
         key = index_key(index_digest)
         data = store.read(key, 0, _INDEX_BYTES_MAX + 1)

@@ -7,9 +7,7 @@ Thread-safe: functions and frozen objects only.
 """
 
 import contextlib
-import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -18,7 +16,8 @@ from bootseer.blob.index import decode
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
-from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, from_oserror
+from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.prefetch.kept_indexes import keep_index, read_index
 from bootseer.prefetch.records import (
     INDEX_BYTES_MAX,
     RECORD_BYTES_MAX,
@@ -30,7 +29,6 @@ from bootseer.prefetch.records import (
     encode_image,
     encode_layer,
 )
-from bootseer.private import make_private_directory
 from bootseer.store import Store
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
@@ -190,10 +188,11 @@ def read_layer(store: Store, digest: str) -> LayerRecord | None:
 def read_tree(store: Store, digest: str) -> Tree:
     """The tree whose index has `digest`. Raises: NotFoundError, CorruptError,
     UnknownFormatError."""
-    return decode(_read_index(store, digest))
+    return decode(fetch_index(store, digest))
 
 
-def _read_index(store: Store, digest: str) -> bytes:
+def fetch_index(store: Store, digest: str) -> bytes:
+    """The index that has `digest`. Raises: NotFoundError, CorruptError, UnavailableError."""
     key = index_key(digest)
     data = store.read(key, 0, INDEX_BYTES_MAX + 1)
     if digest_of(data) != digest:
@@ -207,47 +206,19 @@ def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
 
 
 def have_index(store: Store, record: ImageRecord, cache_dir: Path) -> bytes:
-    """The image's index, as its digest has it. It is kept under `cache_dir`/indexes and verified at
-    every use; a copy that is damaged is fetched again.
+    """The image's index, as its digest has it. It is kept in `cache_dir` and verified at every use;
+    a copy that is damaged is fetched again.
 
     Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
     made; UnavailableError, NoSpaceError.
     """
-    path = cache_dir / "indexes" / record.index_digest.partition(":")[2]
-    with contextlib.suppress(OSError):
-        data = path.read_bytes()
-        if digest_of(data) == record.index_digest:
-            # What nobody used for long is removed.
-            os.utime(path)
-            return data
+    with contextlib.suppress(BootseerError):
+        return read_index(cache_dir, record.index_digest)
     try:
-        data = _read_index(store, record.index_digest)
+        data = fetch_index(store, record.index_digest)
     except NotFoundError as error:
         raise CorruptError(
             f"the index of image {record.reference} is missing in {store.url}; index it again"
         ) from error
     keep_index(cache_dir, record.index_digest, data)
     return data
-
-
-def keep_index(cache_dir: Path, digest: str, data: bytes) -> None:
-    """Leave an index, which has `digest`, in the node's cache, where `load_tree` and an image's
-    server look for it. Raises: NoSpaceError, BootseerError."""
-    path = cache_dir / "indexes" / digest.partition(":")[2]
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise from_oserror(error, f"keep the image's index in {path}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Not synced: it is verified whenever it is read."""
-    make_private_directory(path.parent)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

@@ -36,11 +36,11 @@ from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.cache_files import boot_id
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.mount_state import make_private, remove_scratch
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
-from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.records import ImageRecord
 from bootseer.store import open_store
 
@@ -139,7 +139,7 @@ def _locked_folder(base: Path) -> Path:
 
 
 def _extract(settings: Settings, index_digest: str, target: Path) -> None:
-    tree = load_local_tree(settings, index_digest)
+    tree = read_kept_tree(settings.cache_dir, index_digest)
     keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
     cache = NodeCache(settings.cache_dir)
     with (

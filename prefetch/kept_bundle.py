@@ -13,13 +13,13 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import HEADER_BYTES_MAX, Bundle
-from bootseer.prefetch.catalogue import write_atomically
 from bootseer.prefetch.hot_store import (
     HotPointer,
     decode_bundle,
     decode_pointer,
     encode_pointer,
 )
+from bootseer.private import write_private_file
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def keep_bundle(cache_dir: Path, workload: str, pointer: HotPointer, header: byt
     """Remember the bundle of an image and workload. Never raises: it is only a copy."""
     path = _path(cache_dir, pointer.index_digest, workload)
     try:
-        write_atomically(path.with_suffix(".header"), header)
-        write_atomically(path, encode_pointer(pointer))
+        write_private_file(path.with_suffix(".header"), header)
+        write_private_file(path, encode_pointer(pointer))
     except OSError as error:
         _log.debug("the bundle of %s is not kept: %s", workload, error)
 

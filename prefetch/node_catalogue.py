@@ -25,8 +25,13 @@ from msgspec import Struct
 from bootseer.blob.index import decode, encode
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Blob, Tree
-from bootseer.errors import BootseerError, CorruptError, UnknownFormatError, from_oserror
-from bootseer.prefetch.catalogue import keep_index, write_atomically
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    UnknownFormatError,
+    from_oserror,
+)
 from bootseer.prefetch.checked_json import (
     ANY_DIGEST,
     SHA256,
@@ -36,6 +41,7 @@ from bootseer.prefetch.checked_json import (
     parse,
     strings_in,
 )
+from bootseer.prefetch.kept_indexes import index_folder, keep_index, read_index
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import (
     RECORD_BYTES_MAX,
@@ -45,6 +51,7 @@ from bootseer.prefetch.records import (
     encode_image,
     encode_notes,
 )
+from bootseer.private import write_private_file
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +207,7 @@ class NodeCatalogue:
         raises: what is needed after all is pulled, or fetched, again."""
         oldest_s = time.time() - _KEPT_S
         count = 0
-        for folder in (self._cache_dir / "indexes", *self._directory.glob("*")):
+        for folder in (index_folder(self._cache_dir), *self._directory.glob("*")):
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
@@ -226,7 +233,7 @@ class NodeCatalogue:
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
-            write_atomically(path, data)
+            write_private_file(path, data)
         except OSError as error:
             raise from_oserror(error, f"write {path}") from error
 
@@ -248,15 +255,10 @@ class NodeCatalogue:
         return NodeImage(record, digests)
 
     def _read_tree(self, index_digest: str) -> Tree | None:
-        path = self._cache_dir / "indexes" / index_digest.partition(":")[2]
         try:
-            data = path.read_bytes()
-            os.utime(path)
-        except OSError:
+            return decode(read_index(self._cache_dir, index_digest))
+        except NotFoundError:
             return None
-        if digest_of(data) != index_digest:
-            raise CorruptError(f"{path} does not match the digest in its name")
-        return decode(data)
 
 
 def _encode_node_image(image: NodeImage) -> bytes:

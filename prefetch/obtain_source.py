@@ -33,10 +33,10 @@ from bootseer.prefetch.catalogue import (
     check_blobs,
     check_streams,
     find_image,
-    keep_index,
     load_tree,
 )
 from bootseer.prefetch.indexing import change_time_ns, describe_image
+from bootseer.prefetch.kept_indexes import keep_index
 from bootseer.prefetch.layer_packing import stored_layer
 from bootseer.prefetch.merge import LayerTree, merge
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage

@@ -20,8 +20,9 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.catalogue import check_blobs, check_reference, find_image, have_index
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
-from bootseer.prefetch.publish import load_local_tree, start_image_publisher
+from bootseer.prefetch.publish import start_image_publisher
 from bootseer.prefetch.records import ImageRecord
 from bootseer.store import Store, open_store
 
@@ -111,7 +112,7 @@ def image_on_node(
     cache = NodeCache(settings.cache_dir)
     streams: list[StreamCache] = []
     try:
-        for blob in load_local_tree(settings, known.record.index_digest).blobs:
+        for blob in read_kept_tree(settings.cache_dir, known.record.index_digest).blobs:
             if blob.frames and not whole:
                 continue
             stream = cache.open_whole(blob.stream_digest)

@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from msgspec import Struct
 
 from bootseer.background import python_environment
-from bootseer.blob.index import decode as decode_index
-from bootseer.blob.index import digest as digest_of
-from bootseer.blob.tree import Tree
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, CorruptError, from_oserror
+from bootseer.errors import BootseerError
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.mount_state import is_alive, make_private, take_lock
 from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
@@ -59,28 +57,6 @@ class RecordInfo(Struct, frozen=True):
     readahead_bytes: int
     renew: bool
     """The bundle was found damaged."""
-
-
-def index_path(settings: Settings, index_digest: str) -> Path:
-    """Where the node keeps an image's index (written by `catalogue.load_tree`)."""
-    return settings.cache_dir / "indexes" / index_digest.partition(":")[2]
-
-
-def load_local_tree(settings: Settings, index_digest: str, *, checks: bool = True) -> Tree:
-    """The tree from the node's own copy of the index. `checks`: see `ServeOptions.checks_index`.
-
-    Raises: NotFoundError, CorruptError.
-    """
-    path = index_path(settings, index_digest)
-    try:
-        data = path.read_bytes()
-        # What nobody used for long is removed.
-        os.utime(path)
-    except OSError as error:
-        raise from_oserror(error, f"read the image's index {path}") from error
-    if checks and digest_of(data) != index_digest:
-        raise CorruptError(f"{path} does not match the digest in its name; remove it")
-    return decode_index(data, is_verified=True, checks_names=checks)
 
 
 def publishing_dir(settings: Settings) -> Path:
@@ -212,9 +188,9 @@ def publish_record(
     index_digest = publish_node_image(settings, info.index_digest)
     # Of the published image, whose files have digests. Its inodes may have other numbers, where
     # another release has packed a layer.
-    tree = load_local_tree(settings, index_digest)
+    tree = read_kept_tree(settings.cache_dir, index_digest)
     if index_digest != info.index_digest:
-        entries = renumbered(load_local_tree(settings, info.index_digest), tree, entries)
+        entries = renumbered(read_kept_tree(settings.cache_dir, info.index_digest), tree, entries)
     files, accesses = accesses_of(tree, entries)
     trace = Trace(
         index_digest,

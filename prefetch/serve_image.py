@@ -17,8 +17,8 @@ from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.mount_state import lock_new, remove_scratch, sweep, write_state
-from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan
 from bootseer.prefetch.server import ImageServer
 from bootseer.prefetch.trace import AccessLog
@@ -44,7 +44,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
         state = plan.state
         write_state(plan.state_dir, state)
-        tree = load_local_tree(plan.settings, state.index_digest, checks=plan.checks_index)
+        tree = read_kept_tree(plan.settings.cache_dir, state.index_digest, checks=plan.checks_index)
         log = AccessLog()
 
         def worker() -> TreeFileSystem:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
-from bootseer.private import private_opener
+from bootseer.private import write_private_file
 from bootseer.snapshots.exact import exact_digest
 from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.scan import Scan, scan
@@ -87,7 +87,5 @@ def _save_state(cache_dir: Path, target: Path, state: State) -> None:
     path = _file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
         private_directory(path.parent)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
-            json.dump({"version": _VERSION, **asdict(state)}, file)
-        temporary.replace(path)
+        document = {"version": _VERSION, **asdict(state)}
+        write_private_file(path, json.dumps(document).encode("ascii"))

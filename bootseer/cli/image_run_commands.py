@@ -200,9 +200,9 @@ def warm(reference: str) -> None:
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
     from bootseer.prefetch.cache import NodeCache
+    from bootseer.prefetch.kept_indexes import read_kept_tree
     from bootseer.prefetch.obtain import obtain_image
     from bootseer.prefetch.obtained import publish_later
-    from bootseer.prefetch.publish import load_local_tree
     from bootseer.prefetch.streams import BlobStreams
     from bootseer.progress import Progress
 
@@ -210,7 +210,7 @@ def warm(reference: str) -> None:
     obtained = obtain_image(settings, reference)
     try:
         record = obtained.record
-        tree = load_local_tree(settings, record.index_digest)
+        tree = read_kept_tree(settings.cache_dir, record.index_digest)
         size_bytes = sum(blob.size_bytes for blob in tree.blobs)
         with (
             open_current_store() as store,

@@ -5,12 +5,12 @@ store that does not answer is left alone for a while, and images are pulled as w
 Thread-safe.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from bootseer.blob.index import decode, encode
 from bootseer.blob.index import digest as digest_of
@@ -18,10 +18,11 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.catalogue import check_streams, keep_index, read_layer
+from bootseer.prefetch.catalogue import check_streams, fetch_index, read_layer
 from bootseer.prefetch.chains import Chain, publish_chain_index, read_chain
+from bootseer.prefetch.kept_indexes import index_path, keep_index, read_index
 from bootseer.prefetch.merge import LayerTree, merge
-from bootseer.prefetch.records import INDEX_BYTES_MAX, LayerRecord
+from bootseer.prefetch.records import LayerRecord
 from bootseer.prefetch.snapshotter.metadata import Metadata
 from bootseer.store import Store, open_store
 
@@ -177,22 +178,16 @@ class ChainTrees:
 
     def _index(self, store: Store, digest: str) -> Tree:
         """The tree of a layer or an image; its index stays in the node's cache."""
-        try:
-            data = self._kept(digest).read_bytes()
-            if digest_of(data) == digest:
-                return decode(data)
-        except OSError:
-            pass
-        data = store.read(index_key(digest), 0, INDEX_BYTES_MAX + 1)
-        if digest_of(data) != digest:
-            raise CorruptError(f"{store.url}/{index_key(digest)} has not the digest in its name")
+        with contextlib.suppress(BootseerError):
+            return decode(read_index(self._settings.cache_dir, digest))
+        data = fetch_index(store, digest)
         keep_index(self._settings.cache_dir, digest, data)
         return decode(data)
 
     def _is_kept(self, digest: str) -> bool:
         """Whether its index is in the node's cache, undamaged: a crash may have torn it."""
         try:
-            path = self._kept(digest)
+            path = index_path(self._settings.cache_dir, digest)
             status = path.stat()
             # It is only ever replaced; once per file is enough for large ones.
             file = (status.st_ino, status.st_size)
@@ -203,6 +198,3 @@ class ChainTrees:
         except OSError:
             return False
         return True
-
-    def _kept(self, digest: str) -> Path:
-        return self._settings.cache_dir / "indexes" / digest.partition(":")[2]

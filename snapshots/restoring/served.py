@@ -15,13 +15,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.blob import index
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.catalogue import keep_index
+from bootseer.prefetch.kept_indexes import keep_index, read_index
 from bootseer.prefetch.mount_state import new_mount_dir, wait_released
-from bootseer.prefetch.publish import index_path
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import Serving, begin_serving
@@ -103,10 +101,10 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
     if blob := find_cut_blob(store, item.target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(BootseerError):
         # A damaged copy is no fault of the snapshot's.
-        if index.digest(index_path(settings, digest).read_bytes()) == digest:
-            return None
+        read_index(settings.cache_dir, digest)
+        return None
     data = read_encoded_tree(store, item.target)
     keep_index(settings.cache_dir, digest, data)
     return data

@@ -7,9 +7,9 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
-from bootseer.prefetch.publish import load_local_tree
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import open_store
 from tests.support.image_mounts import settings_at
@@ -38,7 +38,7 @@ class Node:
             obtained.release()
 
     def tree(self, obtained: ObtainedImage) -> Tree:
-        return load_local_tree(self.settings, obtained.record.index_digest)
+        return read_kept_tree(self.settings.cache_dir, obtained.record.index_digest)
 
     def contents(self, obtained: ObtainedImage) -> dict[str, bytes]:
         """path -> content of every regular file, as the image's server would read it."""

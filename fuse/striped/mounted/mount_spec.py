@@ -26,7 +26,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
-from bootseer.private import is_own, make_private_directory
+from bootseer.private import is_own, write_private_file
 from bootseer.redact import public_url
 from bootseer.structs import asdict
 
@@ -162,13 +162,8 @@ def states(run_dir: Path) -> Iterator[MountState]:
 def write_state(run_dir: Path, state: MountState) -> None:
     """Replace the state. Raises: BootseerError."""
     path = state_path(run_dir, Path(state.directory))
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        make_private_directory(path.parent)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(asdict(state), file)
-        temporary.replace(path)
+        write_private_file(path, json.dumps(asdict(state)).encode("ascii"))
     except OSError as error:
         raise from_oserror(error, f"write the state of the mount to {path}") from error
 
