@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from bootseer.errors import from_oserror
+
 
 def make_private_directory(path: Path) -> None:
     """Make `path`, and the parents that are missing, with mode 0700. Raises: OSError.
@@ -16,6 +18,15 @@ def make_private_directory(path: Path) -> None:
             raise
         make_private_directory(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_directory(path: Path) -> Path:
+    """`path`, made as by `make_private_directory`. Raises: BootseerError."""
+    try:
+        make_private_directory(path)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {path}") from error
+    return path
 
 
 def private_opener(path: str, flags: int) -> int:

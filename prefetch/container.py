@@ -34,7 +34,7 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.mount import MountedImage, mount_image
-from bootseer.prefetch.mount_state import is_alive, make_private, new_mount_dir
+from bootseer.prefetch.mount_state import is_alive, new_mount_dir
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
 from bootseer.prefetch.process_spec import (
@@ -48,6 +48,7 @@ from bootseer.prefetch.process_spec import (
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess, begin_server
+from bootseer.private import private_directory
 from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:
@@ -246,8 +247,8 @@ def prepare_container(
         scratch = settings.cache_dir / "containers" / state_dir.name
         try:
             tree, root = state_dir / "tree", state_dir / "root"
-            for path in (tree, root, make_private(settings.cache_dir / "containers"), scratch):
-                make_private(path)
+            for path in (tree, root, scratch):
+                private_directory(path)
             options = replace(
                 options,
                 purpose="run",

@@ -15,7 +15,8 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.prefetch.covers import Cover, covers, uncover
-from bootseer.prefetch.mount_state import is_alive, make_private, mounts_dir
+from bootseer.prefetch.mount_state import is_alive, mounts_dir
+from bootseer.private import private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
 
 
 def _write_user(state_dir: Path, pid: int | None) -> None:
-    folder = make_private(state_dir / "users")
+    folder = private_directory(state_dir / "users")
     name = _KEEP if pid is None else f"{pid}-{start_time(pid)}"
     os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 

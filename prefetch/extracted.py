@@ -37,11 +37,12 @@ from bootseer.prefetch.cache_files import boot_id
 from bootseer.prefetch.container import Container
 from bootseer.prefetch.container_root import parse_bind
 from bootseer.prefetch.kept_indexes import read_kept_tree
-from bootseer.prefetch.mount_state import make_private, remove_scratch
+from bootseer.prefetch.mount_state import remove_scratch
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
 from bootseer.prefetch.records import ImageRecord
+from bootseer.private import private_directory
 from bootseer.store import open_store
 
 _log = logging.getLogger(__name__)
@@ -84,10 +85,10 @@ def prepare_extracted(
     obtained = obtain_image(settings, image) if isinstance(image, str) else image
     record = obtained.record
     try:
-        base = make_private(make_private(settings.cache_dir) / "extracted")
+        base = private_directory(settings.cache_dir / "extracted")
         target = _locked_tree(settings, record.index_digest, base)
         own = _locked_folder(base)
-        root = make_private(own / "root")
+        root = private_directory(own / "root")
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
@@ -132,7 +133,7 @@ def _before_published(settings: Settings, index_digest: str, base: Path) -> Path
 def _locked_folder(base: Path) -> Path:
     """A new folder for a container, locked. Raises: BusyError, OSError."""
     for _ in range(_ATTEMPTS_MAX):
-        path = make_private(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
+        path = private_directory(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
         if _lock(path):
             return path
     raise BusyError(f"others keep removing new folders in {base}; start the container again")

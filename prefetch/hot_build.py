@@ -28,9 +28,9 @@ from bootseer.prefetch.aim import aim_of, is_worthwhile
 from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.mount_state import make_private
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace
+from bootseer.private import private_directory
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _publish_bundle(
     )
     try:
         with contextlib.ExitStack() as stack:
-            folder = make_private(settings.cache_dir / "tmp")
+            folder = private_directory(settings.cache_dir / "tmp")
             parts = [
                 stack.enter_context(tempfile.TemporaryFile(dir=folder))
                 for _ in range(min(PART_COUNT, len(frames)))

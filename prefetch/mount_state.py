@@ -18,12 +18,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import BootseerError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.server_process import new_identity
-from bootseer.private import is_own, make_private_directory, private_opener
+from bootseer.private import is_own, private_directory, private_opener
 from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
@@ -58,21 +58,9 @@ def mounts_dir(settings: Settings) -> Path:
     return settings.run_dir / "mounts"
 
 
-def make_private(path: Path) -> Path:
-    """The folder, made for us alone if it is not there. Raises: BootseerError."""
-    try:
-        make_private_directory(path)
-    except OSError as error:
-        raise from_oserror(error, f"make the folder {path}") from error
-    return path
-
-
 def new_mount_dir(settings: Settings, identity: str | None = None) -> Path:
     """A new folder for a mount; its name is the mount's identity, by default a new one."""
-    # Each by itself: with `parents=True` only the last one would be private.
-    make_private(settings.run_dir)
-    make_private(mounts_dir(settings))
-    return make_private(mounts_dir(settings) / (identity or new_identity()))
+    return private_directory(mounts_dir(settings) / (identity or new_identity()))
 
 
 def take_lock(directory: Path, *, create: bool = True) -> int:

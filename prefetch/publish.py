@@ -28,10 +28,10 @@ from bootseer.background import python_environment
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.prefetch.kept_indexes import read_kept_tree
-from bootseer.prefetch.mount_state import is_alive, make_private, take_lock
+from bootseer.prefetch.mount_state import is_alive, take_lock
 from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
-from bootseer.private import private_opener
+from bootseer.private import private_directory, private_opener
 from bootseer.store import open_store
 from bootseer.structs import asdict
 
@@ -117,10 +117,8 @@ def _new_job(
     settings: Settings, identity: str, job: Mapping[str, Any]
 ) -> Iterator[tuple[Path, int, BinaryIO]]:
     """A job's folder, the lock that says that somebody is at it, and its log."""
-    make_private(settings.run_dir)
-    make_private(publishing_dir(settings))
-    make_private(settings.run_dir / "logs")
-    directory = make_private(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
+    private_directory(settings.run_dir / "logs")
+    directory = private_directory(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
     lock = take_lock(directory)
     try:
         document = {"settings": settings_to_json(settings), **job}

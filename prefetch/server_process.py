@@ -14,9 +14,9 @@ from typing import Self
 
 from bootseer import background
 from bootseer.config import Settings
-from bootseer.errors import BootseerError, DeadlineError, from_oserror
+from bootseer.errors import BootseerError, DeadlineError
 from bootseer.forked import may_fork
-from bootseer.private import make_private_directory
+from bootseer.private import private_directory
 from bootseer.waiting import wait_ended
 
 _START_S = 30.0
@@ -144,12 +144,7 @@ def begin_server(
     global _ahead
     identity = identity or new_identity()
     log = log_path(settings, identity)
-    try:
-        # Each by itself: both may be there with other modes.
-        make_private_directory(settings.run_dir)
-        make_private_directory(log.parent)
-    except OSError as error:
-        raise from_oserror(error, f"make the folder {log.parent}") from error
+    private_directory(log.parent)
     starting = None
     if module == _MODULE:
         starting, _ahead = _ahead, None

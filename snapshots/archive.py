@@ -30,10 +30,9 @@ from bootseer.errors import (
     InvalidInputError,
     from_oserror,
 )
-from bootseer.private import private_opener
+from bootseer.private import private_directory, private_opener
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.capture import make_manifest, make_target
-from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name, target_path, text_of
 from bootseer.snapshots.scan import WORK_PREFIX
 from bootseer.snapshots.setup.fingerprint import Part

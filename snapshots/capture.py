@@ -20,11 +20,11 @@ from bootseer.blob import index
 from bootseer.blob.pack import Others, pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
+from bootseer.private import private_directory
 from bootseer.progress import Progress
 from bootseer.snapshots.catalogue import publish, publish_target
 from bootseer.snapshots.diff import diff
 from bootseer.snapshots.layering import RULE, Rule, find_others
-from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
 from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint

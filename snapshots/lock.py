@@ -13,20 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bootseer.errors import BusyError, from_oserror
+from bootseer.private import private_directory
 
 _POLL_FIRST_S = 0.01
 _POLL_MAX_S = 0.5
-
-
-def private_directory(path: Path) -> Path:
-    """`path`, made with its parents where missing, for this user only."""
-    try:
-        if not path.parent.exists():
-            private_directory(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise from_oserror(error, f"make the directory {path}") from error
-    return path
 
 
 @contextmanager

@@ -37,7 +37,8 @@ Scan = Mapping[bytes, Entry]
 """Relative path -> what is there; b"" is the directory itself. Empty: it does not exist."""
 
 
-def _entry(info: os.stat_result) -> Entry:
+def entry_of(info: os.stat_result) -> Entry:
+    """What a scan keeps of it."""
     return Entry(
         info.st_mode,
         info.st_uid,
@@ -70,7 +71,7 @@ def scan(directory: Path) -> Scan:
     found: dict[bytes, Entry] = {}
     try:
         root = os.fstat(fd)
-        found[b""] = _entry(root)
+        found[b""] = entry_of(root)
         _scan_into(found, fd, b"", root.st_dev)
     except OSError as error:
         raise from_oserror(error, f"scan {directory}") from error
@@ -87,7 +88,7 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
         fd = top
         if prefix:
             try:
-                fd = _open_below(top, prefix)
+                fd = open_below(top, prefix)
             except FileNotFoundError:
                 continue  # removed while we look, by something that still runs
         try:
@@ -102,7 +103,7 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
                     except FileNotFoundError:
                         continue
                     path = prefix + b"/" + name if prefix else name
-                    found[path] = _entry(info)
+                    found[path] = entry_of(info)
                     # Overlayfs gives files the device of their layer: only directories tell
                     # where a mount begins.
                     if stat.S_ISDIR(info.st_mode) and info.st_dev == device:
@@ -114,7 +115,8 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
             raise NoSpaceError(f"more than {ENTRIES_MAX} names in one target; choose a smaller one")
 
 
-def _open_below(top: int, path: bytes) -> int:
+def open_below(top: int, path: bytes) -> int:
+    """The directory at `path`, itself no symbolic link. Raises: OSError."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=top)
 

@@ -18,7 +18,6 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.private import write_private_file
 from bootseer.snapshots.exact import exact_digest
-from bootseer.snapshots.lock import private_directory
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.structs import asdict
 
@@ -86,6 +85,5 @@ def _save_state(cache_dir: Path, target: Path, state: State) -> None:
     """Never raises: it is only a hint."""
     path = _file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
-        private_directory(path.parent)
         document = {"version": _VERSION, **asdict(state)}
         write_private_file(path, json.dumps(document).encode("ascii"))

@@ -16,7 +16,7 @@ from bootseer.errors import InvalidInputError, UnavailableError, from_oserror
 from bootseer.notify import notify
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.service import handler_of
-from bootseer.private import make_private_directory
+from bootseer.private import private_directory
 
 _THREADS = 16
 """Calls at once. Most of them take a millisecond; those that mount an image wait for its server."""
@@ -53,10 +53,7 @@ def serve(snapshotter: Snapshotter, address: Path, on_ready: Callable[[], None])
 
 
 def _bind(server: grpc.Server, path: Path) -> None:
-    try:
-        make_private_directory(path.parent)
-    except OSError as error:
-        raise from_oserror(error, f"make the folder {path.parent}") from error
+    private_directory(path.parent)
     before = os.umask(0o177)
     try:
         if path.is_socket():

@@ -16,9 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.errors import from_oserror
 from bootseer.prefetch.warm.record import key_of
-from bootseer.private import is_own, make_private_directory, private_opener
+from bootseer.private import is_own, private_directory, private_opener
 
 _STATE_BYTES_MAX = 1 << 16
 
@@ -34,10 +33,7 @@ class NodePaths(Struct, frozen=True):
 def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
     """The paths, in a folder that exists. Raises: BootseerError."""
     folder = run_dir / "warm"
-    try:
-        make_private_directory(folder)
-    except OSError as error:
-        raise from_oserror(error, f"make the folder {folder}") from error
+    private_directory(folder)
     _, digest, _ = key_of(identity, workload).split("/")
     name = f"{digest[:16]}-{workload}"
     return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", folder / f"{name}.log")

@@ -9,10 +9,11 @@ import pytest
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.catalogue import list_images, load_tree
 from bootseer.prefetch.chains import chain_ids, read_chain
-from bootseer.prefetch.mount_state import make_private, take_lock
+from bootseer.prefetch.mount_state import take_lock
 from bootseer.prefetch.publish import publishing_dir, start_chain_publisher, wait_published
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.sources.containerd_content import open_content
+from bootseer.private import private_directory
 from bootseer.store import open_store
 from tests.support.containerd_images import add_image, layers
 from tests.support.containerd_node import Node
@@ -92,9 +93,7 @@ def test_it_is_as_if_it_were_indexed_by_name(content: Layout, tmp_path: Path) ->
 
 def test_one_image_after_the_other(content: Layout, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
-    make_private(settings.run_dir)
-    make_private(publishing_dir(settings))
-    lock = take_lock(make_private(publishing_dir(settings) / "chain-other"))
+    lock = take_lock(private_directory(publishing_dir(settings) / "chain-other"))
     assert not start_chain_publisher(settings, content.directory, top_chain("train"))
     os.close(lock)
     assert start_chain_publisher(settings, content.directory, top_chain("train"))
