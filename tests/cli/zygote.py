@@ -21,6 +21,7 @@ _NOT_IMPORTED = (
     "bootseer.demo.",
     "bootseer.__main__",
     "bootseer.fuse.striped.group.channel",
+    "bootseer.fuse.striped.group.loading",
     "bootseer.fuse.striped.group.reader",
 )
 

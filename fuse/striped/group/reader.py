@@ -2,36 +2,32 @@
 
     dcp.load(state, storage_reader=GroupReader("hdfs://namenode:8020/ckpt/step-100"))
 
-Owns the loading on one rank: what others read for it comes over the process group, and a thread
-reads this rank's next pieces while the present ones are handed on. Which rank reads what is
-`group_plan`'s, the collectives are `group_channel`'s. One load at a time. Importing this imports
-torch.
+Owns what torch.distributed.checkpoint asks of a storage reader, on one rank. Which rank reads what
+is `plan`'s, the collectives are `channel`'s, the work is `loading`'s. One load at a time. Importing
+this imports torch.
 """
 
 import dataclasses
-import io
 import logging
 import os
 import pickle
 import uuid
-from collections import defaultdict
 from typing import Any
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from bootseer.config import Settings, absolute_url, load_settings
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.fuse.striped.doors.copy import open_storage
-from bootseer.fuse.striped.group.assembly import Assembly, BytesFile
 from bootseer.fuse.striped.group.channel import GroupChannel
+from bootseer.fuse.striped.group.loading import Loading
 from bootseer.fuse.striped.group.piece_reader import PieceReader
-from bootseer.fuse.striped.group.plan import Extent, GroupPlan, Piece, plan_group
+from bootseer.fuse.striped.group.plan import Extent, plan_group
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.redact import public_url
 
@@ -165,7 +161,19 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         """
         assert self._channel is not None
         try:
-            _Loading(self, plan, planner, self._channel).run()
+            loading = Loading(
+                plan,
+                planner,
+                self._channel,
+                extent_of=self._extent,
+                piece_bytes=self._piece_bytes,
+            )
+            loading.run(self._open())
+            self._note(
+                read_bytes=loading.read_bytes,
+                sent_bytes=loading.sent_bytes,
+                received_bytes=loading.received_bytes,
+            )
         except BaseException as error:
             # Where a rank is gone, what dcp.load raises is its own next collective's failure.
             _log.error("%s is not loaded: %s", self.checkpoint_id, error)
@@ -224,120 +232,3 @@ class GroupReader(StorageReader):  # type: ignore[misc]
     def _note(self, **counts: int) -> None:
         changes = {name: getattr(self.statistics, name) + count for name, count in counts.items()}
         self.statistics = replace(self.statistics, **changes)
-
-
-class _Loading:
-    """One rank's part of one load."""
-
-    def __init__(
-        self, reader: GroupReader, plan: LoadPlan, planner: LoadPlanner, channel: GroupChannel
-    ) -> None:
-        self._reader = reader
-        self._plan: GroupPlan = plan.storage_data
-        self._planner = planner
-        self._channel = channel
-        self._items: dict[Extent, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            self._items[reader._extent(item)].append(item)
-        self._buffers: list[bytearray] = []
-        self._assembly = Assembly([extent for extent in self._items if extent.length], self._load)
-
-    def run(self) -> None:
-        plan, rank = self._plan, self._channel.rank
-        own = PieceReader(
-            self._reader._open(),
-            [Extent(plan.files[piece.file], piece.start, piece.length) for piece in plan.own(rank)],
-        )
-        with own:
-            error: BaseException | None = None
-            for pieces in plan.rounds:
-                error = self._run_round(pieces, own, error)
-            self._channel.agree(error)
-            # From here on nobody waits for this rank before it is done.
-            for piece in plan.private:
-                with own.take() as view:
-                    self._deliver(piece, view)
-        self._assembly.finish()
-        self._reader._note(read_bytes=own.read_bytes)
-
-    def _run_round(
-        self, pieces: tuple[Piece, ...], own: PieceReader, error: BaseException | None
-    ) -> BaseException | None:
-        """Hand on the pieces of one round; returns what failed here since ranks last agreed."""
-        rank = self._channel.rank
-        mine = next((piece for piece in pieces if piece.owner == rank), None)
-        taken = None
-        try:
-            if mine is not None and error is None:
-                taken = own.take()
-        except BaseException as caught:
-            error = caught
-        self._channel.agree(error)
-        sends = []
-        if taken is not None and mine is not None:
-            peers = [peer for peer in self._plan.audiences[mine.audience] if peer != rank]
-            sends.append((taken.view, peers))
-            self._reader._note(sent_bytes=mine.length * len(peers))
-        wanted = [
-            piece
-            for piece in pieces
-            if piece.owner != rank and rank in self._plan.audiences[piece.audience]
-        ]
-        while len(self._buffers) < len(wanted):
-            self._buffers.append(bytearray(self._reader._piece_bytes))
-        arrived = [
-            memoryview(buffer)[: piece.length]
-            for buffer, piece in zip(self._buffers, wanted, strict=False)
-        ]
-        self._channel.exchange(
-            sends,
-            [(view, piece.owner) for view, piece in zip(arrived, wanted, strict=True)],
-        )
-        self._reader._note(received_bytes=sum(piece.length for piece in wanted))
-        try:
-            if taken is not None and mine is not None:
-                with taken as view:
-                    self._deliver(mine, view)
-            for piece, view in zip(wanted, arrived, strict=True):
-                self._deliver(piece, view)
-        except BaseException as caught:
-            return caught
-        return None
-
-    def _deliver(self, piece: Piece, view: memoryview) -> None:
-        self._assembly.add(self._plan.files[piece.file], piece.start, view)
-
-    def _load(self, extent: Extent, data: memoryview) -> None:
-        """Put a stored item where the planner wants it."""
-        tensor: torch.Tensor | None = None
-        for item in self._items[extent]:
-            if item.type == LoadItemType.BYTE_IO:
-                self._planner.load_bytes(item, io.BytesIO(data))
-                continue
-            if tensor is None:
-                tensor = self._tensor(extent, data)
-            part = tensor
-            for dimension, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                part = part.narrow(dimension, start, length)
-            target = self._planner.resolve_tensor(item).detach()
-            if target.size() != part.size():
-                raise CorruptError(
-                    f"{item.storage_index.fqn} in {extent.path} has another size than the "
-                    f"metadata says: {tuple(part.size())}, not {tuple(target.size())}"
-                )
-            target.copy_(part)
-            self._planner.commit_tensor(item, target)
-
-    @staticmethod
-    def _tensor(extent: Extent, data: memoryview) -> torch.Tensor:
-        try:
-            loaded = torch.load(BytesFile(data), map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise CorruptError(
-                f"{extent.path} holds no tensor at byte {extent.start}: {error}"
-            ) from error
-        if not isinstance(loaded, torch.Tensor):
-            raise CorruptError(f"{extent.path} holds no tensor at byte {extent.start}")
-        return loaded
