@@ -1,31 +1,25 @@
-"""FUSE operations on open files: from open to release, and truncation.
+"""FUSE operations on open files: creating and opening them, reading, writing, truncation.
 
-Owns which writer or reader serves a handle, and when what was written is published: at fsync and
-close, never after the writing process was killed. Thread-safe; see `tables`.
+Owns which writer or reader serves a handle; what becomes of it is `close_operations`'. Thread-safe;
+see `tables`.
 """
 
 import errno
-import logging
 import os
 import time
 from collections.abc import Sequence
 
-from bootseer.errors import BootseerError, UnsupportedError
+from bootseer.errors import UnsupportedError
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
-from bootseer.fuse.striped.mounted.callers import is_dying, was_killed
+from bootseer.fuse.striped.mounted.callers import is_dying
+from bootseer.fuse.striped.mounted.close_operations import CloseOperations
 from bootseer.fuse.striped.mounted.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.presentation import opened_of
-from bootseer.fuse.striped.mounted.tables import MountTables
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.writing.writer import FileWriter
 
-_log = logging.getLogger(__name__)
 
-# How long an open for reading waits to hear that a file was closed which was emptied before.
-_LAST_CLOSE_S = 0.2
-
-
-class FileOperations(MountTables):
+class FileOperations(CloseOperations):
     """Open files of one mount."""
 
     def create(
@@ -138,39 +132,6 @@ class FileOperations(MountTables):
         renewed = self._nodes.add(node.parent, node.name, node.status, self._clock())
         renewed.may_be_passed = False
 
-    def _settle_emptied(self, node: int, flags: int) -> None:
-        """What was emptied, and closed, before this open is empty for it.
-
-        The kernel says after close(2) that the last descriptor is gone; `: > log; echo >> log` may
-        open the file before we have heard of it.
-        """
-        with self._lock:
-            known = self._node(node)
-            emptied = [handle for handle in known.handles if handle.only_empties]
-            closed = [handle for handle in emptied if handle.was_flushed]
-            if flags & os.O_TRUNC:
-                for handle in emptied:
-                    handle.is_superseded = True
-                # Too late for that: they are at it.
-                closed = [handle for handle in emptied if handle.is_releasing]
-            releasing = [handle for handle in known.handles if handle.is_releasing]
-        if flags & os.O_ACCMODE != os.O_RDONLY:
-            for handle in closed:
-                assert handle.writer is not None
-                self._publish(handle, handle.writer)
-            for handle in releasing:
-                # Shown now, so that it does not hide what is published after it.
-                with handle.publishing:
-                    pass
-            return
-        # A copy of the descriptor may be open still, in a command that has not written yet: then
-        # the old content stands.
-        deadline = time.monotonic() + _LAST_CLOSE_S
-        while any(handle.id in self._nodes.handles for handle in closed):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_LAST_CLOSE_S / 40)
-
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
     ) -> Buffer | Sequence[Buffer]:
@@ -226,70 +187,6 @@ class FileOperations(MountTables):
             # Only now: if this process dies before, the kernel asks the next one to write this.
             self._note_unfinished(opened)
 
-    def _note_unfinished(self, handle: Handle) -> None:
-        noted = handle.noted
-        if noted is None or noted["unfinished"] != handle.is_unfinished:
-            with self._lock:
-                self._nodes.note(handle)
-
-    def flush(self, caller: Caller, node: int, handle: int) -> None:
-        opened = self._handle(handle)
-        writer = opened.writer
-        if writer is None:
-            return
-        opened.was_killed = was_killed(caller)
-        if opened.was_killed:
-            with self._lock:
-                self._nodes.note(opened)
-            # Killed in the middle of a save: half a checkpoint must not appear. Another process
-            # that holds the descriptor too may still finish the file and close it.
-            _log.warning("process %d was killed while it wrote %s", caller.pid, writer.path)
-            return
-        # A shell that redirects output closes its copy of the descriptor before anything was
-        # written: that must not replace the file by an empty one.
-        opened.was_flushed = True
-        if writer.was_written or writer.has_failed:
-            try:
-                self._publish(opened, writer)
-            except BaseException:
-                self._drop_failed(opened.node)
-                raise
-
-    def _drop_failed(self, node: Node) -> None:
-        """A file that nobody but us knows, and that failed, is gone when its writer is told."""
-        with self._lock:
-            writers = [handle.writer for handle in node.handles if handle.writer is not None]
-            if node.is_local and all(writer.has_failed for writer in writers):
-                self._nodes.detach(node)
-
-    def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
-        opened = self._handle(handle)
-        if opened.writer is not None:
-            self._publish(opened, opened.writer)
-
-    def release(self, node: int, handle: int, flags: int) -> None:
-        with self._lock:
-            opened = self._nodes.handles.get(handle)
-            if opened is None:
-                return
-            is_late = opened.is_superseded and opened.only_empties
-            opened.is_releasing = True
-        writer = opened.writer
-        if writer is not None:
-            try:
-                if writer.needs_publishing and not opened.was_killed and not is_late:
-                    self._publish(opened, writer)
-            except (BootseerError, OSError) as error:
-                _log.error("%s was not written: %s", writer.path, error)
-            writer.close()
-        with self._lock:
-            self._nodes.close(opened)
-            opened.node.seen_s = 0.0
-            if opened.node.is_local and opened.node.writer() is None:
-                self._nodes.detach(opened.node)
-        if opened.file is not None:
-            self._reader.close(opened.file)
-
     def _truncate(self, caller: Caller, node: int, handle_id: int | None, size_bytes: int) -> None:
         if handle_id is None:
             self._settle_emptied(node, os.O_WRONLY)
@@ -325,14 +222,3 @@ class FileOperations(MountTables):
             for handle in known.handles:
                 handle.is_superseded = True
             self._published(known, writer.view)
-
-    def _publish(self, handle: Handle, writer: FileWriter) -> None:
-        with handle.publishing:
-            if not writer.needs_publishing and not writer.has_failed:
-                return
-            try:
-                writer.publish()
-            finally:
-                self._note_unfinished(handle)
-            if writer.view is not None:
-                self._published(handle.node, writer.view)

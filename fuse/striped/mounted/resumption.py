@@ -15,7 +15,8 @@ from typing import Any
 from bootseer.errors import UnavailableError
 from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.mounted.journal import Record, view_from_json
-from bootseer.fuse.striped.mounted.nodes import Handle, Node, NodeTable
+from bootseer.fuse.striped.mounted.node_table import NodeTable
+from bootseer.fuse.striped.mounted.nodes import Handle, Node
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.view import FileView

@@ -1,8 +1,8 @@
 """What one mount of a striped tree knows: its nodes, its handles, and who is asked for bytes.
 
 Owns the state that the FUSE operations on names (`name_operations`) and on open files
-(`file_operations`) share, and what both need of it. Thread-safe: the lock guards the tables only,
-never I/O.
+(`file_operations`, `close_operations`) share, and what both need of it. Thread-safe: the lock
+guards the tables only, never I/O.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.mounted.journal import Journal
-from bootseer.fuse.striped.mounted.nodes import Handle, Node, NodeTable
+from bootseer.fuse.striped.mounted.node_table import NodeTable
+from bootseer.fuse.striped.mounted.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.presentation import (
     CACHE_S,
     Ownership,
@@ -31,7 +32,6 @@ from bootseer.fuse.striped.names.listing import Listings
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
-from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter, StripeSettings
 from bootseer.store.paths import PATH_MAX_BYTES
 
@@ -159,22 +159,6 @@ class MountTables(Operations):
         if self._clock() - self._published_s < CACHE_S:
             return False
         return next(self._nodes.writers(), None) is None
-
-    def _published(self, node: Node, view: FileView) -> None:
-        status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
-        with self._lock:
-            self._published_s = self._clock()
-            self._listings.drop(view.path)
-            old_identity = node.status.identity
-            node.status, node.seen_s, node.is_local = status, self._clock(), False
-            if node.parent is not None:
-                node.parent.seen_s = 0.0
-            self._nodes.note_node(node)
-            self._nodes.note_moved()
-            if node.had_readers and not node.is_detached and old_identity != view.identity:
-                # The kernel may hold pages of the generation before: the name gets a new node.
-                assert node.parent is not None
-                self._nodes.add(node.parent, node.name, status, self._clock())
 
     def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
         """The one that what is written through `handle` goes to."""
