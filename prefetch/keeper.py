@@ -4,7 +4,6 @@ write figures, note in the store that the image is in use.
 One thread that does a little now and then, and the fill's own. Nothing here fails a launch.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from bootseer.prefetch.fill import Fill
 from bootseer.prefetch.launch_figures import FillFigures, LaunchFigures
 from bootseer.prefetch.publish import wait_published
 from bootseer.prefetch.streams import BlobStreams
-
-_log = logging.getLogger(__name__)
 
 _ROUND_S = 15.0
 """As often as Prometheus scrapes by default."""

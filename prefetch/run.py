@@ -6,7 +6,6 @@ devices and privileges are the host's. Main thread only; forks.
 """
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -23,8 +22,6 @@ from bootseer.prefetch.oci_runtime import exec_runc
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.reported import error_from_json, error_to_json
-
-_log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "runc", "chroot")
 _SERVER_END_S = 15.0

@@ -4,7 +4,6 @@ Only for images that are called as in a registry (`HOST/NAME:TAG`): a name of th
 nothing about where the image is. Thread-safe; bounded by the registry client's deadlines.
 """
 
-import logging
 import re
 
 from bootseer.blob.tree import Blob
@@ -12,8 +11,6 @@ from bootseer.config import Settings
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.repairs import Repair
-
-_log = logging.getLogger(__name__)
 
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
 """A first part that can only be a host, as Docker tells hosts from names."""

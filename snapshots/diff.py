@@ -17,10 +17,6 @@ class Diff(Struct, frozen=True):
     """Same content as far as one can see; other mode, owner, times, links or xattrs."""
     deleted: tuple[bytes, ...]
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.created or self.changed or self.remoded or self.deleted)
-
     def packed_paths(self) -> list[bytes]:
         """What a capture must store: everything but deletions, and the directories above it."""
         paths = {*self.created, *self.changed, *self.remoded}

@@ -48,7 +48,6 @@ _PAGES_MAX = 1000
 _UPLOAD_BYTES_PER_S = 5_000_000
 """What an upload may be as slow as, including what the registry does with it at its end: those on
 object stores copy a blob then."""
-_LENGTH = re.compile("[0-9]{1,19}")
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
 
 
@@ -122,19 +121,6 @@ class RegistryClient(Closing):
             return data
 
         return self._ask("pull", get)
-
-    def blob_size(self, digest: str) -> int:
-        """Bytes of a blob. Raises: NotFoundError; as `manifest`."""
-
-        def head(session: Session) -> int:
-            response = session.open("HEAD", f"blobs/{digest}")
-            response.close()
-            length = response.headers.get("Content-Length", "")
-            if not _LENGTH.fullmatch(length):
-                raise UnavailableError(f"{session.name} does not tell the size of {digest}")
-            return int(length)
-
-        return self._ask("pull", head)
 
     def tags(self) -> list[str]:
         """All tags, as the registry orders them. Raises: as `manifest`."""

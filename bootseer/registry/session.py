@@ -6,7 +6,6 @@ for. Knows nothing of other servers and of retries. Thread-safe.
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -28,8 +27,6 @@ from bootseer.registry.reference import is_loopback
 from bootseer.registry.retry import TransientError, is_transient, retry_after_s
 from bootseer.registry.tokens import Authorizer
 from bootseer.registry.transport import Response, Transport
-
-_log = logging.getLogger(__name__)
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))

@@ -40,8 +40,6 @@ class Piece(Struct, frozen=True):
     part: int
     part_offset: int
     length: int
-    buffer_offset: int
-    """Where the piece begins, counted from the start of the logical range."""
 
 
 def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
@@ -51,7 +49,7 @@ def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
     while position < end:
         number, within = divmod(position, unit)
         run = min(unit - within, end - position)
-        yield Piece(number % count, number // count * unit + within, run, position - offset)
+        yield Piece(number % count, number // count * unit + within, run)
         position += run
 
 

@@ -16,7 +16,6 @@ from bootseer.blob.frame_writer import usable_cpus
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.snapshots.restoring.reflink import clone
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _THREADS_MAX = 8
 # Directories that a thread does in one go: handing one over costs as much as linking ten files.
 _AT_ONCE = 32

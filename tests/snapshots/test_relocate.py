@@ -22,7 +22,6 @@ from bootseer.snapshots.relocation.records import (
 )
 
 PREFIX = Prefix(b"/opt/env", b"/data/new")
-NOTHING = Brought(frozenset(), {})
 
 
 @pytest.mark.parametrize(
