@@ -11,8 +11,9 @@ from msgspec import Struct, field
 
 from bootseer.config import Settings
 from bootseer.prefetch.server_process import ServerProcess
+from bootseer.snapshots.layered_scan import scan_before
 from bootseer.snapshots.manifest import text_of
-from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.request import Report, Request
 from bootseer.snapshots.setup.result import SetupResult
 
@@ -39,7 +40,8 @@ class Attempt(Struct):
 
     def scan(self) -> dict[bytes, Scan]:
         """What the targets hold now."""
-        return {target: scan(path) for target, path in self.paths.items()}
+        layers = self.request.layers
+        return {target: scan_before(layers, path) for target, path in self.paths.items()}
 
     def result(
         self,

@@ -6,7 +6,7 @@ stored. The caller holds the locks of the targets and the lease of the snapshot.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,7 +15,10 @@ from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, outside
 from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.layered_scan import scan_after
 from bootseer.snapshots.manifest import Manifest, text_of
+from bootseer.snapshots.outside import Outside
+from bootseer.snapshots.outside_layers import OutsideLayers
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.fingerprint import Part
@@ -53,7 +56,7 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     """Run the command and make its snapshot. Raises: SetupFailedError; NotStoredError."""
     if not under.renew:
         attempt.report(f"no snapshot {attempt.key[:12]} yet; running the set-up")
-    began_ns = outside.now_ns()
+    look = _look_outside(attempt)
     setup_s = run_command(attempt.request)
     try:
         manifest = _publish(attempt, store, under, setup_s)
@@ -70,7 +73,7 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
         content_bytes=manifest.content_bytes,
         moved_bytes=manifest.stored_bytes,
         setup_s=setup_s,
-        changed_outside=_changed_outside(attempt, began_ns, setup_s),
+        changed_outside=_changed_outside(attempt, look(setup_s)),
     )
     attempt.report(
         f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
@@ -79,15 +82,24 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     return result
 
 
-def _changed_outside(attempt: Attempt, began_ns: int, setup_s: float) -> tuple[str, ...]:
-    """Say what else the set-up has changed. Of another root nothing is known."""
+def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
+    """Before the command: what gives, when that has taken some seconds, what else it changed."""
     request = attempt.request
-    if request.root != Path("/"):
-        return ()
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
     targets = list(attempt.paths.values())
-    found = outside.look(attempt.settings, began_ns, setup_s, environ, directory, targets)
+    if request.layers is not None:
+        layers = OutsideLayers(request.layers, environ, directory, targets)
+        return lambda setup_s: layers.changed()
+    if request.root != Path("/"):
+        return lambda setup_s: Outside((), False)
+    began_ns = outside.now_ns()
+    return lambda setup_s: outside.look(
+        attempt.settings, began_ns, setup_s, environ, directory, targets
+    )
+
+
+def _changed_outside(attempt: Attempt, found: Outside) -> tuple[str, ...]:
     if sentence := found.sentence():
         attempt.report(f"warning: {sentence}")
     return found.paths
@@ -128,7 +140,9 @@ def _captured(
     for target in attempt.targets:
         # Once more: the command may have made it a symbolic link.
         host = resolve_in_root(attempt.request.root, target)
-        before, after = under.before[target], scan(host)
+        before = under.before[target]
+        is_same = host == attempt.paths[target]
+        after = scan_after(attempt.request.layers, host, before) if is_same else scan(host)
         if not after and not before:
             continue
         if not after:

@@ -40,7 +40,7 @@ _SYSTEM = (
 )
 _HOME = (".local", ".config", ".conda", "bin")
 # Caches and logs, which nobody misses.
-_IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
+IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _CACHE_VARIABLES = (
     "PIP_CACHE_DIR",
     "UV_CACHE_DIR",
@@ -49,7 +49,7 @@ _CACHE_VARIABLES = (
     "POETRY_CACHE_DIR",
     "PDM_CACHE_DIR",
 )
-_IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
+IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 
 
 class Outside(Struct, frozen=True):
@@ -117,7 +117,7 @@ def changed_since(
     Never raises: what cannot be read is left out.
     """
     end = time.monotonic() + look_s
-    skipped = {*_IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
+    skipped = {*IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
     seen: set[tuple[int, int]] = set()
     found = []
     count = 0
@@ -157,7 +157,7 @@ def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name not in _IGNORED_NAMES:
+                if entry.name not in IGNORED_NAMES:
                     yield entry.path, entry.stat(follow_symlinks=False)
     except OSError:
         return  # gone, or not ours to read

@@ -5,6 +5,7 @@ is decided by `prefetch.obtain`. Main thread only.
 """
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container
+    from bootseer.snapshots.upper_layer import Layers
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -69,6 +71,20 @@ def container_environment(container: "Container") -> dict[str, str]:
     else:
         environment.pop(FILE_VARIABLE, None)
     return environment
+
+
+def container_layers(container: "Container") -> "Layers":
+    """Of the root of a container that was entered."""
+    from bootseer.prefetch.kept_indexes import read_kept_tree
+    from bootseer.prefetch.mount import MountedImage
+    from bootseer.snapshots.upper_layer import Layers
+
+    image = container.image
+    tree = None
+    if isinstance(image, MountedImage):
+        cache_dir, digest = image.settings.cache_dir, image.state.index_digest
+        tree = functools.partial(read_kept_tree, cache_dir, digest)
+    return Layers(container.root, container.scratch / "upper", image.directory, tree)
 
 
 def _show_timeline(container: "Container", path: Path) -> None:

@@ -210,7 +210,7 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
 
 def _inside(container: "Container", request: "Request") -> "Request":
     """The same set-up, inside the container, which is entered."""
-    from bootseer.launch.image import container_environment
+    from bootseer.launch.image import container_environment, container_layers
 
     container.enter()
     return replace(
@@ -219,6 +219,7 @@ def _inside(container: "Container", request: "Request") -> "Request":
         base=container.image.record.identity,
         root=container.root,
         scratch=container.scratch / "setups",
+        layers=container_layers(container),
         directory=container.config.working_dir or "/",
         environ=container_environment(container),
         runner=_without_stdin(container.run),

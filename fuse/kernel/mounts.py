@@ -68,6 +68,17 @@ def parse_mountinfo(text: bytes) -> Iterator[Mount]:
         )
 
 
+def parse_mount_points(text: bytes) -> list[bytes]:
+    """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
+    heads = [line.split(b" ", 5) for line in text.splitlines()]
+    return [os.fsencode(_unescape(head[4])) for head in heads if len(head) == 6]
+
+
+def mount_points() -> list[bytes]:
+    """Where anything is mounted in this mount namespace, oldest first."""
+    return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
+
+
 def fuse_mounts() -> list[Mount]:
     """Every FUSE mount of this mount namespace, oldest first."""
     return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))

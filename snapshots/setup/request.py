@@ -26,6 +26,7 @@ from bootseer.snapshots.setup.fingerprint import (
 from bootseer.snapshots.setup.inputs import Place, check_declared, collect_inputs
 from bootseer.snapshots.setup.interpreter import Runner, find_python, probe
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
+from bootseer.snapshots.upper_layer import Layers
 
 Report = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -75,6 +76,8 @@ class Request(Struct, frozen=True):
     """Where the job's "/" lies on this host."""
     scratch: Path | None = None
     """A folder that goes with another root than this host's."""
+    layers: Layers | None = None
+    """Of that root, if it is an overlay."""
     directory: str = ""
     """Where the command runs, inside the root; empty: here, or "/" of another root."""
     environ: Mapping[str, str] | None = None
