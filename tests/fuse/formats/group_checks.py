@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `group_reader`; run by `host`, which has imported torch."""
+"""What ranks do in the tests of `GroupReader`; run by `host`, which has imported torch."""
 
 import os
 import signal
