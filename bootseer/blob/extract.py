@@ -25,9 +25,9 @@ from msgspec import Struct
 from bootseer.blob.extract_columns import worker_columns
 from bootseer.blob.extract_plan import plan_extraction
 from bootseer.blob.extract_pool import FILES_MAX
+from bootseer.blob.extract_source import ReadSome
 from bootseer.blob.extract_tasks import carry_out, make_records, start_pool
 from bootseer.blob.extract_writer import Settings, Writer
-from bootseer.blob.read import ReadBlob
 from bootseer.blob.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
@@ -62,7 +62,7 @@ class ExtractResult(Struct, frozen=True):
 
 def extract(
     tree: Tree,
-    read: ReadBlob,
+    read: ReadSome,
     target: Path,
     *,
     processes: int | None = None,

@@ -9,13 +9,12 @@ thread, `release` from another. Of what no task needs any more the memory is giv
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.frames import frames_for
-from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 
@@ -27,6 +26,9 @@ _GAP_BYTES = 4096
 """Between two files lie their headers; no frame is so small that it would fit in there, and if one
 did, it would be brought for nothing."""
 
+ReadSome: TypeAlias = Callable[[int, int, int], "bytes | memoryview"]
+"""`read(blob, offset, length)`: stored bytes of blob number `blob` of the tree, or of one without
+frames of its stream: at most so many and at least one, which hold until the next call."""
 Unit = tuple[int, int]
 """(blob, number of a frame, or of a cell)"""
 Run = tuple[int, int, int]
@@ -44,11 +46,29 @@ def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
         os.posix_fadvise(files[blob], start, end - start, os.POSIX_FADV_WILLNEED)
 
 
+def pieces(
+    tree: Tree, read: ReadSome, blob: int, offset: int, length: int
+) -> Iterator[bytes | memoryview]:
+    """Stored bytes `[offset, offset + length)` of a blob, each until the next is asked for.
+
+    Raises: CorruptError where the blob is cut off; what `read` raises."""
+    end = offset + length
+    while offset < end:
+        data = read(blob, offset, end - offset)
+        if not 0 < len(data) <= end - offset:
+            raise CorruptError(
+                f"the blob {tree.blobs[blob].digest} gave {len(data)} of {end - offset} bytes at "
+                f"offset {offset}"
+            )
+        yield data
+        offset += len(data)
+
+
 class Supply:
-    """`read` must give exactly what is asked for, or raise."""
+    """Brings what tasks need by `read`."""
 
     def __init__(
-        self, tree: Tree, plan: Plan, read: ReadBlob, columns: Mapping[str, Any], fd: int
+        self, tree: Tree, plan: Plan, read: ReadSome, columns: Mapping[str, Any], fd: int
     ) -> None:
         """`columns`: as the workers have them; `fd`: the file. Raises: OSError."""
         self._tree = tree
@@ -124,13 +144,9 @@ class Supply:
                     break
                 first, position = first + 1, behind
             offset = start - self._bases[blob]
-            data = self._read(blob, offset, position - start)
-            if len(data) != position - start:
-                raise CorruptError(
-                    f"the blob {self._tree.blobs[blob].digest} gave {len(data)} of "
-                    f"{position - start} bytes at offset {offset}"
-                )
-            os.pwrite(self._fd, data, start)
+            for data in pieces(self._tree, self._read, blob, offset, position - start):
+                os.pwrite(self._fd, data, start)
+                start += len(data)
 
 
 def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:

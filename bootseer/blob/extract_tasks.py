@@ -10,11 +10,10 @@ from typing import Any
 from bootseer.blob.extract_plan import Plan
 from bootseer.blob.extract_pool import Pool
 from bootseer.blob.extract_sections import SETTINGS, Section, write_columns
-from bootseer.blob.extract_source import Supply, read_ahead
+from bootseer.blob.extract_source import ReadSome, Supply, pieces, read_ahead
 from bootseer.blob.extract_worker import DamagedError, Worker
 from bootseer.blob.extract_writer import Writer
 from bootseer.blob.frame_writer import usable_cpus
-from bootseer.blob.read import ReadBlob
 from bootseer.blob.stat_record import RECORD, Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
@@ -59,7 +58,7 @@ def carry_out(
     tree: Tree,
     plan: Plan,
     columns: Mapping[str, Section],
-    read: ReadBlob,
+    read: ReadSome,
     pool: Pool | None,
     writer: Writer,
     root_fd: int,
@@ -86,7 +85,7 @@ def _alone(
     tree: Tree,
     plan: Plan,
     columns: Mapping[str, Section],
-    read: ReadBlob,
+    read: ReadSome,
     writer: Writer,
     root_fd: int,
     records: Records,
@@ -96,7 +95,7 @@ def _alone(
 
     def stored(offset: int, length: int) -> bytes:
         blob = next(i for i in range(len(tree.blobs)) if offset < bases[i + 1])
-        return read(blob, offset - bases[blob], length)
+        return b"".join(pieces(tree, read, blob, offset - bases[blob], length))
 
     named = {**columns, "name_list": tree.columns.names}
     worker = Worker(named, stored, root_fd, records, looks_ahead=False)
@@ -120,7 +119,7 @@ def _together(
     tree: Tree,
     plan: Plan,
     columns: Mapping[str, Section],
-    read: ReadBlob,
+    read: ReadSome,
     pool: Pool,
     writer: Writer,
     files: Sequence[int],

@@ -33,7 +33,8 @@ _SUCCESS, _NULL_CHECKSUM = 0, 0
 # ClientReadStatusProto: the bytes came (CHECKSUM_OK); the DataNode then takes the next request.
 _THANKS = b"\x02\x08\x06"
 _RESPONSE_MAX_BYTES = 4096
-# What a DataNode sends begins and ends at a multiple of this, or at the end of the block.
+# What a DataNode sends begins and ends at a multiple of this, or at the end of the block: what is
+# sent beside the bytes that are wanted goes to memory of its own.
 _ALIGNMENT = 512
 _PACKET_MAX_BYTES = 16 << 20
 # A wake-up for each packet would cost more than its bytes.
@@ -85,10 +86,7 @@ class DataNodes:
             length = min(len(buffer) - done, block.length - within)
             if not length:
                 break
-            is_aligned = within % _ALIGNMENT == 0 and (
-                length % _ALIGNMENT == 0 or within + length == block.length
-            )
-            address = self._replicas.begin(block.replicas, attempt) if is_aligned else None
+            address = self._replicas.begin(block.replicas, attempt)
             if address is None:
                 break
             attempt.server = f"{address[0]}:{address[1]}"
@@ -119,18 +117,22 @@ class DataNodes:
         target: memoryview,
         attempt: Attempt,
     ) -> None:
+        start = within - within % _ALIGNMENT
+        end = min(-(-(within + len(target)) // _ALIGNMENT) * _ALIGNMENT, block.length)
+        before = memoryview(bytearray(within - start))
+        behind = memoryview(bytearray(end - within - len(target)))
         connection = self._take(address)
         end_s = time.monotonic() + self._silence_max_s
-        connection.socket.sendall(_request(block, within, len(target)))
-        self._check_response(connection, within, end_s)
+        connection.socket.sendall(_request(block, start, end - start))
+        self._check_response(connection, start, end_s)
         first = self._exactly(connection, HEAD_BYTES, end_s)
         packet_bytes = data_bytes(first)
         if not 0 < packet_bytes <= _PACKET_MAX_BYTES:
             raise ValueError("not the length of a packet")
-        headers = _headers(within, len(target), packet_bytes)
+        headers = _headers(start, end - start, packet_bytes)
         received = bytearray(len(headers))
         received[:HEAD_BYTES] = first
-        views = _views(received, target, packet_bytes)
+        views = _views(received, (before, target, behind), packet_bytes)
         if not self._receive(connection, views, len(target), attempt):
             return
         if received != headers:
@@ -251,13 +253,21 @@ def _headers(start: int, length: int, packet_bytes: int) -> bytes:
     return b"".join(headers)
 
 
-def _views(headers: bytearray, target: memoryview, packet_bytes: int) -> list[memoryview]:
-    """What is to be filled after the first header, in order."""
+def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -> list[memoryview]:
+    """What is to be filled after the first header, in order: packets with the bytes of `parts`."""
     all_headers = memoryview(headers)
     views = []
     at = HEAD_BYTES
-    for start in range(0, len(target), packet_bytes):
-        views.append(target[start : start + packet_bytes])
-        views.append(all_headers[at : at + HEAD_BYTES])
-        at += HEAD_BYTES
+    room = packet_bytes
+    for part in parts:
+        rest = part
+        while rest:
+            if not room:
+                views.append(all_headers[at : at + HEAD_BYTES])
+                at += HEAD_BYTES
+                room = packet_bytes
+            views.append(rest[:room])
+            rest = rest[room:]
+            room -= len(views[-1])
+    views.append(all_headers[at : at + HEAD_BYTES])
     return views

@@ -23,7 +23,7 @@ from bootseer.transfer.statistics import Recorder
 
 logger = logging.getLogger(__name__)
 
-Reader: TypeAlias = Callable[[str, int, int], bytes]
+Reader: TypeAlias = Callable[[str, int, int], bytes | memoryview]
 """`read(key, offset, length)`: the bytes, exactly `length` of them, or an exception."""
 
 # How long `close` waits for threads that are inside a read; one that hangs is a daemon and is left.

@@ -1,15 +1,17 @@
 """Streams the frames of a tree's blobs out of the store ahead of the extraction that consumes them.
 
-Alone owns the window of frames in memory. Frames are fetched in the order in which they will be
-wanted, in parallel and many at once, and each is verified as it arrives. What an extraction needs
-and is not here yet becomes a demand; so does, alone, a frame that arrived damaged. Thread-safe.
+Alone owns the window of frames in memory, and that memory, which is used again and again. Frames
+are fetched in the order in which they will be wanted, in parallel and in runs of neighbours, and
+each is verified as it arrives. So the storage's own checks are left out, where it has a way that
+does without, until something has come damaged. What an extraction needs and is not here yet becomes
+a demand. The extraction's thread reads; what arrives comes from the executor's.
 """
 
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 
 from msgspec import Struct
 
@@ -21,6 +23,7 @@ from bootseer.closing import Closing
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.store import Store
+from bootseer.store.opened import Attempt, Reader, open_reader
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering
 
@@ -29,19 +32,26 @@ _WINDOW_BYTES = 64 * 1024 * 1024
 # Small, so that the first bytes are here soon although all fetches share the network; large enough
 # that a server's latency of some milliseconds does not count.
 _FETCH_BYTES = 1024 * 1024
-# Consumed frames kept for the neighbour that shares them.
+# Consumed runs kept for the neighbour that shares their frames.
 _KEPT_BYTES = 16 * 1024 * 1024
 
 
+class Run(Struct, frozen=True):
+    """Neighbouring frames of a blob, fetched by one read: those from `first` to before `behind`."""
+
+    blob: int
+    chunk: Chunk
+    first: int
+    behind: int
+
+
 class FramePlan(Struct, frozen=True):
-    """Which frames an extraction wants. Frames are numbered through all of the tree's blobs."""
+    """Which frames an extraction wants."""
 
     keys: list[str]
     """Of the blobs in the store."""
-    firsts: list[int]
-    """The number of each blob's first frame, and the one behind the last."""
-    frames: list[Frame]
-    order: list[int]
+    blobs: list[Sequence[Frame]]
+    runs: list[Run]
     """Large files first, as `blob.extract` wants them. What only other trees have in a blob that
     several share is left out."""
     wanted_bytes: int
@@ -49,6 +59,7 @@ class FramePlan(Struct, frozen=True):
 
 def plan_frames(tree: Tree) -> FramePlan:
     """Pure."""
+    # Frames are numbered through all blobs.
     firsts = [0, *accumulate(len(blob.frames) for blob in tree.blobs)]
     c = tree.columns
     large: dict[int, None] = {}
@@ -72,12 +83,34 @@ def plan_frames(tree: Tree) -> FramePlan:
             frames = tree.blobs[number].frames
             last = frames[found[-1]]
             known[number] = frames[found[0]].stream_offset, last.stream_offset + last.stream_length
-    order = [*large, *sorted(small - large.keys())]
-    listed = [frame for blob in tree.blobs for frame in blob.frames]
-    wanted_bytes = sum(listed[number].length for number in order)
-    return FramePlan(
-        [blob_key(blob.digest) for blob in tree.blobs], firsts, listed, order, wanted_bytes
-    )
+    keys = [blob_key(blob.digest) for blob in tree.blobs]
+    blobs = [blob.frames for blob in tree.blobs]
+    runs = _runs(keys, blobs, firsts, [*large, *sorted(small - large.keys())])
+    return FramePlan(keys, blobs, runs, sum(run.chunk.length for run in runs))
+
+
+def _runs(
+    keys: list[str], blobs: list[Sequence[Frame]], firsts: list[int], order: list[int]
+) -> list[Run]:
+    """The frames of these numbers, cut into runs."""
+    runs = []
+    for _, group in groupby(enumerate(order), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in group]
+        first, end = numbers[0], numbers[-1] + 1
+        while first < end:
+            blob = bisect_right(firsts, first) - 1
+            frames, base = blobs[blob], firsts[blob]
+            at, last = first - base, min(end, firsts[blob + 1]) - base
+            start = frames[at].offset
+            behind = max(at + 1, bisect_right(frames, start + _FETCH_BYTES, at, last, key=_end))
+            chunk = Chunk(keys[blob], start, _end(frames[behind - 1]) - start)
+            runs.append(Run(blob, chunk, at, behind))
+            first = base + behind
+    return runs
+
+
+def _end(frame: Frame) -> int:
+    return frame.offset + frame.length
 
 
 class FrameSource(Closing):
@@ -94,152 +127,160 @@ class FrameSource(Closing):
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         """`on_progress` gets counts of bytes that arrived."""
-        self._keys = plan.keys
-        self._blobs = {key: number for number, key in enumerate(self._keys)}
-        self._firsts = plan.firsts
-        self._frames = plan.frames
-        self._starts = [frame.offset for frame in self._frames]
+        self._store = store
+        self._plan = plan
+        self._numbers = {run.chunk: number for number, run in enumerate(plan.runs)}
+        placed = sorted((run.blob, run.chunk.offset, n) for n, run in enumerate(plan.runs))
+        self._places = [(blob, offset) for blob, offset, _ in placed]
+        self._placed = [number for _, _, number in placed]
         self._lock = threading.Lock()
+        # By run: what is here and verified, and not consumed yet.
         self._here: dict[int, memoryview] = {}
         self._used: OrderedDict[int, memoryview] = OrderedDict()
         self._used_bytes = 0
-        # By frame: what it will come with.
-        self._coming: dict[int, Chunk] = {}
+        self._spare: list[bytearray] = []
+        self._next = 0
         self._ahead: set[int] = set()
         self._ahead_bytes = 0
-        self._order = plan.order
-        self._next = 0
-        self._executor = Executor(store.read, deadline_s=deadline_s, on_progress=on_progress)
+        self._opening = threading.Lock()
+        self._readers: dict[str, Reader] = {}
+        # Blobs of which something came damaged, or not at all.
+        self._doubted: set[str] = set()
+        self._executor = Executor(
+            self._fetch, deadline_s=deadline_s, is_cached=self._has, on_progress=on_progress
+        )
         self._advance()
 
-    def read(self, blob: int, offset: int, length: int) -> bytes:
-        """Stored bytes `[offset, offset + length)` of a blob, from verified frames.
+    def read(self, blob: int, offset: int, length: int) -> memoryview:
+        """Stored bytes of a blob from `offset` on, at most `length` and at least one, of verified
+        frames. They hold until the next call.
 
         Raises: CorruptError, DeadlineError, UnavailableError, NotFoundError.
         """
-        if not 0 <= blob < len(self._keys) or length <= 0:
-            raise CorruptError(f"there is no blob {blob} in this snapshot")
-        pieces: list[memoryview] = []
-        position, end = offset, offset + length
-        number = self._number(blob, offset)
-        while position < end and self._firsts[blob] <= number < self._firsts[blob + 1]:
-            frame = self._frames[number]
-            data = self._frame(number, frame)
-            if frame.offset == position and frame.length <= end - position:
-                pieces.append(data)
-            else:
-                pieces.append(data[position - frame.offset : end - frame.offset])
-            position = frame.offset + frame.length
-            number += 1
-        return b"".join(pieces)
+        self._let_go()
+        start, data = self._covering(blob, offset)
+        return data[offset - start : offset + length - start].toreadonly()
 
-    def _number(self, blob: int, offset: int) -> int:
-        """Of the frame with the blob's byte at `offset`."""
-        return bisect_right(self._starts, offset, *self._firsts[blob : blob + 2]) - 1
+    def _covering(self, blob: int, offset: int) -> tuple[int, memoryview]:
+        """Verified bytes around a byte of a blob, and where they begin."""
+        place = bisect_right(self._places, (blob, offset)) - 1
+        if place >= 0 and self._places[place][0] == blob:
+            number = self._placed[place]
+            run = self._plan.runs[number]
+            if offset < run.chunk.end:
+                return run.chunk.offset, self._run(number, run)
+        # Between others that are wanted.
+        frames = self._plan.blobs[blob] if 0 <= blob < len(self._plan.blobs) else ()
+        at = bisect_right(frames, offset, key=_end)
+        if at == len(frames):
+            raise CorruptError(f"there is no byte {offset} of a blob {blob} in this snapshot")
+        return frames[at].offset, self._verified(blob, frames[at : at + 1])
 
-    def _numbers(self, chunk: Chunk) -> range:
-        """Of the frames that a chunk consists of."""
-        blob = self._blobs[chunk.key]
-        return range(self._number(blob, chunk.offset), 1 + self._number(blob, chunk.end - 1))
-
-    def _key(self, number: int) -> str:
-        """Of the blob with a frame."""
-        return self._keys[bisect_right(self._firsts, number) - 1]
-
-    def _frame(self, number: int, frame: Frame) -> memoryview:
-        data = self._taken(number, frame)
+    def _run(self, number: int, run: Run) -> memoryview:
+        data = self._taken(number, run)
         if data is None:
-            with self._lock:
-                coming = self._coming.get(number)
-            if coming is not None:
-                self._executor.demand(coming, self._deliver)
-                data = self._taken(number, frame)
-        while data is None:
-            # Damaged on the way, or let go of already: alone, and tried again by the executor.
-            chunk = Chunk(self._key(number), frame.offset, frame.length, frame.digest)
-            self._executor.demand(chunk, self._deliver_verified)
-            data = self._taken(number, frame)
+            self._executor.demand(run.chunk, self._deliver)
+            data = self._taken(number, run)
+        if data is None:
+            # Damaged on the way.
+            data = self._verified(run.blob, self._plan.blobs[run.blob][run.first : run.behind])
         self._advance()
         return data
 
-    def _taken(self, number: int, frame: Frame) -> memoryview | None:
+    def _verified(self, blob: int, frames: Sequence[Frame]) -> memoryview:
+        """Neighbouring frames, which the executor verifies, and asks for again one by one."""
+        key = self._plan.keys[blob]
+        chunks = [Chunk(key, frame.offset, frame.length, frame.digest) for frame in frames]
+        found: dict[int, bytes] = {}
+
+        def keep(chunk: Chunk, data: memoryview) -> None:
+            found[chunk.offset] = bytes(data)
+
+        self._executor.demand_all([covering(chunks, Priority.DEMAND)], keep)
+        return memoryview(b"".join(found[frame.offset] for frame in frames))
+
+    def _taken(self, number: int, run: Run) -> memoryview | None:
         with self._lock:
             data = self._here.pop(number, None)
+            if number in self._ahead:
+                self._ahead.remove(number)
+                self._ahead_bytes -= run.chunk.length
             if data is None:
                 if number in self._used:
                     # Of a snapshot on top of another some are wanted again and again.
                     self._used.move_to_end(number)
                 return self._used.get(number)
-            if number in self._ahead:
-                self._ahead.remove(number)
-                self._ahead_bytes -= frame.length
             self._used[number] = data
             self._used_bytes += len(data)
+            return data
+
+    def _let_go(self) -> None:
+        """The memory of what was consumed longest ago is for others."""
+        with self._lock:
             while self._used_bytes > _KEPT_BYTES and len(self._used) > 1:
                 _, dropped = self._used.popitem(last=False)
                 self._used_bytes -= len(dropped)
-            return data
+                if isinstance(dropped.obj, bytearray) and len(dropped.obj) == _FETCH_BYTES:
+                    self._spare.append(dropped.obj)
+
+    def _has(self, chunk: Chunk) -> bool:
+        return self._numbers.get(chunk, -1) in self._here
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
-        """Of several frames those that are right."""
-        copy = memoryview(bytes(data))
-        numbers = self._numbers(chunk)
-        found = {}
-        for number in numbers:
-            frame = self._frames[number]
+        """A run, if all of its frames are right."""
+        number = self._numbers[chunk]
+        run = self._plan.runs[number]
+        for frame in self._plan.blobs[run.blob][run.first : run.behind]:
             start = frame.offset - chunk.offset
-            view = copy[start : start + frame.length]
-            if content_digest(view) == frame.digest:
-                found[number] = view
+            if content_digest(data[start : start + frame.length]) != frame.digest:
+                self._doubted.add(chunk.key)
+                return
         with self._lock:
-            for number in numbers:
-                # Else it came twice, and has been used.
-                if self._coming.pop(number, None) is not None and number in found:
-                    self._here[number] = found[number]
+            self._here[number] = data
 
-    def _deliver_verified(self, chunk: Chunk, data: memoryview) -> None:
-        number = self._numbers(chunk).start
+    def _fetch(self, key: str, offset: int, length: int) -> bytes | memoryview:
+        """The executor's reader. What it returns nobody else writes to."""
+        if key in self._doubted:
+            return self._store.read(key, offset, length)
+        buffer = None
         with self._lock:
-            self._here[number] = memoryview(bytes(data))
+            if length <= _FETCH_BYTES and self._spare:
+                buffer = self._spare.pop()
+        data = memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
+        attempt = Attempt()
+        attempt.is_checked = True
+        try:
+            return data[: self._reader(key).read_into(offset, data, attempt)]
+        except BaseException:
+            self._doubted.add(key)
+            raise
+
+    def _reader(self, key: str) -> Reader:
+        with self._opening:
+            found = self._readers.get(key)
+            if found is None:
+                found = open_reader(self._store.backend, key, is_checked=True)
+                self._readers[key] = found
+            return found
 
     def _advance(self) -> None:
-        """Submit what the window has room for, in pieces large enough to be worth a request."""
+        """Submit what the window has room for."""
+        wanted = []
+        runs = self._plan.runs
         with self._lock:
             room = _WINDOW_BYTES - self._ahead_bytes
-            if self._next >= len(self._order) or room < _WINDOW_BYTES // 8:
+            if room < _WINDOW_BYTES // 8:
                 return
-            runs: list[list[int]] = []
-            run_bytes = 0
-            while self._next < len(self._order) and room > 0:
-                number = self._order[self._next]
+            while self._next < len(runs) and room > 0:
+                number, chunk = self._next, runs[self._next].chunk
                 self._next += 1
-                if number in self._here or number in self._used:
-                    continue
-                length = self._frames[number].length
-                if (
-                    not runs
-                    or runs[-1][-1] + 1 != number
-                    or run_bytes + length > _FETCH_BYTES
-                    or number in self._firsts
-                ):
-                    runs.append([])
-                    run_bytes = 0
-                runs[-1].append(number)
-                run_bytes += length
-                self._ahead.add(number)
-                self._ahead_bytes += length
-                room -= length
-            wanted = [self._run(run) for run in runs]
-            for run, chunk in zip(runs, wanted, strict=True):
-                self._coming.update(dict.fromkeys(run, chunk))
+                if number not in self._here and number not in self._used:
+                    wanted.append(covering((chunk,), Priority.PREFETCH))
+                    self._ahead.add(number)
+                    self._ahead_bytes += chunk.length
+                    room -= chunk.length
         if wanted:
-            fetches = [covering((chunk,), Priority.PREFETCH) for chunk in wanted]
-            self._executor.submit(fetches, self._deliver)
-
-    def _run(self, numbers: list[int]) -> Chunk:
-        """Neighbouring frames as one. Its frames' digests are looked at when it is here."""
-        first, last = self._frames[numbers[0]], self._frames[numbers[-1]]
-        return Chunk(self._key(numbers[0]), first.offset, last.offset + last.length - first.offset)
+            self._executor.submit(wanted, self._deliver)
 
     def close(self) -> None:
         """Stop fetching. Idempotent."""

@@ -41,6 +41,12 @@ def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
         (BLOCK - 4 * KIB, 8 * KIB),
         (0, len(CONTENT)),
         (3 * BLOCK, 777),
+        (3, 1),
+        (511, 2),
+        (700, 200 * KIB),
+        (64 * KIB - 1, 64 * KIB + 2),
+        (BLOCK - 3, BLOCK + 6),
+        (3 * BLOCK + 1, 775),
     ],
 )
 def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, length: int) -> None:
@@ -51,19 +57,6 @@ def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, l
         assert stored.data_nodes.read_into(blocks, offset, memoryview(buffer), Attempt()) == length
         assert buffer == CONTENT[offset : offset + length]
         buffer[:] = bytes(length)
-
-
-@pytest.mark.hdfs
-def test_what_datanodes_do_not_send_exactly_is_left_to_the_library(stored: HdfsBackend) -> None:
-    blocks = stored.stored_blocks("f")
-    buffer = bytearray(1000)
-    assert stored.data_nodes.read_into(blocks, 3, memoryview(buffer), Attempt()) == 0
-    attempt = Attempt()
-    attempt.is_checked = True
-    assert (
-        stored.open_reader("f", is_checked=True).read_into(3, memoryview(buffer), attempt) == 1000
-    )
-    assert buffer == CONTENT[3:1003]
 
 
 @pytest.mark.hdfs
