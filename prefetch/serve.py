@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     """The exit code: 0 after an unmount."""
-    # Nobody has told us the store yet; mostly this is it. First, since whoever began us loads the
-    # same a little later, and then finds it read from the disk.
+    # Nobody has told us the store yet; mostly this is it. A copy of a process has it already.
     load_backend(os.environ.get("BOOTSEER_STORE", ""))
     from bootseer.prefetch.serve_image import serve_image
 

@@ -109,8 +109,20 @@ def begin_ahead() -> None:
     """
     global _ahead
     if may_mount() and may_fork():
+        _load_what_both_need()
         with contextlib.suppress(BootseerError):
             _ahead = background.begin(_MODULE, what=_WHAT, log=None, forks=True)
+
+
+def _load_what_both_need() -> None:
+    """Once for this process and its copy, which waits for no less than we do: a third of all that
+    they load. Anything more would keep the two from loading side by side."""
+    import bootseer.prefetch.kept_indexes
+    import bootseer.prefetch.start_server  # noqa: F401
+    from bootseer.store import load_backend
+
+    # Nobody has told us the store yet; mostly this is it.
+    load_backend(os.environ.get("BOOTSEER_STORE", ""))
 
 
 def is_begun_ahead() -> bool:
