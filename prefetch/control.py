@@ -8,7 +8,6 @@ in that thread and must be quick. `ask` is the other side. The exchange is that 
 import contextlib
 import logging
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -28,7 +27,7 @@ _ANSWER_BYTES_MAX = 2**20
 
 def new_ready_name() -> str:
     """A name for a ready socket, without the NUL that abstract addresses begin with."""
-    return f"bootseer-ready-{secrets.token_hex(8)}"
+    return f"bootseer-ready-{os.urandom(8).hex()}"
 
 
 class ControlServer:

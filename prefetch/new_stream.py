@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +56,7 @@ class NewStream:
         self._open_stream = open_stream
         self._written_bytes = 0
         self._tail = bytearray()
-        self._directory = streams / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._directory = streams / f"{_PREFIX}{os.urandom(8).hex()}"
         self._fds: list[int] = []
         try:
             # Between folder and lock, a sweeper would take it for one of the dead.

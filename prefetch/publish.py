@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import struct
 import subprocess
@@ -118,7 +117,7 @@ def _new_job(
 ) -> Iterator[tuple[Path, int, BinaryIO]]:
     """A job's folder, the lock that says that somebody is at it, and its log."""
     private_directory(settings.run_dir / "logs")
-    directory = private_directory(publishing_dir(settings) / f"{identity}-{secrets.token_hex(4)}")
+    directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
     lock = take_lock(directory)
     try:
         document = {"settings": settings_to_json(settings), **job}

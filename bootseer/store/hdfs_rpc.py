@@ -6,7 +6,7 @@ connection, and the NameNode's retry cache makes it happen once. Thread-safe.
 """
 
 import itertools
-import secrets
+import os
 import socket
 import struct
 import time
@@ -190,7 +190,7 @@ class NameNode(Struct, frozen=True):
     def _call(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
         """`attempts_max`: None: until the deadline where there are several, of which one is active
         sooner or later; one that refuses goes on doing so."""
-        client = secrets.token_bytes(16)
+        client = os.urandom(16)
         end_s = time.monotonic() + self.deadline_s
         cause: Exception = UnsupportedError("no NameNode is known")
         count = len(self.addresses)

@@ -23,8 +23,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
-import secrets
 import threading
 import time
 from types import TracebackType
@@ -203,7 +203,7 @@ def acquire(
     # Twice: once more after a lease that ended meanwhile.
     for _ in range(2):
         started = time.monotonic()
-        record = Record(owner, secrets.token_hex(16), time.time_ns() + ttl_ns, ttl_ns)
+        record = Record(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
         if publish_object(backend, key, record.encode(), replace=False):
             return Lease(backend, key, record, started + ttl_s)
         now_ns = time.time_ns()  # before the reads: see the module's second rule

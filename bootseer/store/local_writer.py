@@ -5,7 +5,6 @@ Owns the file's descriptor and its folder's until it is closed. One thread at a 
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError, InvalidInputError
@@ -41,7 +40,7 @@ class LocalWriter(Writer):
         self._home, self._current = parent, name
         if overwrite:
             self._home = make_directory(root, [TEMPORARY])
-            self._current = secrets.token_hex(16)
+            self._current = os.urandom(16).hex()
         try:
             self._fd = os.open(self._current, _CREATE, 0o600, dir_fd=self._home)
         except OSError:

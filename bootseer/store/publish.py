@@ -5,7 +5,7 @@ no state.
 """
 
 import logging
-import secrets
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def publish_object(
                 raise
             return False
         return True
-    temporary = f"{TEMPORARY}/{secrets.token_hex(16)}"
+    temporary = f"{TEMPORARY}/{os.urandom(16).hex()}"
     try:
         _write_hidden(backend, temporary, data)
         backend.rename(temporary, path, overwrite=replace)
