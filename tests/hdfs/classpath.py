@@ -61,6 +61,10 @@ log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 _WEB_XML = '<?xml version="1.0"?><web-app version="2.4" xmlns="http://java.sun.com/xml/ns/j2ee"/>'
 
 
+_SHARED = "HdfsServers"
+"""What the programs have in common."""
+
+
 class CannotAssembleError(Exception):
     """There is no HDFS on this machine, and the message says why."""
 
@@ -215,9 +219,11 @@ def _stem(program: str) -> str:
 
 
 def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
-    """The jar of a program here, compiled again when its source or the libraries changed."""
-    source, stem = Path(__file__).with_name(f"{program}.java"), _stem(program)
-    stamp = source.read_text(encoding="utf-8") + "\n".join(map(str, libraries))
+    """The jar of a program here, compiled again when a source or the libraries changed."""
+    sources = [Path(__file__).with_name(f"{name}.java") for name in (_SHARED, program)]
+    stem = _stem(program)
+    texts = [source.read_text(encoding="utf-8") for source in sources]
+    stamp = "\n".join([*texts, *map(str, libraries)])
     target, stamp_file = cache / f"{stem}.jar", cache / f"{stem}.stamp"
     if target.exists() and stamp_file.exists() and stamp_file.read_text("utf-8") == stamp:
         return target
@@ -229,8 +235,14 @@ def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
         (folder / "web.xml").write_text(_WEB_XML, encoding="utf-8")
     (classes / "log4j.properties").write_text(_LOG4J, encoding="utf-8")
     path = ":".join(map(str, libraries))
-    _run(["javac", "-nowarn", "-proc:none", "-cp", path, "-d", str(classes), str(source)], cache)
-    _run(["jar", "--create", "--file", str(target), "-C", str(classes), "."], cache)
+    _run(
+        ["javac", "-nowarn", "-proc:none", "-cp", path, "-d", str(classes), *map(str, sources)],
+        cache,
+    )
+    # A machine that runs now keeps the jar that it has.
+    made = target.with_suffix(".new")
+    _run(["jar", "--create", "--file", str(made), "-C", str(classes), "."], cache)
+    made.replace(target)
     data_archive(program).unlink(missing_ok=True)
     stamp_file.write_text(stamp, encoding="utf-8")
     return target
