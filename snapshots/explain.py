@@ -100,6 +100,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
         "command": "the command is another one",
         "image": "the image is another one",
         "salt": "the salt is another one",
+        "installation": "Python lies in another place",
         "directory": "the working directory is another one",
     }.get(kind, "")
 
@@ -124,6 +125,7 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
     resolved = resolve(request, report)
     targets = tuple(text_of(target) for target in resolved.targets)
     paths = {target: resolve_in_root(request.root, target) for target in resolved.targets}
+    outdated = ""
     mounted = mounts_in_place(settings, resolved, paths)
     if mounted is not None:
         with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
@@ -132,6 +134,7 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
             parts = manifest.parts if manifest else resolved.parts
             reason = "it is mounted on the targets"
             return Explanation(IN_PLACE, reason, mounted[0], targets, parts, manifest, None, ())
+        outdated = _outdated("what is mounted on the targets", manifest)
     scans = {target: scan(path) for target, path in paths.items()}
     bases = {target: base_digest(scanned) for target, scanned in scans.items()}
     found = key_in_place(settings.cache_dir, resolved, paths, scans)
@@ -143,18 +146,24 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
                 parts = tuple(sorted(resolved.all_parts(bases)))
                 reason = "the targets hold it, untouched since it was put there"
                 return Explanation(IN_PLACE, reason, key, targets, parts, manifest, None, ())
+            outdated = _outdated("what the targets hold", manifest)
             bases = {target: base_digest(scanned) for target, scanned in scans.items()}
         key = resolved.key(bases)
         parts = tuple(sorted(resolved.all_parts(bases)))
         manifest = catalogue.load(store, key)
         if manifest is not None:
-            age = show_age(time.time_ns() - manifest.created_ns)
             if is_too_old(manifest, settings.snapshot_max_age_s):
-                reason = f"its snapshot was made {age} ago, which is beyond the maximum age"
+                reason = _outdated("its snapshot", manifest)
                 return Explanation(RUN, reason, key, targets, parts, manifest, None, ())
+            age = show_age(time.time_ns() - manifest.created_ns)
             reason = f"its snapshot was made {age} ago by {manifest.node}"
             return Explanation(RESTORE, reason, key, targets, parts, manifest, None, ())
         near = nearest(parts, catalogue.list_newest(store, _COMPARED_MAX))
     differences = compare_parts(near.parts, parts) if near else ()
     reason = "there is no snapshot of it" if near else "the store has no snapshots"
-    return Explanation(RUN, reason, key, targets, parts, None, near, differences)
+    return Explanation(RUN, outdated or reason, key, targets, parts, None, near, differences)
+
+
+def _outdated(what: str, manifest: Manifest) -> str:
+    age = show_age(time.time_ns() - manifest.created_ns)
+    return f"{what} was made {age} ago, which is beyond the maximum age"

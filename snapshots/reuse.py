@@ -3,6 +3,7 @@
 Alone decides what of that is used. The caller holds the locks of the targets.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import is_too_old
+from bootseer.snapshots.age import is_too_old, show_age
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.present import key_in_place, mounts_in_place
@@ -54,7 +55,9 @@ def keep_in_place(
     if _is_outdated(attempt, store):
         return None
     attempt.report(f"snapshot {attempt.key[:12]} is in place already")
-    return attempt.result("in place", file_count=sum(map(len, before.values())))
+    # Targets themselves do not count, as in manifests.
+    count = sum(len(scanned) - 1 for scanned in before.values() if scanned)
+    return attempt.result("in place", file_count=count)
 
 
 def _is_outdated(attempt: Attempt, store: Store) -> bool:
@@ -68,7 +71,11 @@ def _is_outdated(attempt: Attempt, store: Store) -> bool:
         # What is here is what was asked for; that it may be too old is no reason to fail.
         attempt.report(f"warning: cannot tell how old the snapshot in place is: {error}")
         return False
-    return manifest is not None and is_too_old(manifest, max_age_s)
+    if manifest is None or not is_too_old(manifest, max_age_s):
+        return False
+    age = show_age(time.time_ns() - manifest.created_ns)
+    attempt.report(f"snapshot {attempt.key[:12]}, which is in place, is {age} old")
+    return True
 
 
 def restore_stored(

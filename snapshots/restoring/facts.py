@@ -11,10 +11,10 @@ from pathlib import Path
 from bootseer.config import Settings
 from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
 from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.restoring.host_paths import is_entered
 from bootseer.snapshots.restoring.modes import Facts
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.restoring.restore import Placed
-from bootseer.snapshots.restoring.work import is_entered
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 

@@ -219,6 +219,9 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     path = mounts.absolute(directory)
     cover = cover_at(path)
     if cover is None:
+        # It may be called by a symbolic link, as the target was. What is mounted is never a link.
+        cover = cover_at(path.resolve())
+    if cover is None:
         raise InvalidInputError(f"no snapshot is mounted on {path}")
     try:
         uncover(cover, lazy=lazy)

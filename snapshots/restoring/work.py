@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from bootseer.blob import index
 from bootseer.blob.tree import Tree
 from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, from_oserror
 from bootseer.snapshots.manifest import is_plain, text_of
+from bootseer.snapshots.restoring.host_paths import is_entered, is_mount_point
 from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
 from bootseer.snapshots.scan import WORK_PREFIX
 
@@ -74,34 +74,12 @@ def _places(target: Path) -> tuple[Path, Path]:
     return target.parent / _name(target), target / _name(target)
 
 
-def _is_mount_point(target: Path) -> bool:
-    """Whether nothing can be renamed from beside `target` into it."""
-    if not target.is_dir():
-        return False
-    if os.lstat(target).st_dev != os.lstat(target.parent).st_dev:
-        return True
-    # A bind mount of the same file system shows only in the table of mounts, whose fifth field is
-    # the mount point with blanks, backslashes and line ends in octal (proc_pid_mountinfo(5)).
-    wanted = re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % ord(match[0]), os.fsencode(target))
-    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open("rb") as table:
-        return any(line.split(b" ", 5)[4] == wanted for line in table)
-    return False
-
-
-def is_entered(path: Path) -> bool:
-    """Whether this process works in the directory."""
-    try:
-        return Path.cwd().is_relative_to(path)
-    except OSError:
-        return False  # it is gone, or cannot be named
-
-
 def make_work(target: Path) -> Work:
     """A new, empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Work(target, inside if _is_mount_point(target) else beside)
+        work = Work(target, inside if is_mount_point(target) else beside)
         work.directory.mkdir(mode=0o700)
     except FileExistsError as error:
         raise BusyError(f"{work.directory} is in the way; remove it") from error
@@ -248,7 +226,16 @@ def remove(works: Sequence[Work]) -> None:
         for name in ("commit", "plan"):
             (work.directory / name).unlink(missing_ok=True)
     for work in works:
+        _throw_away(work)
+
+
+def _throw_away(work: Work) -> None:
+    """Remove the directory; a target that it lies in keeps its time."""
+    with contextlib.suppress(OSError):
+        kept = os.stat(work.directory.parent)
         shutil.rmtree(work.directory, ignore_errors=True)
+        if work.is_inside:
+            os.utime(work.target, ns=(kept.st_atime_ns, kept.st_mtime_ns))
 
 
 def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
@@ -280,7 +267,7 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
         (work.directory / "plan").unlink()
     for work in committed:
         if not _others(work):
-            shutil.rmtree(work.directory, ignore_errors=True)
+            _throw_away(work)
 
 
 def _others(work: Work) -> bool:

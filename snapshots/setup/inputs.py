@@ -26,8 +26,20 @@ _GUESSED_BYTES_MAX = 256 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
 _READ_BYTES = 1024 * 1024
+# A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
+# all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
+_END_BYTES = 16 * 1024
 # In a source tree these change by themselves.
 _IGNORED = {".git", "__pycache__", ".venv", "build", "dist", ".tox", ".mypy_cache", ".ruff_cache"}
+# Variables with files, separated by blanks, which pip and uv read like those that options name.
+FILE_VARIABLES = (
+    "PIP_REQUIREMENT",
+    "PIP_CONSTRAINT",
+    "PIP_BUILD_CONSTRAINT",
+    "UV_CONSTRAINT",
+    "UV_BUILD_CONSTRAINT",
+    "UV_OVERRIDE",
+)
 _INCLUDE = re.compile(
     r"\s*(?:-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(?P<file>[^\s#]+)"
 )
@@ -216,7 +228,7 @@ def _tree_digest(top: Path, *, limited: bool) -> str | None:
 
 
 def _add_links(collected: _Collected, name: str) -> None:
-    """A folder of wheels: names and sizes, since a wheel's name holds its version."""
+    """A folder of wheels: names, sizes and ends, which tell a build from another of its version."""
     name = _local_path(name)
     if "://" in name or "\0" in name or name in collected.parts:
         return
@@ -226,11 +238,24 @@ def _add_links(collected: _Collected, name: str) -> None:
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             if entry.is_file():
                 line = os.fsencode(entry.name)
-                digest.update(b"%d:%b,%d," % (len(line), line, entry.stat().st_size))
+                end = _end(Path(entry.path))
+                size = entry.stat().st_size
+                digest.update(b"%d:%b,%d,%d:%b," % (len(line), line, size, len(end), end))
     except (OSError, InvalidInputError):
         return  # pip says what is wrong with it
     collected.parts[name] = Part(f"wheels {name}", "sha256:" + digest.hexdigest())
     collected.found.append(name)
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file; of one that cannot be read, none."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            return file.read(_END_BYTES)
+    except OSError:
+        return b""
 
 
 def check_declared(names: Iterable[str]) -> None:

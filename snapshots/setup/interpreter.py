@@ -82,8 +82,9 @@ class Interpreter(Struct, frozen=True):
         return self.prefix != self.base_prefix
 
     def parts(self) -> list[Part]:
-        """What of it decides which wheels fit."""
+        """What of it decides which wheels fit, and where environments and scripts look for it."""
         return [
+            Part("installation", self.base_prefix),
             Part("interpreter", f"{self.implementation} {self.version} {self.abi}".strip()),
             Part("libc", self.libc),
             Part("platform", self.platform),

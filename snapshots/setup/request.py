@@ -23,7 +23,12 @@ from bootseer.snapshots.setup.fingerprint import (
     variable_parts,
     without_credentials,
 )
-from bootseer.snapshots.setup.inputs import Place, check_declared, collect_inputs
+from bootseer.snapshots.setup.inputs import (
+    FILE_VARIABLES,
+    Place,
+    check_declared,
+    collect_inputs,
+)
 from bootseer.snapshots.setup.interpreter import Runner, find_python, probe
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.upper_layer import Layers
@@ -142,6 +147,8 @@ def resolve(request: Request, report: Report) -> Resolved:
         report(f"targets: {show(targets.paths)} ({targets.reason})")
     for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
         hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
+    for name in FILE_VARIABLES:
+        hints = replace(hints, files=(*hints.files, *environ.get(name, "").split()))
     inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
     if found:
         report(f"inputs named in the command or the environment: {', '.join(found)}")

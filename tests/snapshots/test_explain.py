@@ -162,4 +162,6 @@ def test_a_snapshot_beyond_the_maximum_age_is_made_anew_once(
     # What is in place counts as little as what is stored.
     _make_older(node("d"), key, 2 * 86_400)
     assert run_setup(make_node("d"), request).how == "in place"
+    explained = _explain(node("d"), request)
+    assert (explained.outcome, "2 d ago" in explained.reason) == (RUN, True)
     assert run_setup(node("d"), request).how == "captured"

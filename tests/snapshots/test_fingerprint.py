@@ -13,6 +13,8 @@ from bootseer.snapshots.setup.fingerprint import (
     without_credentials,
 )
 from bootseer.snapshots.setup.inputs import Place, collect_inputs
+from bootseer.snapshots.setup.request import Request, resolve
+from tests.support.wheels import make_wheel
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)
 
@@ -94,6 +96,27 @@ def test_wheels_that_a_requirements_file_names_decide(
     after = _inputs(tmp_path, "deep/requirements.txt")
     assert before.keys() == after.keys()
     assert before != after
+
+
+def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
+    """Under the same name and with the same size it was not noticed."""
+    wheels = tmp_path / "wheels"
+    keys = set()
+    for number in ("1", "2"):
+        text = f"NUMBER = {number}\n" + "#" * 100_000
+        make_wheel(wheels, "alpha", "1.0", {"alpha.py": text})
+        keys.add(_inputs(tmp_path, links=("wheels",))["wheels wheels"])
+    assert len({path.name for path in wheels.iterdir()}) == 1
+    assert len(keys) == 2
+
+
+def test_files_that_variables_name_decide(tmp_path: Path) -> None:
+    (tmp_path / "site.txt").write_text("-c more.txt\n")
+    (tmp_path / "more.txt").write_text("a==1\n")
+    environ = {"PATH": "/usr/bin:/bin", "PIP_CONSTRAINT": f"{tmp_path}/site.txt"}
+    request = Request(["true"], targets=["/opt/env"], environ=environ)
+    names = {part.name for part in resolve(request, lambda sentence: None).parts}
+    assert {f"input {tmp_path}/site.txt", f"input {tmp_path}/more.txt"} <= names
 
 
 def test_wheels_may_also_lie_in_the_working_directory_or_be_named_by_a_variable(

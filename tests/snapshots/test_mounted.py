@@ -102,7 +102,10 @@ def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
     with (target / "d/file").open() as file:
         with pytest.raises(BusyError, match="--lazy"):
             unmount_snapshot(node, target)
-        unmount_snapshot(node, target, lazy=True)
+        # Also by the name of a link, which was not found.
+        link = tmp_path / "link"
+        link.symlink_to(target)
+        unmount_snapshot(node, link, lazy=True)
         assert file.read() == "hello\n"
     wait_gone(node)
 

@@ -196,7 +196,12 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str)
     script = f"mkdir -p '{target}/sub'; echo x > '{target}/sub/x'"
     request = replace(
         counted_request(top, script),
-        command=["sh", "-e", "-c", f"echo >> {tmp_path}/runs; {script}; touch '{target}/file'"],
+        command=[
+            "sh",
+            "-e",
+            "-c",
+            f"echo >> {tmp_path}/runs; {script}; touch '{target}/file'; touch -d @1 '{target}'",
+        ],
     )
     for name in ("a", "b"):
         (tmp_path / "sources" / name).mkdir(parents=True)
@@ -210,22 +215,33 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str)
             assert result.how == ("captured" if name == "a" else "restored")
             assert (target / "sub/x").read_text() == "x\n"
             assert sorted(os.listdir(target)) == ["file", "sub"]
+            # Its own time was that of the restore's last step in it.
+            assert target.stat().st_mtime_ns == 1_000_000_000
         finally:
             subprocess.run(["umount", "-l", str(target)], check=False)
     assert runs(tmp_path) == 1
 
 
-def test_the_interpreter_is_part_of_the_key(tmp_path: Path, make_node: MakeNode) -> None:
+@pytest.mark.parametrize(
+    ("what", "part", "values"),
+    [
+        ("version", "interpreter", ("3.11.1", "3.12.1")),
+        # Environments name the place of their Python: on a node with another there was none.
+        ("base_prefix", "installation", ("/opt/one", "/opt/two")),
+    ],
+)
+def test_the_interpreter_is_part_of_the_key(
+    tmp_path: Path, make_node: MakeNode, what: str, part: str, values: tuple[str, str]
+) -> None:
     """Two nodes with different Pythons on PATH must not share an environment."""
     said = []
-    for version in ("3.11.1", "3.12.1"):
+    for value in values:
         shutil.rmtree(tmp_path / "env", ignore_errors=True)
-        folder = tmp_path / version
+        folder = tmp_path / value.rpartition("/")[2]
         folder.mkdir()
         fake = folder / "python3"
         fake.write_text(
-            f'#!/bin/sh\n{sys.executable} "$@" | sed \'s/"version": "[^"]*"/'
-            f'"version": "{version}"/\'\n'
+            f'#!/bin/sh\n{sys.executable} "$@" | sed \'s|"{what}": "[^"]*"|"{what}": "{value}"|\'\n'
         )
         fake.chmod(0o755)
         environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -233,10 +249,7 @@ def test_the_interpreter_is_part_of_the_key(tmp_path: Path, make_node: MakeNode)
         said.append(result.fingerprint)
         with open_store(make_node("a").store_url) as store:
             manifest = catalogue.find(store, result.fingerprint)
-        assert (
-            f"cpython {version}"
-            in {part.name: part.value for part in manifest.parts}["interpreter"]
-        )
+        assert value in {one.name: one.value for one in manifest.parts}[part]
     assert said[0] != said[1]
 
 
