@@ -1,6 +1,11 @@
-"""What `snapshot create` and `snapshot restore` do: checks, locks, steps."""
+"""What `snapshot create` and `snapshot restore` do: checks, locks, steps.
 
+What only one of them needs is loaded by that one. Main thread.
+"""
+
+import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +17,6 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
-from bootseer.snapshots.restoring import mounted, work
-from bootseer.snapshots.restoring.restore import check_base, place, restore_to
-from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
-from bootseer.snapshots.scan import base_digest, scan
-from bootseer.snapshots.state import remember
 from bootseer.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
         raise InvalidInputError(
             f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
-    # Here: a restore, which jobs wait for, needs none of it.
     from bootseer.snapshots import capture
+    from bootseer.snapshots.restoring import work
+    from bootseer.snapshots.scan import scan
     from bootseer.snapshots.setup.targets import declared_targets
+    from bootseer.snapshots.state import remember
 
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
@@ -69,7 +71,17 @@ def restore_snapshot(
     nothing has changed then.
     """
     with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+        # The two take about as long, and each mostly waits: for the disk, for the store.
+        loading = threading.Thread(target=_load_restoring, daemon=True)
+        loading.start()
         manifest = catalogue.find(store, key)
+        loading.join()
+        from bootseer.snapshots.restoring import mounted, work
+        from bootseer.snapshots.restoring.restore import check_base, place, restore_to
+        from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
+        from bootseer.snapshots.scan import base_digest, scan
+        from bootseer.snapshots.state import remember
+
         if directory is not None and relocates:
             _restore_relocated(settings, store, manifest, directory, report)
             catalogue.note_used(store, manifest)
@@ -104,10 +116,18 @@ def restore_snapshot(
     return manifest
 
 
+def _load_restoring() -> None:
+    with contextlib.suppress(ImportError):  # whoever needs it tells
+        import bootseer.snapshots.restoring.restore_modes
+        import bootseer.snapshots.state  # noqa: F401
+
+
 def _restore_relocated(
     settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
 ) -> None:
     from bootseer.snapshots.relocation.apply import restore_relocated
+    from bootseer.snapshots.restoring import work
+    from bootseer.snapshots.state import remember
 
     # Its links are followed on the way there; what files are told is the path that was asked for.
     path = Path(os.path.abspath(directory))
