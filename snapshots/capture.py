@@ -9,11 +9,11 @@ import logging
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 import bootseer
 from bootseer.blob import index
@@ -41,6 +41,8 @@ class Change(Struct, frozen=True):
     host: Path
     before: Scan
     after: Scan
+    identities: Mapping[bytes, tuple[int, int]] = field(default_factory=dict)
+    """See `pack_directory`."""
 
 
 def capture(
@@ -126,7 +128,12 @@ def _pack(
     )
     with Progress(f"packing {text_of(change.path)}", total) as progress:
         tree = pack_directory(
-            change.host, file, paths=paths, others=others, on_progress=progress.advance
+            change.host,
+            file,
+            paths=paths,
+            others=others,
+            identities=change.identities,
+            on_progress=progress.advance,
         )
     file.flush()
     blob = tree.blobs[0]

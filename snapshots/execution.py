@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, outside
 from bootseer.snapshots.attempt import Attempt
-from bootseer.snapshots.layered_scan import scan_after
+from bootseer.snapshots.layered_scan import hard_links, scan_after
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.outside import Outside
 from bootseer.snapshots.outside_layers import OutsideLayers
@@ -136,18 +136,20 @@ def _captured(
     from bootseer.snapshots.capture import Change, capture, make_manifest
 
     earlier = {target.path: target for target in base.targets} if base else {}
+    layers = attempt.request.layers
     targets = []
     for target in attempt.targets:
         # Once more: the command may have made it a symbolic link.
         host = resolve_in_root(attempt.request.root, target)
         before = under.before[target]
         is_same = host == attempt.paths[target]
-        after = scan_after(attempt.request.layers, host, before) if is_same else scan(host)
+        after = scan_after(layers, host, before) if is_same else scan(host)
         if not after and not before:
             continue
         if not after:
             raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
-        change = Change(target, host, before, after)
+        links = hard_links(layers, host, after) if layers else {}
+        change = Change(target, host, before, after, links)
         cache_dir = attempt.settings.cache_dir
         targets.append(
             capture(store, cache_dir, change, base=earlier.get(target), replace=under.replace)

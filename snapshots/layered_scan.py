@@ -6,6 +6,7 @@ that overlayfs itself says what whiteouts hide. Where anything else may be at wo
 renamed directory), the ordinary scan tells. One thread.
 """
 
+import contextlib
 import logging
 import os
 import stat
@@ -52,6 +53,22 @@ def scan_after(layers: Layers | None, target: Path, before: Scan) -> Scan:
         path: before[path] if _is_unseen_and_same(before.get(path), entry) else entry
         for path, entry in scan(target).items()
     }
+
+
+def hard_links(layers: Layers, target: Path, scanned: Scan) -> dict[bytes, tuple[int, int]]:
+    """Path -> the file itself, of what was written and has several names.
+
+    In the root, the first name of a file that was copied up when it got another one still has the
+    inode number of the lower file, and the other one has not.
+    """
+    upper = os.path.join(os.fsencode(layers.upper), _below(layers, target))
+    found = {}
+    for path, entry in scanned.items():
+        if entry.link_count > 1 and not stat.S_ISDIR(entry.mode):
+            with contextlib.suppress(OSError):
+                info = os.lstat(os.path.join(upper, path))
+                found[path] = (info.st_dev, info.st_ino)
+    return found
 
 
 def _is_unseen_and_same(before: Entry | None, now: Entry) -> bool:

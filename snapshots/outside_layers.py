@@ -13,7 +13,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.outside import IGNORED_NAMES, IGNORED_PATHS, Outside, caches
-from bootseer.snapshots.upper_layer import Layers, Written, written
+from bootseer.snapshots.upper_layer import WHITEOUT, Layers, Written, written
 
 _NAMES_MAX = 200_000
 _TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
@@ -96,14 +96,14 @@ def changed_paths(
         if not stat.S_ISDIR(now.mode) or _is_news(now, then, None if is_hidden else lower(path)):
             found.append(b"/" + path)
     if is_whole:
-        gone = {path for path in before.keys() - after.keys() if not before[path].is_whiteout}
+        gone = {path for path in before.keys() - after.keys() if before[path] != WHITEOUT}
         found += [b"/" + path for path in gone if path.rpartition(b"/")[0] not in gone]
     return found
 
 
 def _is_news(now: Written, then: Written | None, lower: os.stat_result | None) -> bool:
     """Whether a directory is worth a word, besides what is in it."""
-    if then is not None and not then.is_whiteout:
+    if then is not None and then != WHITEOUT:
         return now[:4] != then[:4]
     if lower is None or then is not None:
         # What is in it tells.

@@ -49,12 +49,14 @@ class Written(NamedTuple):
     inode: int
     ctime_ns: int
     """0 for a directory: it moves with what is in it."""
-    is_whiteout: bool = False
-    """The name is gone."""
     is_opaque: bool = False
     """Nothing of the lower directory shows."""
     is_empty: bool = False
     """A directory without anything, ignored names included."""
+
+
+WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
+"""The name is gone. Overlayfs makes all of these one file, which any of them changes."""
 
 
 def check_directory(upper: bytes) -> None:
@@ -73,8 +75,7 @@ def _attributes(path: bytes) -> list[str]:
     return os.listxattr(path, follow_symlinks=False)
 
 
-def is_whiteout(info: os.stat_result) -> bool:
-    """Whether a name of an upper directory says that there is none."""
+def _is_whiteout(info: os.stat_result) -> bool:
     return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
 
 
@@ -115,14 +116,11 @@ def written(
                     info.st_mode, info.st_uid, info.st_gid, info.st_ino, 0, is_opaque=opaque
                 )
                 stack.append(path)
+            elif _is_whiteout(info):
+                found[path] = WHITEOUT
             else:
                 found[path] = Written(
-                    info.st_mode,
-                    info.st_uid,
-                    info.st_gid,
-                    info.st_ino,
-                    info.st_ctime_ns,
-                    is_whiteout=is_whiteout(info),
+                    info.st_mode, info.st_uid, info.st_gid, info.st_ino, info.st_ctime_ns
                 )
         if not names and above:
             found[above] = found[above]._replace(is_empty=True)

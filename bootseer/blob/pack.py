@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import BinaryIO
 
 from msgspec import Struct, field
@@ -53,6 +54,7 @@ class Others(Struct, frozen=True):
 
 
 _NO_OTHERS = Others()
+_NO_IDENTITIES: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
 
 
 def pack_directory(
@@ -63,6 +65,7 @@ def pack_directory(
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
     others: Others = _NO_OTHERS,
+    identities: Mapping[bytes, tuple[int, int]] = _NO_IDENTITIES,
     level: int = 3,
     frame_bytes: int = FRAME_BYTES,
     threads: int | None = None,
@@ -74,6 +77,7 @@ def pack_directory(
     among them without what it holds. `exclude`: glob patterns; one with "/" is matched against the
     whole relative path, any other against each name. Sockets are left out, with a warning.
     What is in `others`, and has not changed since, is not packed: the tree says where it is.
+    `identities`: by path, what two names of one file have in common where stat does not tell.
     `on_progress` is called with counts of uncompressed bytes done.
 
     Raises: NotFoundError, PermissionDeniedError (naming the file that cannot be read), BusyError
@@ -83,7 +87,7 @@ def pack_directory(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
         entries = scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
-        return _write(root, entries, writer, others)
+        return _write(root, entries, writer, others, identities)
 
 
 def tar_directory(
@@ -99,17 +103,21 @@ def tar_directory(
     Raises: as `pack_directory`.
     """
     entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
-    return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS)
+    return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS, _NO_IDENTITIES)
 
 
 def _write(
-    root: str | os.PathLike[str], entries: Iterable[Entry], writer: StreamWriter, others: Others
+    root: str | os.PathLike[str],
+    entries: Iterable[Entry],
+    writer: StreamWriter,
+    others: Others,
+    identities: Mapping[bytes, tuple[int, int]],
 ) -> Tree:
     first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
     members = Members(writer)
     for entry in entries:
         status = entry.status
-        identity = (status.st_dev, status.st_ino)
+        identity = identities.get(entry.path) or (status.st_dev, status.st_ino)
         known = first_names.get(identity)
         if known is not None:
             members.add_hard_link(entry.path, *known)

@@ -56,11 +56,12 @@ class Node:
         self,
         *arguments: object,
         prefix: Sequence[str] = (),
+        flags: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> "subprocess.Popen[str]":
-        """`bootseer run ARGUMENTS`, started behind the words of `prefix`."""
-        command = [*prefix, sys.executable, "-m", "bootseer", "run", *map(str, arguments)]
+        """`bootseer FLAGS run ARGUMENTS`, started behind the words of `prefix`."""
+        command = [*prefix, sys.executable, "-m", "bootseer", *flags, "run", *map(str, arguments)]
         pipes: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,

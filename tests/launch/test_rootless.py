@@ -62,3 +62,24 @@ def test_on_the_host(node: Node, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["x", "saved"]
     node.wait_clean()
+
+
+def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
+    """What it changed is told by an upper layer with the attributes of an ordinary user's."""
+    root = node.base / "root"
+    shutil.copytree(image_root, root, symlinks=True)
+    for path in ("usr/share/old/a", "usr/share/old/b", "etc/group"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("old")
+    code = "import os; os.remove('/usr/share/old/a'); os.remove('/etc/group')"
+    line = f'python3 -c "{code}"; echo c > /usr/share/old/c; echo x > /etc/new'
+    job = (
+        *("--image", root, "--setup", line, "--target", "/usr/share/old", "--mode", "extract"),
+        *("--", "sh", "-c", "cd /usr/share/old && echo *"),
+    )
+    done = node.run(*job, prefix=unprivileged(node), flags=["-v"])
+    assert (done.returncode, done.stdout) == (0, "b c\n"), done.stderr
+    assert "scanning" not in done.stderr
+    assert ": 1 files; " in done.stderr
+    assert "not stored: /etc/ (2 names); " in done.stderr
+    node.wait_clean()

@@ -1,0 +1,29 @@
+"""Overlays as containers have them, for tests of what their layers tell."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.prefetch import namespaces
+from bootseer.prefetch.overlay import mount_layers
+from bootseer.snapshots.upper_layer import Layers
+
+
+@contextlib.contextmanager
+def overlay(
+    lower: Path, options: str = "", tree: Callable[[], Tree] | None = None
+) -> Iterator[Layers]:
+    """A fresh overlay over `lower`, beside it; gone in the end. `options` begin with a comma."""
+    base = Path(tempfile.mkdtemp(dir=lower.parent))
+    for name in ("upper", "work", "root"):
+        (base / name).mkdir()
+    root = base / "root"
+    mount_layers([lower], base, root, options=options)
+    try:
+        yield Layers(root, base / "upper", lower, tree)
+    finally:
+        namespaces.unmount(root)
+        shutil.rmtree(base)
