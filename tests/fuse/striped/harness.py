@@ -1,10 +1,14 @@
 """The striped file system driven directly, as the kernel would, without a mount."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.errors import errno_of
+import pytest
+
+from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.journal import Journal, read_journal
@@ -141,9 +145,12 @@ class Driver:
         self.fs.setattr(CALLER, self.node(path), SetAttributes(size_bytes=size))
 
 
-def code_of(error: BaseException) -> int:
-    """The errno that the kernel would be told."""
-    return errno_of(error)
+@contextlib.contextmanager
+def refused_with(code: int) -> Iterator[None]:
+    """What is called in the `with` block fails with this errno, as the kernel would be told."""
+    with pytest.raises((BootseerError, OSError)) as caught:
+        yield
+    assert errno_of(caught.value) == code, caught.value
 
 
 class Restartable(Driver):
