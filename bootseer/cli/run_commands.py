@@ -3,12 +3,8 @@
 import click
 from msgspec.structs import replace
 
-from bootseer.cli.output import current_settings
+from bootseer.cli.output import current_settings, say
 from bootseer.cli.snapshot_output import mode_option
-
-
-def _say(sentence: str) -> None:
-    click.echo(f"bootseer: {sentence}", err=True)
 
 
 @click.command(
@@ -109,4 +105,4 @@ def run(
     settings = current_settings()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
-    launch(replace(settings, auto_index=False) if no_index else settings, job, _say)
+    launch(replace(settings, auto_index=False) if no_index else settings, job, say)

@@ -16,6 +16,7 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     open_current_store,
+    say,
 )
 from bootseer.config import parse_name, parse_size
 from bootseer.errors import BootseerError, InvalidInputError, SetupFailedError
@@ -97,7 +98,7 @@ def warm(
         if not command:
             raise
         # The command will know whether it can do without.
-        _warn(str(error))
+        say(str(error))
     else:
         if show:
             _show(request, as_json)
@@ -111,7 +112,7 @@ def warm(
         from bootseer.prefetch.warm.launch import start_warming
 
         if warning := start_warming(request):
-            _warn(warning)
+            say(warning)
     _become(command)
 
 
@@ -130,10 +131,6 @@ def _request(directory: Path, name: str | None) -> "WarmRequest":
     from bootseer.prefetch.warm.request import warm_request
 
     return warm_request(current_settings(), directory, parse_name(name) if name else None)
-
-
-def _warn(sentence: str) -> None:
-    click.echo(f"bootseer: {sentence}", err=True)
 
 
 def _become(command: tuple[str, ...]) -> None:
@@ -156,7 +153,7 @@ def _warm_now(request: "WarmRequest", as_json: bool) -> None:
     known = known_record(request)
     work = planned(request, known)
     if warning := shortage(request, work):
-        _warn(warning)
+        say(warning)
     with Progress("reading ahead", work.planned_bytes) as progress:
         figures = warm_now(request, work, progress.advance)
     if as_json:

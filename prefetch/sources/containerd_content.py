@@ -8,14 +8,13 @@ Edge module; any thread.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from bootseer.errors import BootseerError, NotFoundError, from_oserror
 from bootseer.prefetch.chains import chain_ids
 from bootseer.prefetch.sources.documents import DOCUMENT_BYTES_MAX, Descriptor
 from bootseer.prefetch.sources.layout import Image, read_image
 from bootseer.prefetch.sources.model import ImageSource
-from bootseer.prefetch.sources.oci_layout import open_regular
+from bootseer.prefetch.sources.oci_layout import open_regular, opener_in
 
 
 def open_content(directory: Path, chain_id: str) -> ImageSource:
@@ -33,14 +32,8 @@ def open_content(directory: Path, chain_id: str) -> ImageSource:
 
 
 def _image(directory: Path, manifest: Descriptor) -> Image | None:
-    def open_file(path: str) -> BinaryIO:
-        try:
-            return open_regular(directory / path)
-        except OSError as error:
-            raise from_oserror(error, f"read {directory / path}") from error
-
     try:
-        return read_image(open_file, manifest, str(directory))
+        return read_image(opener_in(directory), manifest, str(directory))
     except BootseerError:
         # Not a manifest, or one whose configuration containerd has removed.
         return None

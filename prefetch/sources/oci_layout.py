@@ -41,10 +41,8 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def open_oci_layout(directory: Path, tag: str) -> ImageSource:
-    """Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError,
-    PermissionDeniedError."""
-    where = str(directory)
+def opener_in(directory: Path) -> Callable[[str], BinaryIO]:
+    """Opens files of a layout by their paths in it. What it returns raises: BootseerError."""
 
     def open_file(path: str) -> BinaryIO:
         try:
@@ -52,8 +50,15 @@ def open_oci_layout(directory: Path, tag: str) -> ImageSource:
         except OSError as error:
             raise from_oserror(error, f"read {directory / path}") from error
 
+    return open_file
+
+
+def open_oci_layout(directory: Path, tag: str) -> ImageSource:
+    """Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError,
+    PermissionDeniedError."""
+    where = str(directory)
     if directory.is_dir() and not (directory / "index.json").exists():
         raise InvalidInputError(f"{where} is not an OCI layout: it has no index.json")
-    name, image = read_layout(open_file, tag, where)
+    name, image = read_layout(opener_in(directory), tag, where)
     reference = reference_of(name, name_of(directory))
     return ImageSource(reference, image.identity, image.config, image.layers)
