@@ -101,6 +101,11 @@ class Ratio:
     target: Target | None = None
 
 
+def ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
+    """`top`'s figure over `bottom`'s, as a row of the table."""
+    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of the case's table: a figure, scaled and named for people."""

@@ -12,14 +12,13 @@ from bench.model import (
     Bound,
     Case,
     Column,
-    Figure,
-    Ratio,
     Sample,
     SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
+    ratio,
 )
 from bench.page_cache import evict_everything
 from bench.processes import ROOT, mounted, python_command, run_json, tree_cpu_s
@@ -132,10 +131,6 @@ def _derive(sample: Sample) -> Mapping[str, float]:
     return derived
 
 
-def _ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
-    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
-
-
 CASE = Case(
     name="fuse-read",
     description="Sequential read of a file in memory through FUSE, against no FUSE at all.",
@@ -171,18 +166,18 @@ CASE = Case(
         ),
     ),
     ratios=(
-        _ratio("direct_io", "mfusepy", "gib_per_s", "throughput", Target(Bound.AT_LEAST, 2)),
-        _ratio(
+        ratio("direct_io", "mfusepy", "gib_per_s", "throughput", Target(Bound.AT_LEAST, 2)),
+        ratio(
             "direct_io", "mfusepy", "server_cpu_s_per_gib", "server CPU", Target(Bound.AT_MOST, 0.5)
         ),
-        _ratio("direct_io", "mfusepy", "cpu_s_per_gib", "server and reader CPU"),
-        _ratio("passthrough", "native", "wall_s", "time", Target(Bound.AT_MOST, 1.15)),
-        _ratio("cached", "mfusepy", "gib_per_s", "throughput"),
-        _ratio("direct_io", "mfusepy_direct", "gib_per_s", "throughput"),
-        _ratio("direct_io", "mfusepy_direct", "server_cpu_s_per_gib", "server CPU"),
-        _ratio("direct_io", "libfuse", "gib_per_s", "throughput"),
-        _ratio("direct_io", "libfuse_s", "gib_per_s", "throughput"),
-        _ratio("direct_io", "native", "wall_s", "time"),
+        ratio("direct_io", "mfusepy", "cpu_s_per_gib", "server and reader CPU"),
+        ratio("passthrough", "native", "wall_s", "time", Target(Bound.AT_MOST, 1.15)),
+        ratio("cached", "mfusepy", "gib_per_s", "throughput"),
+        ratio("direct_io", "mfusepy_direct", "gib_per_s", "throughput"),
+        ratio("direct_io", "mfusepy_direct", "server_cpu_s_per_gib", "server CPU"),
+        ratio("direct_io", "libfuse", "gib_per_s", "throughput"),
+        ratio("direct_io", "libfuse_s", "gib_per_s", "throughput"),
+        ratio("direct_io", "native", "wall_s", "time"),
     ),
     columns=(
         Column("GiB/s", "gib_per_s"),

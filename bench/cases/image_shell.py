@@ -1,8 +1,8 @@
 """The same as `image` for a shell, which needs next to nothing of the image."""
 
-from bench.containers.cases import image_case, ratio
+from bench.containers.cases import image_case
 from bench.containers.workloads import SHELL
-from bench.model import Bound, Target
+from bench.model import Bound, Target, ratio
 
 CASE = image_case(
     "image-shell",

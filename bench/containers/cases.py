@@ -11,10 +11,8 @@ from bench.containers.workloads import Workload
 from bench.model import (
     Case,
     Column,
-    Figure,
     Ratio,
     TakeSample,
-    Target,
     Variant,
     Workspace,
 )
@@ -67,11 +65,6 @@ def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Rat
         quick_runs=1,
         warmups=0,
     )
-
-
-def ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
-    """`top`'s figure over `bottom`'s, as a row of the table."""
-    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
 
 
 def _prepare(

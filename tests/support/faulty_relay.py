@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from bootseer.closing import Closing
-from tests.support.registry import QuietHandler, serve, sha256
+from bootseer.registry.documents import digest_of
+from tests.support.registry import QuietHandler, serve
 
 _PIECE_BYTES = 64 * 1024
 
@@ -213,7 +214,7 @@ class ReferrersRelay(FaultyRelay):
         if "subject" not in manifest:
             return {}
         subject = manifest["subject"]["digest"]
-        digest = sha256(body)
+        digest = digest_of(body)
         self._referrers.setdefault(subject, {})[digest] = {
             "mediaType": manifest["mediaType"],
             "digest": digest,

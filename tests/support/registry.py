@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -262,7 +261,3 @@ def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
     server = _Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
-
-
-def sha256(data: bytes) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
