@@ -3,7 +3,6 @@ its layers make the chain that it is found under."""
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,10 @@ from bootseer.prefetch.chains import (
 )
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.sources import open_source
-from bootseer.store import Store, open_store
+from bootseer.store import Store
 from tests.support.images import Member, digest, tar_of, write_layout
 
 DIFF_IDS = tuple(digest(text) for text in (b"a", b"b", b"c"))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "store")) as opened:
-        yield opened
 
 
 def test_ids_are_those_of_the_specification() -> None:

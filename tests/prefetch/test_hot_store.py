@@ -1,7 +1,6 @@
 """Pointers and traces in a store, whole and damaged."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,10 @@ from bootseer.prefetch.hot_store import (
     workloads,
 )
 from bootseer.prefetch.trace import Access, Trace, TracedFile
-from bootseer.store import Store, open_store
+from bootseer.store import Store
 
 INDEX = "sha256:" + "1" * 64
 POINTER = HotPointer(INDEX, "sha256:" + "2" * 64, 1000, 200, "sha256:" + "3" * 64, 4, 5)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "store")) as opened:
-        yield opened
 
 
 def trace_of(workload: str, offset: int) -> Trace:

@@ -1,5 +1,6 @@
 """Fixtures of the tests of checkpoint trees, mounted and not."""
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.striped.doors import fsck
+from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
 from tests.fuse.striped.harness import storage_on
@@ -58,3 +60,11 @@ def young(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets garbage be old after no time."""
     monkeypatch.setattr(fsck, "MIN_AGE_S", 0.0)
     return lambda: time.sleep(0.02)
+
+
+@pytest.fixture
+def no_instances_stay() -> Iterator[None]:
+    """fsspec keeps file systems by their arguments: the next test gets new ones."""
+    yield
+    CheckpointFileSystem.clear_instance_cache()
+    gc.collect()

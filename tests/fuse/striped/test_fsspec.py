@@ -1,4 +1,4 @@
-"""The fsspec door: fsspec's own suite, and what a checkpoint needs beyond it."""
+"""The fsspec door: what a checkpoint needs beyond fsspec's own suite (`test_fsspec_suite`)."""
 
 import contextlib
 import gc
@@ -9,12 +9,11 @@ import pickle
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import fsspec.tests.abstract as suite
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -24,17 +23,9 @@ import pytest
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
 from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from tests.fuse.striped.fsspec_door import DATA, OPTIONS, UNIT, exercise
 
-UNIT = 256 * 2**10
-DATA = random.Random(5).randbytes(3 * UNIT + 4567)
-OPTIONS: dict[str, Any] = {"stripe_unit_bytes": UNIT, "stripe_count": 3, "memory_bytes": 32 * 2**20}
-
-
-@pytest.fixture(autouse=True)
-def _no_instances_stay() -> Iterator[None]:
-    yield
-    CheckpointFileSystem.clear_instance_cache()
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_instances_stay")
 
 
 @pytest.fixture
@@ -42,57 +33,6 @@ def made(url: str) -> tuple[CheckpointFileSystem, str]:
     """A file system and a folder in it, on a local disk and on HDFS."""
     fs, path = fsspec.url_to_fs(f"bootseer::{url}", **OPTIONS)
     return fs, path
-
-
-class _Suite(suite.AbstractFixtures):  # type: ignore[misc] # fsspec has no types
-    @pytest.fixture
-    def fs(self) -> CheckpointFileSystem:
-        return CheckpointFileSystem("file", **OPTIONS)
-
-    @pytest.fixture
-    def fs_path(self, tmp_path: Path) -> Iterator[str]:
-        # In memory where there is such a place: 150 tests of many small files, each made durable.
-        shared = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as path:
-            yield path
-
-
-class TestCopy(_Suite, suite.AbstractCopyTests):  # type: ignore[misc]
-    """cp within the file system."""
-
-
-class TestGet(_Suite, suite.AbstractGetTests):  # type: ignore[misc]
-    """From the file system to local files."""
-
-    test_get_glob_edge_cases = None  # 36 patterns, which cp has expanded by the same code
-
-
-class TestPut(_Suite, suite.AbstractPutTests):  # type: ignore[misc]
-    """From local files into the file system."""
-
-    test_put_glob_edge_cases = None  # likewise, and expanded by the local file system
-
-
-class TestOpen(_Suite, suite.AbstractOpenTests):  # type: ignore[misc]
-    """Exclusive creation."""
-
-
-class TestPipe(_Suite, suite.AbstractPipeTests):  # type: ignore[misc]
-    """Whole contents."""
-
-
-@pytest.mark.hdfs
-class TestHdfs(_Suite, suite.AbstractOpenTests, suite.AbstractPipeTests):  # type: ignore[misc]
-    """The smaller part of the suite on a real HDFS; `made` below covers the rest there."""
-
-    @pytest.fixture
-    def fs(self, hdfs_url: str) -> CheckpointFileSystem:
-        fs: CheckpointFileSystem = fsspec.url_to_fs(f"bootseer::{hdfs_url}", **OPTIONS)[0]
-        return fs
-
-    @pytest.fixture
-    def fs_path(self, hdfs_url: str) -> str:
-        return "/" + hdfs_url.split("/", 3)[3]
 
 
 def test_a_file_is_striped_and_read_back(made: tuple[CheckpointFileSystem, str]) -> None:
@@ -405,21 +345,6 @@ def test_plain_files_on_request(tmp_path: Path) -> None:
     fs = fsspec.filesystem("bootseer", target_protocol="file", layout="plain", **OPTIONS)
     fs.pipe_file(str(tmp_path / "f"), DATA)
     assert (tmp_path / "f").read_bytes() == DATA
-
-
-def exercise(fs: CheckpointFileSystem, root: str) -> None:
-    fs.pipe_file(f"{root}/a/f", DATA)
-    assert fs.storage.tree.stored.view(fs.key(f"{root}/a/f")).layout is not None
-    fs.mv(f"{root}/a/f", f"{root}/a/g")
-    assert fs.cat_file(f"{root}/a/g", 9, -9) == DATA[9:-9]
-    fs.mv(f"{root}/a", f"{root}/b", recursive=True)
-    assert fs.find(root) == [f"{root}/b/g"]
-    with contextlib.suppress(KeyError), fs.open(f"{root}/b/g", "wb") as file:
-        file.write(DATA[1:])
-        raise KeyError
-    assert fs.cat_file(f"{root}/b/g") == DATA
-    fs.rm(f"{root}/b", recursive=True)
-    assert fs.find(root) == []
 
 
 def test_in_memory() -> None:

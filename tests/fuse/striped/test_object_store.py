@@ -17,9 +17,9 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import Backend, open_backend
 from tests.fuse.striped.faulty import FaultyBackend, failing
+from tests.fuse.striped.fsspec_door import OPTIONS, exercise
 from tests.fuse.striped.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.mounting import checkpoints, shell
-from tests.fuse.striped.test_fsspec import OPTIONS, exercise
 from tests.support.s3 import s3_server
 
 DATA = random.Random(8).randbytes(20 * UNIT + 77)

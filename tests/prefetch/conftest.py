@@ -1,0 +1,15 @@
+"""Fixtures of the tests of images."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store in a folder."""
+    with open_store(str(tmp_path / "store")) as opened:
+        yield opened

@@ -1,0 +1,42 @@
+"""Images indexed into a store by the code itself, and what is then in the store."""
+
+import stat
+from pathlib import Path
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.read import BlobReader
+from bootseer.blob.tree import Tree
+from bootseer.prefetch.indexing import index_image
+from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.sources import open_source
+from bootseer.store import Store
+
+
+def index(source: Path | str, store: Store, tmp_path: Path, **options: object) -> ImageRecord:
+    """Index `source`, as the command does."""
+    with open_source(str(source), tmp_path / "work") as opened:
+        return index_image(opened, store, tmp_path / "work", **options)  # type: ignore[arg-type]
+
+
+def reader_of(tree: Tree, store: Store) -> BlobReader:
+    """Reads the tree's files from the store."""
+
+    def read(blob: int, offset: int, length: int) -> bytes:
+        return store.read(blob_key(tree.blobs[blob].digest), offset, length)
+
+    return BlobReader(tree, read)
+
+
+def contents(tree: Tree, store: Store) -> dict[str, bytes]:
+    """What each regular file of the tree holds, by its path."""
+    reader = reader_of(tree, store)
+    return {
+        path.decode(): reader.read(number, 0, tree.inode(number).size_bytes)
+        for path, number in tree.walk()
+        if stat.S_ISREG(tree.mode(number))
+    }
+
+
+def keys(store: Store) -> list[str]:
+    """The names of all that is in the store."""
+    return [info.path for info in store.list()]
