@@ -128,6 +128,8 @@ def target_path(text: str, directory: str) -> bytes:
     """
     import posixpath
 
+    if not text:
+        raise InvalidInputError("a target is empty; name a directory, '.' for this one")
     path = posixpath.normpath(posixpath.join(directory, text)).encode("utf-8", "surrogateescape")
     # POSIX lets a path begin with exactly two slashes and normpath keeps them.
     path = b"/" + path.lstrip(b"/")

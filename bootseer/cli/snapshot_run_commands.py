@@ -3,8 +3,6 @@
 The group `snapshot` is in `snapshot_commands`.
 """
 
-import signal
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -121,11 +119,16 @@ def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options
     if dry_run:
         _tell(settings, request, as_json)
         return
+    from bootseer.launch.signals import StoppedError, StopSignals, end_by
     from bootseer.snapshots.run import run_setup
 
-    # As an exception it ends the command and gives the lease back.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    result = run_setup(settings, request, report=say, wait_s=wait_s, forks=True)
+    try:
+        # What the command has started ends, too, and the lease is given back.
+        with StopSignals():
+            result = run_setup(settings, request, report=say, wait_s=wait_s, forks=True)
+    except StoppedError as stopped:
+        say(f"the set-up was {stopped}; nothing was stored")
+        end_by(stopped.number)
     if as_json:
         emit_json(
             {

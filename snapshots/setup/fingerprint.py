@@ -18,6 +18,13 @@ _DOMAIN = b"bootseer snapshot fingerprint 1\n"
 # What stands between "scheme://" and "@" in a URL; a path after the host may hold "@" freely.
 _CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
 _DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
+# Options of pip and uv that decide what is installed, or where, like those on the command line.
+_OPTION_VARIABLES = {
+    *(f"PIP_{name}" for name in ("TARGET", "PREFIX", "ROOT", "USER", "PRE", "NO_DEPS")),
+    *("PIP_NO_BINARY", "PIP_ONLY_BINARY", "PIP_PREFER_BINARY"),
+    *("UV_PYTHON", "UV_SYSTEM_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_TORCH_BACKEND"),
+    *("UV_RESOLUTION", "UV_PRERELEASE", "UV_EXCLUDE_NEWER", "UV_NO_BINARY", "UV_NO_BUILD"),
+}
 
 
 class Part(Struct, frozen=True, order=True):
@@ -58,14 +65,14 @@ def command_part(command: Sequence[str]) -> Part:
 
 
 def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> list[Part]:
-    """Parts of the declared variables, and of those that name a package index by default.
+    """Parts of the declared variables, and of pip's and uv's own that name an index or an option.
 
     A declared value may be a secret, so only its digest is kept; an index URL is kept without its
     credentials, which change more often than what the index serves.
     """
     parts = {}
     for name in environ:
-        if _DEFAULT_VARIABLE.fullmatch(name):
+        if _DEFAULT_VARIABLE.fullmatch(name) or name in _OPTION_VARIABLES:
             parts[name] = Part(f"env {name}", without_credentials(environ[name]))
     for name in names:
         value = environ.get(name)

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from msgspec import Struct
@@ -107,6 +107,19 @@ def find_python(place: Place, words: Sequence[str], search_path: str) -> str | N
         for candidate in (_shebang(place.host(program)), f"{folder}/python3", f"{folder}/python"):
             if candidate and find_program(place.root, candidate, search_path, place.directory):
                 return candidate
+    return None
+
+
+def find_uv_environment(place: Place, environ: Mapping[str, str]) -> str | None:
+    """The `.venv` here or in the nearest folder above that has one: what `uv pip` changes where no
+    environment is active; None where one is."""
+    if environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
+        return None
+    folder = place.directory
+    for parent in (folder, *map(str, PurePosixPath(folder).parents)):
+        found = f"{parent.rstrip('/')}/.venv"
+        if place.host(f"{found}/pyvenv.cfg").is_file():
+            return found
     return None
 
 

@@ -29,7 +29,7 @@ from bootseer.snapshots.setup.inputs import (
     check_declared,
     collect_inputs,
 )
-from bootseer.snapshots.setup.interpreter import Runner, find_python, probe
+from bootseer.snapshots.setup.interpreter import Runner, find_python, find_uv_environment, probe
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.upper_layer import Layers
 
@@ -131,6 +131,11 @@ def resolve(request: Request, report: Report) -> Resolved:
     directory = working_directory(request)
     place = Place(request.root, directory)
     hints = hints_of(request.command)
+    if hints.uses_uv and not hints.environment_dirs:
+        found_environment = find_uv_environment(place, environ)
+        if found_environment is not None:
+            words = (f"{found_environment}/bin/python", *hints.python_words)
+            hints = replace(hints, environment_dirs=(found_environment,), python_words=words)
     python = find_python(place, hints.python_words, environ.get("PATH") or _PATH)
     interpreter = None
     if python is not None:

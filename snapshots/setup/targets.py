@@ -14,6 +14,9 @@ from bootseer.snapshots.manifest import target_path, text_of
 from bootseer.snapshots.setup.command import Hints
 from bootseer.snapshots.setup.interpreter import Interpreter
 
+# As pip reads its variables (strtobool).
+_TRUE = {"1", "true", "yes", "y", "t", "on"}
+
 
 class Targets(Struct, frozen=True):
     """Absolute paths inside the job's root, none inside another, and where they come from."""
@@ -43,11 +46,15 @@ def infer_targets(
             "-p DIR, or name it with --target DIR"
         )
     projects = [_project_environment(*project, environ) for project in hints.projects]
-    named = [*hints.environment_dirs, *hints.install_dirs, *filter(None, projects)]
+    # uv does not read pip's variables.
+    by_pip = environ if hints.uses_pip and not hints.uses_uv else {}
+    places = [by_pip.get("PIP_TARGET", ""), by_pip.get("PIP_PREFIX", "")]
+    named = [*hints.environment_dirs, *hints.install_dirs, *filter(None, [*projects, *places])]
     if named:
         found = [target_path(text, directory) for text in named]
-        return Targets(_disjoint(found), "named in the command")
-    if hints.uses_user_site and interpreter is not None and interpreter.user_base:
+        return Targets(_disjoint(found), "named in the command or the environment")
+    is_user = hints.uses_user_site or by_pip.get("PIP_USER", "").lower() in _TRUE
+    if is_user and interpreter is not None and interpreter.user_base:
         return Targets((target_path(interpreter.user_base, directory),), "user site (pip --user)")
     if hints.uses_conda:
         active = environ.get("CONDA_PREFIX", "")

@@ -1,7 +1,9 @@
 """The command line of snapshots: what it prints and how it exits."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from bootseer.cli import main
+from tests.support.waiting import wait_for
 
 
 class _Cli:
@@ -139,7 +142,7 @@ def test_a_terminated_setup_ends_and_gives_its_lease_back(tmp_path: Path) -> Non
             time.sleep(0.05)
         child = int((tmp_path / "pid").read_text())
         process.terminate()
-        assert process.wait(30) == 128 + 15
+        assert process.wait(30) == -signal.SIGTERM
     finally:
         process.kill()
         process.wait()
@@ -153,3 +156,44 @@ def test_help_has_an_example(cli: _Cli, command: str) -> None:
     assert code == 0
     assert f"Example: bootseer snapshot {command}" in " ".join(out.split())
     assert "--json" in out
+
+
+_RUN = ("-m", "bootseer", "snapshot", "run")
+
+
+def _session(number: int) -> list[str]:
+    """The processes of a session that have not ended, as /proc has them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == number and state != "Z":
+                found.append((path.parent / "cmdline").read_text())
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_that_the_set_up_has_started(
+    tmp_path: Path, cli: _Cli, number: signal.Signals
+) -> None:
+    """Its children went on writing into a target that nobody held any more."""
+    script = "mkdir env; (: > up; sleep 300; : > env/late) & wait; true"
+    with subprocess.Popen(
+        [sys.executable, *_RUN, "--target", "env", "--", "sh", "-c", script],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for((tmp_path / "up").exists, "the set-up")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert f"ended by {number.name}; nothing was stored" in err
+    assert _session(process.pid) == []
+    assert cli.json("list") == []
+
+
+def test_an_empty_target_is_refused(cli: _Cli) -> None:
+    """As of an unset variable: it was the working directory."""
+    assert cli("run", "--target", "", "--", "true")[0] == 2
+    assert "a target is empty" in cli.err

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from bootseer.errors import UnsupportedError
 from bootseer.snapshots.setup.command import hints_of
 from bootseer.snapshots.setup.inputs import Place
 from bootseer.snapshots.setup.interpreter import Interpreter, find_python, parse, probe
-from bootseer.snapshots.setup.request import run_plainly
+from bootseer.snapshots.setup.request import Request, resolve, run_plainly
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets
 
 
@@ -77,6 +78,41 @@ def test_inferred(
     hints = hints_of(command.split())
     found = infer_targets(hints, interpreter, {"VIRTUAL_ENV": active}, "/job")
     assert found.paths == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PIP_TARGET": "lib"}, (b"/job/lib",)),
+        ({"PIP_PREFIX": "/opt/p"}, (b"/opt/p",)),
+        ({"PIP_USER": "yes"}, (b"/home/me/.local",)),
+        ({"PIP_USER": "0"}, _SYSTEM_PATHS),
+    ],
+)
+def test_variables_of_pip_say_where_it_installs(
+    variables: dict[str, str], expected: tuple[bytes, ...]
+) -> None:
+    """Nothing was captured, and other nodes got that."""
+    found = infer_targets(hints_of(["pip", "install", "a"]), _SYSTEM, variables, "/job")
+    assert found.paths == expected
+
+
+def test_uv_takes_the_environment_of_the_folder(tmp_path: Path) -> None:
+    """Where none is active; nothing was captured."""
+    job = tmp_path / "project/deep"
+    job.mkdir(parents=True)
+    (tmp_path / "project/.venv").mkdir()
+    (tmp_path / "project/.venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+
+    def targets(command: str, **environ: str) -> tuple[bytes, ...]:
+        request = Request(
+            command.split(), directory=str(job), environ={"PATH": "/usr/bin:/bin", **environ}
+        )
+        return resolve(request, lambda sentence: None).targets
+
+    assert targets("uv pip install a") == (os.fsencode(tmp_path / "project/.venv"),)
+    assert targets("uv pip install a", VIRTUAL_ENV="/opt/env") == (b"/opt/env",)
+    assert targets("uv venv env") == (os.fsencode(job / "env"),)
 
 
 @pytest.mark.parametrize("command", ["./install.sh", "make", "pip list"])
