@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from tests.cli.conftest import World
-from tests.cli.test_json import agree
+from tests.cli.json_page import agree
 
 DATA = random.Random(11).randbytes(300_000)
 SMALL = ("--stripe-unit", "64KiB", "--stripe-count", "3")

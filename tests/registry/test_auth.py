@@ -16,7 +16,7 @@ from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
 from bootseer.registry.tokens import Authorizer
 from tests.registry.conftest import Connect
-from tests.registry.test_client import manifest_of, push_blob
+from tests.registry.pushing import manifest_of, push_blob
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.registry import (
     QuietHandler,

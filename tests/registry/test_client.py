@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, fa
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
 from tests.registry.conftest import Connect
+from tests.registry.pushing import manifest_of, push_blob
 from tests.support.faulty_relay import FaultyRelay
 from tests.support.registry import Registry, free_port
 
@@ -31,19 +31,6 @@ from tests.support.registry import Registry, free_port
 @pytest.fixture
 def client(connect: Connect, registry: Registry) -> RegistryClient:
     return connect(registry.host)
-
-
-def push_blob(client: RegistryClient, data: bytes) -> dict[str, Any]:
-    digest = digest_of(data)
-    client.push_blob(digest, data)
-    return {"mediaType": "application/octet-stream", "digest": digest, "size": len(data)}
-
-
-def manifest_of(client: RegistryClient, *blobs: bytes, **fields: Any) -> bytes:
-    config = push_blob(client, b"{}")
-    layers = [push_blob(client, blob) for blob in blobs]
-    document = {"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "config": config, "layers": layers}
-    return json.dumps({**document, **fields}).encode()
 
 
 def test_a_manifest_comes_back_by_tag_and_by_digest(client: RegistryClient) -> None:

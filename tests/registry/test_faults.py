@@ -19,7 +19,7 @@ from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from tests.registry.conftest import Connect
-from tests.registry.test_client import manifest_of, push_blob
+from tests.registry.pushing import manifest_of, push_blob
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.registry import QuietHandler, Registry, free_port, serve
 

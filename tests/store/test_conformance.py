@@ -17,6 +17,7 @@ from bootseer.errors import (
 )
 from bootseer.store import Backend, open_backend
 from tests.store.conftest import ALL, JAVA_HDFS
+from tests.store.using import put, race
 
 pytestmark = pytest.mark.parametrize("backend_url", [*ALL, JAVA_HDFS], indirect=True)
 
@@ -32,23 +33,6 @@ ODD_NAMES = (
     ".hidden",
     "a" * 255,
 )
-
-
-def put(backend: Backend, path: str, data: bytes, *, overwrite: bool = False) -> None:
-    with backend.create(path, overwrite=overwrite) as writer:
-        writer.write(data)
-
-
-def race(count: int, function: Callable[[int], bool]) -> int:
-    """How many of `count` threads that start at once get True."""
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> bool:
-        barrier.wait(30)
-        return function(index)
-
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        return sum(pool.map(run, range(count), timeout=60))
 
 
 def test_reads_ranges(backend: Backend) -> None:

@@ -22,10 +22,10 @@ from bootseer.store import Backend, Space, open_backend
 from bootseer.store.hdfs_open_files import is_being_written
 from bootseer.store.joining import joiner
 from bootseer.store.opened import Attempt, open_reader
-from tests.fuse.striped.test_space import set_space_quota
 from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.quota import set_space_quota
 from tests.store.conftest import JAVA_HDFS
-from tests.store.test_conformance import put
+from tests.store.using import put
 
 on_hdfs = pytest.mark.parametrize("backend_url", [JAVA_HDFS], indirect=True)
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.store import Lease, LeaseWatch, Store, lease, open_store
-from tests.store.test_conformance import race
+from tests.store.using import race
 from tests.support.waiting import wait_for
 
 

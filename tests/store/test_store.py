@@ -21,7 +21,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.store import Store, open_store
-from tests.store.test_conformance import race
+from tests.store.using import race
 
 
 def left_behind(store: Store) -> list[str]:

@@ -17,7 +17,7 @@ from bootseer.store.opened import Attempt
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.name_node_relay import NameNodeRelay
 from tests.hdfs.pair import NAME, pair_configuration, write_configuration
-from tests.store.test_conformance import put
+from tests.store.using import put
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from bootseer.store import open_backend
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_space import HdfsSpace
 from tests.fuse.striped.mounting import checkpoints, shell
-from tests.fuse.striped.test_space import set_space_quota
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.quota import set_space_quota
 from tests.support.fuse_mount import check_python, run
 from tests.support.waiting import wait_for
 

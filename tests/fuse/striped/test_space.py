@@ -1,29 +1,11 @@
 """statfs: how large the storage is, and what is left of it."""
 
 import contextlib
-import getpass
-import os
-from urllib.parse import urlsplit
 
 import pytest
 
 from bootseer.store import open_backend
-from bootseer.store.hdfs_protobuf import number, text
-from bootseer.store.hdfs_rpc import NameNode
-
-# Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
-_DONT_SET = 2**63 - 1
-
-
-def set_space_quota(url: str, quota_bytes: int) -> None:
-    parts = urlsplit(url)
-    assert parts.hostname
-    name_node = NameNode(
-        ((parts.hostname, parts.port or 8020),),
-        os.environ.get("HADOOP_USER_NAME") or getpass.getuser(),
-        20.0,
-    )
-    name_node._call("setQuota", text(1, parts.path) + number(2, _DONT_SET) + number(3, quota_bytes))
+from tests.hdfs.quota import set_space_quota
 
 
 @pytest.mark.hdfs
