@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bootseer.errors import BusyError, from_oserror
-from bootseer.private import private_directory
+from bootseer.private import make_private_directory
 
 _POLL_FIRST_S = 0.01
 _POLL_MAX_S = 0.5
@@ -25,7 +25,11 @@ def locked(run_dir: Path, targets: Sequence[Path], *, deadline_s: float) -> Iter
 
     Raises: BusyError where another process holds one of them for longer than `deadline_s`.
     """
-    folder = private_directory(run_dir / "snapshots")
+    folder = run_dir / "snapshots"
+    try:
+        make_private_directory(folder)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {folder}, by the setting run_dir") from error
     end = time.monotonic() + deadline_s
     with ExitStack() as stack:
         # Always in the same order, so that two with overlapping targets cannot wait in a circle.
