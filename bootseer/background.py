@@ -49,10 +49,25 @@ class Starting(Closing):
 
     def hand(self, document: str) -> None:
         """Give the process its document, once. It must fit into a pipe (64 KiB)."""
+        self._write(document)
+        self.end_input()
+
+    def hand_line(self, document: str) -> None:
+        """As `hand`, for a process that begins with a line, and goes on at `end_input`."""
+        self._write(document + "\n")
+
+    def _write(self, text: str) -> None:
         assert self.process.stdin is not None
         # Its report, or the lack of one, tells more than the broken pipe.
-        with contextlib.suppress(BrokenPipeError), self.process.stdin:
-            self.process.stdin.write(document.encode())
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(text.encode())
+            self.process.stdin.flush()
+
+    def end_input(self) -> None:
+        """The process has been handed all there is. Idempotent."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def abandon(self) -> None:
         """Kill the process, and close its pipe. Idempotent."""

@@ -1,5 +1,5 @@
 """The process behind a mounted image: `python -m bootseer.prefetch.serve`, started by
-`mount.mount_image` as `background` has it, with its plan as JSON on standard input.
+`mount.mount_image` as `background` has it, with its plan as a line of JSON on standard input.
 
 Owns its way from its first instruction to its plan; then it is `serve_image`'s.
 """
@@ -24,7 +24,7 @@ def main() -> int:
     load_backend(os.environ.get("BOOTSEER_STORE", ""))
     from bootseer.prefetch.serve_image import serve_image
 
-    words = sys.stdin.buffer.read()
+    words = sys.stdin.buffer.readline()
     if not words:
         # Whoever began us needs no server, or has ended.
         return 0
@@ -37,7 +37,8 @@ def main() -> int:
     try:
         plan = plan_from_json(document)
         write_to(log_path(plan.settings, plan.state.id))
-        serve_image(plan, report)
+        # Nothing follows in the input, but it ends only when the tree's index is there.
+        serve_image(plan, report, sys.stdin.buffer.read)
     except BootseerError as error:
         _log.error("%s", error)
         report.send_error(error)

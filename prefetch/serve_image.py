@@ -7,6 +7,7 @@ are `server.ImageServer`s.
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -33,8 +34,11 @@ _RESTART_COUNT = 12
 """In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
 
 
-def serve_image(plan: ServePlan, report: Report) -> None:
-    """Mount and serve until unmounted. Raises: BootseerError."""
+def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], object]) -> None:
+    """Mount and serve until unmounted. The index is in the node's cache when `await_index` returns.
+
+    Raises: BootseerError.
+    """
     try:
         lock = lock_new(plan.state_dir)
     except OSError as error:
@@ -44,6 +48,7 @@ def serve_image(plan: ServePlan, report: Report) -> None:
         plan = replace(plan, state=replace(plan.state, pid=os.getpid()))
         state = plan.state
         write_state(plan.state_dir, state)
+        await_index()
         tree = read_kept_tree(plan.settings.cache_dir, state.index_digest, checks=plan.checks_index)
         log = AccessLog()
 

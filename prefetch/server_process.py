@@ -52,19 +52,25 @@ class ServerProcess:
         self.wait()
 
     def hand(self, document: str) -> None:
-        """Hand it its plan, once; then `wait`."""
+        """Hand it its plan, once: it prepares what it can until `go`. Then `wait`."""
         assert self._starting is not None
         try:
-            self._starting.hand(document)
+            self._starting.hand_line(document)
         except BaseException:
             self.abandon()
             raise
 
+    def go(self) -> None:
+        """What its plan says is there. Idempotent, once it was handed that."""
+        if self._starting is not None:
+            self._starting.end_input()
+
     def wait(self) -> None:
-        """Once it was handed its plan: it serves when this returns, as nobody's child.
+        """Once it was handed its plan: `go`, and it serves when this returns, as nobody's child.
 
         Raises: what it reported, DeadlineError, UnavailableError.
         """
+        self.go()
         starting, self._starting = self._starting, None
         assert starting is not None
         with starting:

@@ -49,9 +49,14 @@ class Serving:
         self.plan = plan
         self._process: ServerProcess | None = process
 
+    def go(self) -> None:
+        """The index is in the node's cache. Idempotent."""
+        if self._process is not None:
+            self._process.go()
+
     def wait(self) -> ServePlan:
-        """Until the tree is mounted; what its server carries out. Raises, once: as `mount_image`;
-        nothing is mounted then."""
+        """`go`, and until the tree is mounted; what its server carries out. Raises, once: as
+        `mount_image`; nothing is mounted then."""
         process, self._process = self._process, None
         try:
             if process is not None:
@@ -72,8 +77,9 @@ def begin_serving(
     state_dir: Path | None = None,
     process: ServerProcess | None = None,
 ) -> Serving:
-    """Have a server mount the tree whose index this node's cache holds on `directory`, an existing
-    one, as `mount_image` does; `wait` for it. `name` is what people will see.
+    """Have a server mount the tree whose index this node's cache holds, at `Serving.go` at the
+    latest, on `directory`, an existing one, as `mount_image` does; `wait` for it. `name` is what
+    people will see.
 
     `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.

@@ -66,17 +66,18 @@ def mount_snapshot(
     """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`.
 
     `process`, if one was begun, serves one of them."""
-    encoded = [_have_index(settings, store, item) for item in placed]
     with ExitStack() as undo:
         all_serving = []
-        processes = [process, *repeat(None, len(placed) - 1)]
-        for item, data, begun in zip(placed, encoded, processes, strict=True):
-            all_serving.append(_begin_serving(settings, item, begun, checks_index=data is None))
+        for item, begun in zip(placed, [process, *repeat(None, len(placed) - 1)], strict=True):
+            all_serving.append(_begin_serving(settings, item, begun))
             undo.callback(_give_up, all_serving[-1])
+        indexes = []
+        for item, serving in zip(placed, all_serving, strict=True):
+            indexes.append(_have_index(settings, store, item))
+            serving.go()
         # Meanwhile: half of what a server would take until it can serve.
-        for item, data in zip(placed, encoded, strict=True):
-            if data is not None:
-                check_tree(item.target, decode_tree(item.target, data))
+        for item, index in zip(placed, indexes, strict=True):
+            check_tree(item.target, decode_tree(item.target, index.data))
         for serving in all_serving:
             serving.wait()
         served = [
@@ -91,28 +92,31 @@ def mount_snapshot(
         # The overlay has a mount of its own by now.
         with contextlib.suppress(BootseerError):
             mounts.detach(one.tree, lazy=True)
-    moved = sum(len(data) for data in encoded if data is not None)
+    moved = sum(len(index.data) for index in indexes if index.is_fetched)
     return MountOutcome(moved, tuple(one.ready_name for one in served))
 
 
-def _have_index(settings: Settings, store: Store, item: Placed) -> bytes | None:
-    """Have the target's index where its server looks for it. What was fetched; None: nothing."""
+class _Index(Struct, frozen=True):
+    data: bytes
+    """Verified against its digest."""
+    is_fetched: bool
+
+
+def _have_index(settings: Settings, store: Store, item: Placed) -> _Index:
+    """Have the target's index where its server looks for it."""
     # Better known now than at a read of the job.
     if blob := find_cut_blob(store, item.target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
     with contextlib.suppress(BootseerError):
         # A damaged copy is no fault of the snapshot's.
-        read_index(settings.cache_dir, digest)
-        return None
+        return _Index(read_index(settings.cache_dir, digest), is_fetched=False)
     data = read_encoded_tree(store, item.target)
     keep_index(settings.cache_dir, digest, data)
-    return data
+    return _Index(data, is_fetched=True)
 
 
-def _begin_serving(
-    settings: Settings, item: Placed, process: ServerProcess | None, *, checks_index: bool
-) -> Serving:
+def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
     """Have the target's tree served in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings, process.identity if process else None)
     tree = state_dir / "tree"
@@ -129,7 +133,7 @@ def _begin_serving(
             purpose=PURPOSE,
             scratch=str(scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
-            checks_index=checks_index,
+            checks_index=False,
         ),
         state_dir=state_dir,
         process=process,

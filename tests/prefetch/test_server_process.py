@@ -11,10 +11,11 @@ import pytest
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.prefetch.container import prepare_container
-from bootseer.prefetch.mount_state import mounts_dir
+from bootseer.prefetch.mount_state import mounts_dir, read_state
 from bootseer.prefetch.server_process import begin_server, log_path
 from bootseer.waiting import wait_readable
 from tests.support.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
+from tests.support.waiting import wait_for
 
 _END_S = 30.0
 
@@ -58,6 +59,31 @@ signal.pause()
     finally:
         os.close(watched)
     assert log_path(settings, "orphan").read_text() == ""
+
+
+def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path: Path) -> None:
+    """It is nobody's child by then."""
+    skip_unless_fuse()
+    settings = settings_at(tmp_path)
+    code = f"""
+import signal
+from bootseer.prefetch.start_server import begin_serving
+from tests.support.image_mounts import settings_at
+from pathlib import Path
+here = Path({str(tmp_path)!r})
+(here / "tree").mkdir()
+serving = begin_serving(settings_at(here), "image:1", "sha256:" + "0" * 64, here / "tree")
+print(serving.plan.state_dir, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        state_dir = Path(one.stdout.readline().strip())
+        wait_for(lambda: read_state(state_dir), "the server's state")
+        one.send_signal(signal.SIGKILL)
+    wait_for(lambda: not state_dir.exists(), "the server's end")
+    assert "NotFoundError" not in (log := log_path(settings, state_dir.name).read_text())
+    assert "read the index" in log
 
 
 _AHEAD = """

@@ -30,7 +30,17 @@ _SET_UP = (
 
 # What is for other commands, other modes or a server alone: a start waits for all that it loads.
 _UNWANTED = (
-    *("asyncio", "concurrent", "getpass", "http", "statistics", "tomllib", "xml"),
+    *(
+        "asyncio",
+        "concurrent",
+        "getpass",
+        "hmac",
+        "http",
+        "secrets",
+        "statistics",
+        "tomllib",
+        "xml",
+    ),
     *("bootseer.blob.extract", "bootseer.cli.snapshot_archive_commands"),
     *("bootseer.cli.snapshot_check_commands", "bootseer.cli.snapshot_run_commands"),
     *("bootseer.fuse.kernel.server", "bootseer.prefetch.server", "bootseer.snapshots.capture"),
@@ -38,12 +48,12 @@ _UNWANTED = (
 )
 _TELLING = """
 import sys
-from bootseer import background
-hand = background.Starting.hand
-def tell(self, document):
+from bootseer.prefetch.server_process import ServerProcess
+wait = ServerProcess.wait
+def tell(self):
     print(*sys.modules)
-    hand(self, document)
-background.Starting.hand = tell
+    wait(self)
+ServerProcess.wait = tell
 from bootseer.__main__ import main
 main()
 """
