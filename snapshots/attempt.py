@@ -37,6 +37,8 @@ class Attempt(Struct):
     """Where each target lies on this host."""
     key: str = ""
     """The fingerprint; empty until it is known."""
+    waited_s: float = 0.0
+    """For another process or node that was busy with the same set-up."""
 
     def scan(self) -> dict[bytes, Scan]:
         """What the targets hold now."""

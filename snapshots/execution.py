@@ -77,7 +77,7 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     )
     attempt.report(
         f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
-        f"{setup_s:.1f} s, capturing {result.seconds - setup_s:.1f} s"
+        f"{setup_s:.1f} s, capturing {result.seconds - setup_s - attempt.waited_s:.1f} s"
     )
     return result
 

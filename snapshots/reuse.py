@@ -113,10 +113,11 @@ def restore_stored(
         moved_bytes=done.moved_bytes,
         setup_s=manifest.setup_ns / 1e9,
     )
+    waited = f"; waited {attempt.waited_s:.1f} s for it" if attempt.waited_s else ""
     attempt.report(
         f"restored snapshot {attempt.key[:12]}: {result.file_count} files in "
-        f"{result.seconds:.1f} s instead of {result.setup_seconds:.1f} s, "
-        f"{done.choice.sentence()}"
+        f"{result.seconds - attempt.waited_s:.1f} s instead of {result.setup_seconds:.1f} s, "
+        f"{done.choice.sentence()}{waited}"
     )
     return replace(
         result,

@@ -235,7 +235,9 @@ class _Run:
                 is_told = True
                 self.report(f"another node is running the set-up of {key[:12]}; waiting")
             # Spread, so that a thousand nodes do not ask in step.
-            time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - time.monotonic())))
+            began = time.monotonic()
+            time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - began)))
+            attempt.waited_s += time.monotonic() - began
             pause = min(1.5 * pause, _POLL_MAX_S)
 
     def _is_too_old(self, manifest: Manifest) -> bool:

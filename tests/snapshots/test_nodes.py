@@ -19,12 +19,18 @@ from tests.snapshots.counted import counted_request, rooted, runs
 from tests.support.trees import describe, differences
 
 
-def _on_nodes(requests: Mapping[str, tuple[Settings, Request]]) -> dict[str, SetupResult]:
+def _on_nodes(
+    requests: Mapping[str, tuple[Settings, Request]], said: dict[str, list[str]] | None = None
+) -> dict[str, SetupResult]:
+    """`said` gets what each node says."""
     results: dict[str, SetupResult] = {}
 
     def run(name: str) -> None:
         settings, request = requests[name]
-        results[name] = run_setup(settings, request, wait_s=60)
+        sentences: list[str] = []
+        results[name] = run_setup(settings, request, report=sentences.append, wait_s=60)
+        if said is not None:
+            said[name] = sentences
 
     threads = [threading.Thread(target=run, args=(name,), name=name) for name in requests]
     for thread in threads:
@@ -36,8 +42,13 @@ def _on_nodes(requests: Mapping[str, tuple[Settings, Request]]) -> dict[str, Set
 
 def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
     names = ["a", "b", "c", "d"]
-    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names})
+    said: dict[str, list[str]] = {}
+    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names}, said)
     assert runs(tmp_path) == 1
+    # What others took is told apart from what the restore took.
+    for sentences in said.values():
+        has_waited = any(sentence.endswith("; waiting") for sentence in sentences)
+        assert has_waited == ("; waited " in sentences[-1])
     hows = sorted(result.how for result in results.values())
     assert hows == ["captured", "restored", "restored", "restored"]
     trees = [describe(tmp_path / "roots" / name / "opt/env") for name in names]
