@@ -210,6 +210,7 @@ def _run(
         try:
             findings.extend(check(settings))
         except Exception as error:
+            # The other checks still say what they find.
             seen = f"the check itself failed: {error}"
             findings.append(Finding(name, Status.FAIL, seen, "please report this"))
 

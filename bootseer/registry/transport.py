@@ -104,6 +104,7 @@ def _in_time(sock: socket.socket, function: Callable[[], _Result], seconds: floa
     try:
         result = function()
     except Exception:
+        # Whatever the shut socket made of itself in the libraries.
         if late.is_set():
             raise TimeoutError(f"no answer within {seconds:g} s") from None
         raise

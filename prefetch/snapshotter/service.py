@@ -70,6 +70,7 @@ def _translated(method: Callable[[Any], Any], name: str) -> Method:
         try:
             return method(request)
         except Exception as error:
+            # Each becomes a status: containerd would only see that the call failed.
             fitting = (status for kind, status in _STATUS if isinstance(error, kind))
             status = next(fitting, grpc.StatusCode.INTERNAL)
             if status is grpc.StatusCode.UNAVAILABLE:

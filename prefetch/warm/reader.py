@@ -80,6 +80,7 @@ class _ReadAhead:
                         return
                     self._do(beneath, job, scratch)
         except Exception:
+            # The others go on, and the start needs none of them.
             _log.exception("a thread of the read-ahead ended")
         finally:
             with self._lock:

@@ -133,6 +133,7 @@ class CheckpointFileSystem(TargetFileSystem):
             try:
                 return self.cat_file(path, start, end)
             except Exception as error:
+                # As fsspec has it: any error may stand in its range's place.
                 if on_error == "return":
                     return error
                 raise

@@ -116,6 +116,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         try:
             metadata = pickle.loads(data)
         except Exception as error:
+            # A pickle may fail in any way.
             raise CorruptError(
                 f"{public_url(self._url)}/{_METADATA} is not what torch.distributed.checkpoint "
                 f"writes: {error}"

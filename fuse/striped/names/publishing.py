@@ -107,6 +107,7 @@ class Publishing:
                 path, expected, lambda: self.backend.rename(temporary, path, overwrite=True)
             )
         except BaseException:
+            # What cannot be removed now is garbage that fsck names; this error matters more.
             with contextlib.suppress(Exception):
                 self.backend.delete(temporary)
             raise

@@ -107,6 +107,7 @@ class LateWatch(Generic[Wanted]):
                 try:
                     self._on_late(run)
                 except Exception:
+                    # Only for speed; the thread looks after other reads, too.
                     _log.exception("a late read is not asked for again")
 
     def _is_late(self, run: Run[Wanted], now_s: float) -> bool:

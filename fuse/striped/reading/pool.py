@@ -110,6 +110,7 @@ class FetchPool:
             try:
                 job()
             except Exception:
+                # This thread has jobs of other files to do.
                 _log.exception("a fetch job failed in a way it should have handled")
             del job, taken  # what it fetched is not ours to keep
             with wakes:
