@@ -91,7 +91,10 @@ def fingerprint_of(store: Store, text: str) -> str:
         if named is not None:
             key = named
         elif not _PREFIX.fullmatch(text):
-            raise NotFoundError(f"there is no snapshot called {text!r} in {store.url}")
+            raise NotFoundError(
+                f"there is no snapshot called {text!r} in {store.url}; see `snapshot list`; of a "
+                "key give at least 4 digits"
+            )
     if not _PREFIX.fullmatch(key):
         raise InvalidInputError(f"{text!r} is neither a snapshot's name nor the start of its key")
     keys = [key] if _HEX.fullmatch(key) else list(fingerprints(store, key))

@@ -25,6 +25,7 @@ from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.report.breakdown import START
+from bootseer.scripts import execute
 from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class _Start:
             self._container.exec(command, environment)
         hand_over()
         try:
-            os.execvp(command[0], command)
+            execute(command)
         except OSError as error:
             # 127 and 126, as shells have it.
             code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126

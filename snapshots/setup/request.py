@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.scripts import as_script
 from bootseer.snapshots.manifest import text_of
 from bootseer.snapshots.restoring.restore import base_part_name
 from bootseer.snapshots.setup.command import hints_of
@@ -51,16 +52,27 @@ def run_plainly(
     timeout: float | None = None,
 ) -> "subprocess.CompletedProcess[bytes]":
     """The runner of a set-up on this host itself."""
-    return subprocess.run(
-        args,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        cwd=cwd,
-        env=env,
-        timeout=timeout,
-        check=False,
-    )
+
+    def run(words: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
+        return subprocess.run(
+            words,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=env,
+            timeout=timeout,
+            check=False,
+        )
+
+    try:
+        return run(args)
+    except OSError as error:
+        path = None if env is None else env.get("PATH")
+        script = as_script(error, args, search_path=path, directory=cwd or "")
+        if script is None:
+            raise
+        return run(script)
 
 
 class Request(Struct, frozen=True):

@@ -41,6 +41,14 @@ def test_exit_code(node: Node, command: list[str], code: int) -> None:
         assert command[0] in done.stderr
 
 
+def test_a_script_that_names_no_interpreter_is_for_sh(node: Node) -> None:
+    script = node.base / "train.sh"
+    script.write_text('echo "trained $1"; exit 3\n')
+    script.chmod(0o755)
+    done = node.run("--", script, "well")
+    assert (done.returncode, done.stdout) == (3, "trained well\n")
+
+
 def test_death_by_a_signal_is_the_jobs_own(node: Node) -> None:
     done = node.run("--", "sh", "-c", "kill -USR1 $$")
     assert done.returncode == -signal.SIGUSR1

@@ -197,3 +197,15 @@ def test_an_empty_target_is_refused(cli: _Cli) -> None:
     """As of an unset variable: it was the working directory."""
     assert cli("run", "--target", "", "--", "true")[0] == 2
     assert "a target is empty" in cli.err
+
+
+def test_a_script_that_names_no_interpreter_is_for_sh(tmp_path: Path, cli: _Cli) -> None:
+    """As in any shell; the kernel says that it is no program."""
+    script = tmp_path / "make.sh"
+    script.write_text('mkdir -p "$1" && echo x > "$1/file"\n')
+    script.chmod(0o755)
+    assert cli("run", "--target", "env", "--", "./make.sh", "env")[0] == 0
+    assert (tmp_path / "env/file").read_text() == "x\n"
+    script.write_bytes(b"\x7fELF\0\0of another machine")
+    assert cli("run", "--target", "other", "--", "./make.sh", "other")[0] == 126
+    assert "Exec format error" in cli.err

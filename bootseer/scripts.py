@@ -1,0 +1,44 @@
+"""Programs as shells, `env` and execvp(3) run them: also scripts whose first line names no
+interpreter, which the kernel refuses. Stateless; any thread.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_LOOK_BYTES = 256
+
+
+def execute(command: Sequence[str]) -> NoReturn:
+    """Become this command. Raises: OSError where it cannot be executed."""
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        script = as_script(error, command)
+        if script is None:
+            raise
+    os.execv(script[0], script)
+
+
+def as_script(
+    error: OSError, command: Sequence[str], *, search_path: str | None = None, directory: str = ""
+) -> list[str] | None:
+    """What to run instead of a command that failed to start with `error`, or None.
+
+    Text without "#!" is for sh; a program of another machine is for nobody. `search_path`: as
+    PATH, else this process's; `directory`: where the command starts, else here.
+    """
+    if error.errno != errno.ENOEXEC:
+        return None
+    program = command[0]
+    if "/" not in program:
+        program = shutil.which(program, path=search_path) or program
+    try:
+        with Path(directory, program).open("rb") as file:
+            is_text = b"\0" not in file.read(_LOOK_BYTES)
+    except OSError:
+        return None
+    return ["/bin/sh", program, *command[1:]] if is_text else None
