@@ -11,8 +11,9 @@ from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.pool import FetchPool
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.writer import FileWriter, StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.backend import Backend
 
 DEFAULT_GRACE_S = 30.0

@@ -32,7 +32,8 @@ from bootseer.fuse.striped.names.listing import Listings
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
-from bootseer.fuse.striped.writing.writer import FileWriter, StripeSettings
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.paths import PATH_MAX_BYTES
 
 NAME_MAX_BYTES = 255

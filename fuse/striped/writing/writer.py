@@ -17,8 +17,6 @@ from bootseer.fuse.striped.writing.bodies import begin_body, continue_body, look
 from bootseer.fuse.striped.writing.body import Body
 from bootseer.fuse.striped.writing.tail import Data, Tail
 
-__all__ = ["FileWriter", "StripeSettings"]
-
 
 def _never() -> bool:
     return False
@@ -293,7 +291,7 @@ class FileWriter:
 
 
 class _Failing:
-    """Whatever is raised within makes the file fail for good, but for an interrupted wait."""
+    """Whatever is raised within makes the file fail for good, an interrupted wait as well."""
 
     def __init__(self, writer: FileWriter) -> None:
         self._writer = writer

@@ -12,7 +12,7 @@ import pytest
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.striped.doors.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.writing.writer import StripeSettings
+from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store import open_backend
 from tests.hdfs.cluster import MiniHdfs
 
