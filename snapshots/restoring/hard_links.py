@@ -1,21 +1,34 @@
 """Makes a directory whose files are those of a node's extracted tree, under new names.
 
-Alone owns that: each name is linked and looked at in one pass, in this thread, since two that share
-an interpreter and the journal of one file system are no faster. What is made is what the tree says;
-one whose files are not as they were is not used. Relative to open directories; follows no symbolic
-links.
+Alone owns that: each name is linked and looked at in one pass, of a large tree in two processes;
+threads, which share an interpreter, are no faster. What is made is what the tree says; one whose
+files are not as they were is not used. Relative to open directories; follows no symbolic links.
 """
 
+import contextlib
+import errno
+import mmap
 import os
 import shutil
+import signal
 import stat
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
+from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.stat_record import RECORD, put_directory, put_record
 from bootseer.blob.tree import Tree
+from bootseer.forked import may_fork
 from bootseer.snapshots.exact import made_digest, names_to_record
 from bootseer.snapshots.restoring.linked import copy_attributes
 from bootseer.snapshots.restoring.node_trees import DIRECTORY, Build, NodeTrees, is_same_file
+
+_SHARED_NAMES = 5000
+"""So many are worth a second process, which costs what a hundred do."""
+
+_Files = tuple[bytes, list[int]]
+"""A directory's path, and the numbers of the names in it that are no directories."""
 
 
 def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
@@ -45,29 +58,67 @@ class _Links:
     def __init__(self, tree: Tree, target: Path) -> None:
         self._tree = tree
         self._target = os.fsencode(target)
-        self.records = bytearray((tree.name_count + 1) * RECORD.size)
+        # Of both processes.
+        self.records = memoryview(mmap.mmap(-1, (tree.name_count + 1) * RECORD.size))
 
     def link_to(self, source: Path) -> bool:
         """Whether `source` has all that the tree has; else what was made is for the caller to
         remove. Raises: OSError."""
         top = os.fsencode(source)
-        several: list[tuple[int, bytes]] = []
+        tree = self._tree
         try:
             made = self._make_directories()
-            for inode, _, path in made:
-                numbers = self._files_in(inode)
-                if numbers and not self._link_files(top, path, numbers, several):
-                    return False
+            files = [(path, self._files_in(inode)) for inode, _, path in made]
+            own, others = _halves(files)
+            with self._another(top, others):
+                self._link_all(top, own)
             for _, number, path in reversed(made):
                 original, name = os.path.join(top, path), os.path.join(self._target, path)
                 copy_attributes(original, name, os.lstat(original))
                 put_directory(os.lstat(name), self.records, number)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        for number, path in several:
-            # Each further link to a file has changed it.
-            put_record(os.lstat(os.path.join(self._target, path)), self.records, number)
+        if tree.name_count != tree.inode_count - 1:
+            for path, numbers in files:
+                for number in numbers:
+                    if tree.link_count(tree.columns.name_inode[number]) > 1:
+                        # Each further link to a file has changed it.
+                        name = os.path.join(self._target, path, tree.columns.names[number])
+                        put_record(os.lstat(name), self.records, number)
         return True
+
+    @contextlib.contextmanager
+    def _another(self, top: bytes, files: Sequence[_Files]) -> Iterator[None]:
+        """Another process links to these meanwhile, if there are any. Raises: OSError."""
+        if not files:
+            yield
+            return
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = errno.EIO
+            try:
+                for each in files:
+                    if os.getppid() != own:
+                        break
+                    self._link_all(top, [each])
+                else:
+                    code = 0
+            except OSError as error:
+                code = error.errno or code
+            finally:
+                # All above this frame belongs to the process that was copied.
+                os._exit(code)
+        try:
+            yield
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            code = max(code, 0) or errno.EINTR
+            raise OSError(code, os.strerror(code))
 
     def _make_directories(self) -> list[tuple[int, int, bytes]]:
         """Their inode numbers in the tree, the numbers of their names (the root's: how many there
@@ -86,27 +137,38 @@ class _Links:
         inodes, modes = c.name_inode, c.mode
         return [i for i in range(*self._tree.span(directory)) if not stat.S_ISDIR(modes[inodes[i]])]
 
-    def _link_files(
-        self, top: bytes, path: bytes, numbers: list[int], several: list[tuple[int, bytes]]
-    ) -> bool:
-        """Whether each is what it should be. Adds to `several` those that have other names, too."""
+    def _link_all(self, top: bytes, files: Sequence[_Files]) -> None:
+        """Raises: FileNotFoundError, also for a file that is not what it should be; OSError."""
         tree, records = self._tree, self.records
         names, inodes = tree.columns.names, tree.columns.name_inode
-        source = os.open(os.path.join(top, path), DIRECTORY)
-        try:
-            target = os.open(os.path.join(self._target, path), DIRECTORY)
+        for path, numbers in files:
+            if not numbers:
+                continue
+            source = os.open(os.path.join(top, path), DIRECTORY)
             try:
-                for number in numbers:
-                    name, inode = names[number], inodes[number]
-                    os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-                    found = os.stat(name, dir_fd=target, follow_symlinks=False)
-                    if not is_same_file(found, tree, inode):
-                        return False
-                    put_record(found, records, number)
-                    if tree.link_count(inode) > 1:
-                        several.append((number, os.path.join(path, name)))
+                target = os.open(os.path.join(self._target, path), DIRECTORY)
+                try:
+                    for number in numbers:
+                        name = names[number]
+                        os.link(
+                            name, name,
+                            src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False,
+                        )  # fmt: skip
+                        found = os.stat(name, dir_fd=target, follow_symlinks=False)
+                        if not is_same_file(found, tree, inodes[number]):
+                            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                        put_record(found, records, number)
+                finally:
+                    os.close(target)
             finally:
-                os.close(target)
-        finally:
-            os.close(source)
-        return True
+                os.close(source)
+
+
+def _halves(files: list[_Files]) -> tuple[list[_Files], list[_Files]]:
+    """What this process links to, and what another one does: nothing where that would not pay, or
+    this one may not be copied."""
+    counts = list(accumulate(len(numbers) for _, numbers in files))
+    if counts[-1] < _SHARED_NAMES or usable_cpus() == 1 or not may_fork():
+        return files, []
+    cut = next(i for i, count in enumerate(counts, 1) if 2 * count >= counts[-1])
+    return files[:cut], files[cut:]

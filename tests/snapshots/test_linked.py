@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bootseer.config import Settings, load_settings
 from bootseer.errors import BusyError
 from bootseer.snapshots import catalogue
+from bootseer.snapshots.restoring import hard_links
 from bootseer.snapshots.restoring.node_trees import NodeTrees, is_whole
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
@@ -115,7 +116,21 @@ def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
     assert sum(line.endswith("killed") for line in lines) >= 2
 
 
-def test_hard_links_and_a_tree_that_was_written_to(tmp_path: Path, make_node: MakeNode) -> None:
+def test_of_a_large_tree_another_process_links_to_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hard_links, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(hard_links, "may_fork", lambda: True)
+    files = [(b"", [0, 1]), (b"a", [4]), (b"b", list(range(5, 8)))]
+    assert hard_links._halves(files) == (files, [])
+    monkeypatch.setattr(hard_links, "_SHARED_NAMES", 6)
+    assert hard_links._halves(files) == (files[:2], files[2:])
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["one-process", "another-process"])
+def test_hard_links_and_a_tree_that_was_written_to(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, is_other: bool
+) -> None:
+    if is_other:
+        monkeypatch.setattr(hard_links, "_halves", lambda files: ([], files))
     request, target = _zoo(tmp_path)
     original = describe(tmp_path / "zoo")
     node = replace(make_node("a"), restore_mode="hardlink")
