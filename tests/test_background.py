@@ -51,7 +51,7 @@ def _await(children: list[Starting], case: str, log: Path, timeout_s: float = 60
         starting.await_ready(timeout_s)
 
 
-def test_ready(children: list[Starting], tmp_path: Path) -> None:
+def test_a_child_says_when_it_is_ready(children: list[Starting], tmp_path: Path) -> None:
     _await(children, "ready", tmp_path / "log")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 

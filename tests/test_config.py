@@ -31,7 +31,7 @@ def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:
     ("text", "size"),
     [("0", 0), ("512", 512), ("64MiB", 64 << 20), ("1.5 GB", 1_500_000_000), ("2k", 2000)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_with_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 

@@ -32,7 +32,9 @@ def test_every_class_has_an_errno_and_its_own_exit_code() -> None:
         (errors.SetupFailedError("x", 42), errno.EIO, 42),
     ],
 )
-def test_codes(error: BaseException, number: int, code: int) -> None:
+def test_each_error_has_its_errno_and_exit_code(
+    error: BaseException, number: int, code: int
+) -> None:
     assert errors.errno_of(error) == number
     assert errors.exit_code_of(error) == code
 

@@ -56,7 +56,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
         from_json({**document, "schema": 99})
 
 
-def test_tables() -> None:
+def test_results_as_tables() -> None:
     result = run_case(CASE, is_quick=True)
     header, rows = variant_rows(result, CASE.columns)
     assert header == ("variant", "s", "kB/s")

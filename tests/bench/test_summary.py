@@ -36,7 +36,7 @@ def test_schedule_reads_a_b_a_b() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
-def test_spread(values: list[float]) -> None:
+def test_a_spread_is_median_and_range(values: list[float]) -> None:
     spread = Spread.of(values)
     assert spread == Spread(statistics.median(values), min(values), max(values))
 
@@ -76,5 +76,5 @@ def test_rounds_without_both_sides_are_left_out() -> None:
         (Target(Bound.AT_MOST, 0.5), 0.51, False),
     ],
 )
-def test_target(target: Target, value: float, met: bool) -> None:
+def test_a_target_is_met_at_its_bound(target: Target, value: float, met: bool) -> None:
     assert target.is_met(value) is met

@@ -55,7 +55,7 @@ def everything(tree: Tree) -> object:
     )
 
 
-def test_round_trip() -> None:
+def test_a_tree_survives_encoding() -> None:
     tree = sample()
     data = index.encode(tree)
     assert everything(index.decode(data)) == everything(tree)

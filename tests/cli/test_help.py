@@ -46,7 +46,9 @@ def test_an_example_that_does_not_parse_would_be_found() -> None:
 
 
 @pytest.mark.parametrize(("path", "command"), _ALL, ids=[path for path, _ in _ALL])
-def test_help(path: str, command: click.Command, world: World) -> None:
+def test_each_commands_help_ends_with_an_example(
+    path: str, command: click.Command, world: World
+) -> None:
     words = path.split()[1:]
     result = world(*words, "--help")
     assert (result.code, result.err) == (0, "")
@@ -58,7 +60,7 @@ def test_help(path: str, command: click.Command, world: World) -> None:
     assert world(*words, "-h").out == result.out
 
 
-def test_version(world: World) -> None:
+def test_version_says_which(world: World) -> None:
     result = world("--version")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("bootseer, version ")

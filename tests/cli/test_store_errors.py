@@ -108,7 +108,7 @@ def root_only() -> None:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_no_permission(own_world: World) -> None:
+def test_folders_that_belong_to_somebody_else(own_world: World) -> None:
     """The store, the cache and the run directory belong to root, and are private."""
     world = own_world
     # What nobody may enter down to the world; the world's own folders are what is refused.
@@ -149,7 +149,7 @@ def tiny(own_world: World) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("root_only")
-def test_no_space(own_world: World, tiny: Path) -> None:
+def test_a_full_store_is_told_and_nothing_is_left_in_it(own_world: World, tiny: Path) -> None:
     world = own_world
     for arguments in (("image", "index", "src"), ("snapshot", "create", "--target", "src")):
         result = world("--store", (tiny / "store").as_uri(), *arguments)

@@ -34,7 +34,7 @@ def part(world: World, name: str) -> Path:
     return found
 
 
-def test_looking(tree: World) -> None:
+def test_ls_and_stat_show_what_is_stored(tree: World) -> None:
     url = tree.path("tree").as_uri()
     listed = tree("stripe", "ls", f"{url}/step-1", "--json").json
     agree("stripe ls", listed)
@@ -49,7 +49,7 @@ def test_looking(tree: World) -> None:
     agree("stripe stat", tree("stripe", "stat", f"{url}/step-1/sub/note", "--json").json)
 
 
-def test_copying(tree: World) -> None:
+def test_cp_in_out_and_across(tree: World) -> None:
     url = tree.path("tree").as_uri()
     tree.path("into").mkdir()
     assert tree("stripe", "cp", f"{url}/step-1/model", "into").code == 0
@@ -95,7 +95,7 @@ ERRORS = [
 ]
 
 
-def test_errors(tree: World) -> None:
+def test_each_error_has_its_exit_code_and_names_what(tree: World) -> None:
     url = tree.path("tree").as_uri()
     for arguments, code, says in ERRORS:
         result = tree("stripe", *(text.format(url=url) for text in arguments))
@@ -152,7 +152,7 @@ def test_a_damaged_layout_does_not_hide_the_other_files(tree: World) -> None:
     assert tree("stripe", "fsck", f"{url}/step-1").code == 15
 
 
-def test_convert(tree: World) -> None:
+def test_convert_stores_in_another_form_once(tree: World) -> None:
     url = tree.path("tree").as_uri()
     there = tree("stripe", "convert", "-r", url, "--layout", "plain", "--grace", "0", "--json")
     agree("stripe convert", there.json)

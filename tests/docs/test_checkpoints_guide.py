@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parent.parent.parent / "docs/checkpoints.md").read_text(e
 
 # torch warns of what it does without a process group.
 @pytest.mark.filterwarnings("ignore")
-def test_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOOTSEER_RUN_DIR", str(tmp_path / "run"))
     (tmp_path / "local").write_bytes(random.Random(0).randbytes(5 * 2**20))
     names: dict[str, Any] = {
@@ -41,7 +41,7 @@ def test_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("line", re.findall(r"^    bootseer (stripe .*)$", PAGE, re.MULTILINE))
-def test_the_commands(line: str) -> None:
+def test_the_guides_commands_exist(line: str) -> None:
     group, name, *arguments = line.split()
     context = root_context()
     stripe = cli.get_command(context, group)

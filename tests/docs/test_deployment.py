@@ -54,7 +54,7 @@ def calls_in(node: Any) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_units(path: Path) -> None:
+def test_systemd_units_call_commands_that_exist(path: Path) -> None:
     text = path.read_text().replace("${DIRECTORY}", "/mnt").replace("${URL}", "file:///tmp")
     lines = re.findall(r"^Exec\w+=-?(.*)$", text.replace("$OPTIONS ", ""), re.MULTILINE)
     assert lines
@@ -65,7 +65,7 @@ def test_units(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests(path: Path) -> None:
+def test_kubernetes_manifests_call_commands_that_exist(path: Path) -> None:
     documents = list(yaml.safe_load_all(path.read_text()))
     assert all(document["kind"] for document in documents)
     found = list(calls_in(documents))

@@ -71,7 +71,7 @@ def failure(url: str) -> BootseerError:
     return raised.value
 
 
-def test_a_store(
+def test_a_store_with_a_ticket(
     secure: SecureHdfs, cache: Path, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     secure.kinit(cache)
@@ -208,7 +208,9 @@ def test_no_kdc(secure: SecureHdfs, cache: Path, url: str, monkeypatch: pytest.M
     assert 'Cannot find KDC for realm "BOOTSEER.TEST")' in str(error)
 
 
-def test_no_configuration(cache: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_configuration_the_reason_is_said(
+    cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """hdfs-native asked again and again for a minute, and never said why."""
     monkeypatch.delenv("HADOOP_CONF_DIR")
     error = failure(url)
@@ -216,7 +218,9 @@ def test_no_configuration(cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
     assert "wants Kerberos: let HADOOP_CONF_DIR name the folder" in str(error)
 
 
-def test_no_library(cache: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kerberos_library_the_reason_is_said(
+    cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As above."""
     monkeypatch.setattr(hdfs_kerberos, "_LIBRARY", "libgssapi-of-nobody.so.2")
     error = failure(url)

@@ -13,7 +13,7 @@ from tests.hdfs.relay import Relays
 pytestmark = pytest.mark.hdfs
 
 
-def test_carries_and_counts(tmp_path: Path) -> None:
+def test_a_relay_carries_and_counts(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     try:
         classpath()

@@ -80,7 +80,7 @@ time.sleep(600)
     node.wait_clean()
 
 
-def test_two_folders(node: Node, tmp_path: Path) -> None:
+def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
     require_fuse()
     first, second = (tmp_path / "a").as_uri(), (tmp_path / "b").as_uri()
     done = node.run(
@@ -99,7 +99,9 @@ def test_two_folders(node: Node, tmp_path: Path) -> None:
         ("file:///proc/self/status", 2, "is a file"),
     ],
 )
-def test_a_wrong_url(node: Node, url: str, code: int, word: str) -> None:
+def test_a_checkpoint_url_that_cannot_be_mounted(
+    node: Node, url: str, code: int, word: str
+) -> None:
     require_fuse()
     done = node.run(
         *("--checkpoint", f"{url}:{node.base}/mnt", "--", "touch", "job-ran"),

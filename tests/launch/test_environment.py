@@ -100,7 +100,7 @@ def test_a_store_that_cannot_be_used(node: Node) -> None:
         assert counted(node) == before + 1
 
 
-def test_two_in_order(node: Node) -> None:
+def test_set_ups_run_in_the_order_given(node: Node) -> None:
     first = "mkdir -p env; echo 1 > env/order"
     second = "cp env/order env/copy; echo 2 >> env/order; echo ran >> ../count"
     job = ("--setup", first, "--setup", second, *TARGET, "--", "cat", "env/order", "env/copy")

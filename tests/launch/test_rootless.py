@@ -51,7 +51,7 @@ def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> N
     node.wait_clean()
 
 
-def test_on_the_host(node: Node, tmp_path: Path) -> None:
+def test_a_start_on_the_host_without_root(node: Node, tmp_path: Path) -> None:
     mount = node.base / "mnt"
     done = node.run(
         *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:{mount}"),

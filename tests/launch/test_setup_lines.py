@@ -14,7 +14,7 @@ from bootseer.launch.start import setup_command
         ("pip  install 'a b' \"c d\"", ["pip", "install", "a b", "c d"]),
     ],
 )
-def test_plain(line: str, words: list[str]) -> None:
+def test_a_simple_line_runs_without_a_shell(line: str, words: list[str]) -> None:
     assert setup_command(line) == words
 
 
@@ -25,12 +25,12 @@ def test_plain(line: str, words: list[str]) -> None:
         *(". ./setup.sh", "exit 9", "cd x", "pip install 'a>=1'", "cat ~/x", "a `b`", "a #b"),
     ],
 )
-def test_for_the_shell(line: str) -> None:
+def test_a_line_with_shell_syntax_is_for_the_shell(line: str) -> None:
     assert setup_command(line) == ["sh", "-c", line]
 
 
 @pytest.mark.parametrize("line", ["", "  ", "'open", 'a "b'])
-def test_unusable(line: str) -> None:
+def test_lines_that_cannot_be_meant_are_refused(line: str) -> None:
     with pytest.raises(InvalidInputError):
         setup_command(line)
 

@@ -148,7 +148,7 @@ def test_what_could_not_be_read_back_is_not_written(store: Store) -> None:
     assert list(store.list()) == []
 
 
-def test_layers(store: Store) -> None:
+def test_a_layers_record_is_under_its_digest(store: Store) -> None:
     assert read_layer(store, A) is None
     store.publish(layer_key(A), encode_layer(LAYER))
     assert read_layer(store, A) == LAYER

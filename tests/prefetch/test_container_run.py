@@ -141,7 +141,7 @@ def test_environment_user_and_folder(node: Node, runtime: str) -> None:
     assert node.python(runtime, "", "--user", "nobody-here").returncode == 2
 
 
-def test_binds(node: Node, runtime: str, tmp_path: Path) -> None:
+def test_binds_show_paths_of_the_host(node: Node, runtime: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/file").write_text("from the host")
     (tmp_path / "out").mkdir()

@@ -52,7 +52,7 @@ def server(directory: Path, events: Events) -> Iterator[str]:
     opened.close()
 
 
-def test_commands(directory: Path, server: str) -> None:
+def test_commands_are_answered_or_refused(directory: Path, server: str) -> None:
     assert ask(directory, "status") == {"answer": 42}
     with pytest.raises(UnavailableError, match="not today"):
         ask(directory, "refuse")
@@ -102,7 +102,7 @@ def test_a_watched_process(directory: Path, events: Events) -> None:
         opened.close()
 
 
-def test_nobody_there(directory: Path) -> None:
+def test_a_server_that_is_gone_or_silent(directory: Path) -> None:
     with pytest.raises(UnavailableError, match="does not answer"):
         ask(directory, "status")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

@@ -94,12 +94,14 @@ def layout_of(directory: Path, tar: bytes, compression: str = "gzip") -> Path:
         "xattr", "xattr name", "noise",
     ],
 )  # fmt: skip
-def test_a_layer(tar: bytes, message: str, settings: Settings, tmp_path: Path) -> None:
+def test_a_hostile_layer_is_refused_by_name(
+    tar: bytes, message: str, settings: Settings, tmp_path: Path
+) -> None:
     sentence = refused(settings, layout_of(tmp_path / "layout", tar), 15)
     assert message.replace("xattr", "extended attribute") in sentence
 
 
-def test_a_bomb(settings: Settings, tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
     """A few kilobytes that become 16 GiB."""
     zeros = zstandard.ZstdCompressor(level=3).compress(bytes(2**27))
     stored = zstandard.ZstdCompressor().compress(block(b"file", size=2**34, magic=GNU))
@@ -193,7 +195,7 @@ def other_count(layout: Layout, layer: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_documents(
+def test_hostile_documents_are_refused(
     make: Callable[[Layout, dict[str, Any]], None], code: int, settings: Settings, tmp_path: Path
 ) -> None:
     layout = Layout(tmp_path / "layout")

@@ -30,7 +30,7 @@ def trace_of(workload: str, offset: int) -> Trace:
     return Trace(INDEX, workload, "n", 0, "ready", 32768, (file,), accesses)
 
 
-def test_pointer(store: Store) -> None:
+def test_a_pointer_is_of_one_image(store: Store) -> None:
     assert read_pointer(store, INDEX, "w") is None
     store.publish(pointer_key(INDEX, "w"), encode_pointer(POINTER))
     assert read_pointer(store, INDEX, "w") == POINTER

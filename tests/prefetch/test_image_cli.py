@@ -195,7 +195,7 @@ def test_records_that_cannot_be_read(cli: Cli, layout: Path) -> None:
         assert "digest" in cli.fails(15, "ls", "layout:v1")
 
 
-def test_no_permission(cli: Cli, layout: Path) -> None:
+def test_a_source_that_may_not_be_read(cli: Cli, layout: Path) -> None:
     (layout / "index.json").chmod(0)
     prefix: tuple[str, ...] = ()
     if os.geteuid() == 0:
@@ -207,7 +207,7 @@ def test_no_permission(cli: Cli, layout: Path) -> None:
     assert "Permission denied" in cli.fails(12, "index", layout, prefix=prefix)
 
 
-def test_interrupted(cli: Cli, tmp_path: Path) -> None:
+def test_an_interrupted_index_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
     write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(4_000_000))]] * 3)
     cli.environ["BOOTSEER_STORE"] = f"limit+file://{cli.store}?stream_bytes_per_s=1000000"
     child = subprocess.Popen(
@@ -238,7 +238,7 @@ def test_interrupted(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_no_space(cli: Cli, tmp_path: Path) -> None:
+def test_a_full_store_has_an_exit_code_of_its_own(cli: Cli, tmp_path: Path) -> None:
     write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(3_000_000))]])
     cli.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(cli.store)]

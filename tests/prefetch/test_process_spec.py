@@ -63,7 +63,7 @@ def test_a_jobs_environment_is_the_launchers_without_the_hosts_files() -> None:
     assert image_environment(config()) == {"PATH": DEFAULT_PATH}
 
 
-def test_assignments() -> None:
+def test_variables_are_given_or_taken_from_the_host() -> None:
     assert parse_environment(("A=1=2", "B", "C", "D="), {"B": "host"}) == {
         "A": "1=2",
         "B": "host",
@@ -95,7 +95,7 @@ def root(tmp_path: Path) -> Path:
         ("1234:99", User(1234, 99, (), "/")),
     ],
 )
-def test_users(root: Path, text: str, user: User) -> None:
+def test_users_are_looked_up_in_the_image(root: Path, text: str, user: User) -> None:
     assert resolve_user(root, text) == user
 
 
@@ -112,7 +112,7 @@ def test_a_missing_or_odd_passwd_knows_numbers_only(root: Path) -> None:
     assert resolve_user(root, "") == User(0, 0, (), "/")
 
 
-def test_binds(tmp_path: Path) -> None:
+def test_binds_are_parsed_and_checked(tmp_path: Path) -> None:
     assert parse_bind(f"{tmp_path}:/data") == Bind(tmp_path, "/data")
     assert parse_bind(f"{tmp_path}:/data:ro") == Bind(tmp_path, "/data", True)
     for text in ("x", f"{tmp_path}:data", f"{tmp_path}:/data:rx", ":/data"):

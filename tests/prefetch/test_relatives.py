@@ -48,7 +48,7 @@ A, B, C, D = ("sha256:" + digit * 64 for digit in "abcd")
         (f"registry://host/train@{A}", "registry://host/train"),
     ],
 )
-def test_names(reference: str, name: str) -> None:
+def test_an_images_name_is_without_tag_and_digest(reference: str, name: str) -> None:
     assert name_of(reference) == name
 
 
@@ -72,7 +72,7 @@ def blobs_of(*streams: tuple[str, int]) -> list[Blob]:
     return [Blob(digest, 0, (), digest, length) for digest, length in streams]
 
 
-def test_records() -> None:
+def test_records_keep_the_longest_streams() -> None:
     own = describe(A, 7, blobs_of((B, 10), (C, 1000), (B, 10)))
     assert own == Relative(A, 7, ((C, 1000), (B, 10)))
     assert decode(encode([own]), "x") == [own]

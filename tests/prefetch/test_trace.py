@@ -45,7 +45,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @settings(max_examples=60)
 @given(traces())
-def test_round_trip(trace: Trace) -> None:
+def test_a_trace_survives_encoding(trace: Trace) -> None:
     assert decode(encode(trace)) == trace
     assert encode(trace) == encode(trace)
 

@@ -80,7 +80,7 @@ def test_a_registry_refuses_a_blob_of_another_digest(client: RegistryClient) -> 
         client.push_blob(digest_of(b"one"), b"two")
 
 
-def test_ranges(client: RegistryClient) -> None:
+def test_ranges_of_a_blob(client: RegistryClient) -> None:
     data = os.urandom(200_000)
     digest = push_blob(client, data)["digest"]
     for start, end in ((0, 1), (0, 200_000), (199_999, 200_000), (5, 100_005), (7, 7)):

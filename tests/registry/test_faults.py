@@ -284,7 +284,9 @@ def test_where_a_blob_was_found_is_remembered_while_it_holds(
 @pytest.mark.parametrize(
     "location", ["", "file:///etc/passwd", "ftp://x/y", "http://", "/v2/", "http://\x7f/"]
 )
-def test_redirects_to_nowhere(through: RegistryClient, relay: FaultyRelay, location: str) -> None:
+def test_redirects_to_nowhere_are_errors(
+    through: RegistryClient, relay: FaultyRelay, location: str
+) -> None:
     relay.faults = [Fault("GET", 1000, 302, {"Location": location})]
     with pytest.raises(BootseerError):
         through.manifest("v1")

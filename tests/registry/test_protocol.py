@@ -24,7 +24,7 @@ def test_a_bearer_challenge() -> None:
     }
 
 
-def test_several_challenges() -> None:
+def test_several_challenges_in_one_header() -> None:
     found = parse_challenges('Negotiate, Basic realm="a \\"quoted\\" one", BEARER Realm=x')
     assert [(c.scheme, dict(c.parameters)) for c in found] == [
         ("negotiate", {}),
@@ -55,7 +55,7 @@ def test_any_challenge_is_read(text: str) -> None:
         ("Mon, 01 Jan 9999999999999999999999 00:00:00 GMT", 0),
     ],
 )
-def test_retry_after(header: str | None, seconds: float) -> None:
+def test_retry_after_in_seconds_or_as_a_date(header: str | None, seconds: float) -> None:
     assert retry_after_s(header, NOW) == seconds
 
 

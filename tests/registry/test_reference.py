@@ -31,7 +31,7 @@ DIGEST = f"sha256:{'0a' * 32}"
         ("Host/x", "Host/x:latest"),
     ],
 )
-def test_names(text: str, whole: str) -> None:
+def test_names_are_completed_as_docker_does(text: str, whole: str) -> None:
     assert str(parse_reference(text)) == whole
 
 

@@ -46,7 +46,7 @@ def test_one_row_per_stage_with_the_slowest_node() -> None:
     assert breakdown.total.open_count == 1
 
 
-def test_nothing_gives_nothing() -> None:
+def test_no_stages_no_breakdown() -> None:
     assert break_down([]) is None
 
 

@@ -54,7 +54,7 @@ from bootseer.snapshots.setup.command import Hints, hints_of, simple_commands
         ),
     ],
 )
-def test_hints(command: list[str], expected: Hints) -> None:
+def test_what_a_command_hints_at(command: list[str], expected: Hints) -> None:
     assert hints_of(command) == expected
 
 

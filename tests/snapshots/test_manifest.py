@@ -34,7 +34,7 @@ _MANIFEST = Manifest(
 )
 
 
-def test_round_trip() -> None:
+def test_a_manifest_survives_encoding() -> None:
     data = encode(_MANIFEST)
     assert decode(data, _MANIFEST.fingerprint) == _MANIFEST
     assert encode(decode(data)) == data

@@ -58,7 +58,9 @@ ROOT = Facts(
         ({"is_container": True, "may_mount": False}, EXTRACT, "needs root"),
     ],
 )
-def test_the_best_way(changes: dict[str, object], mode: str, reason: str) -> None:
+def test_the_best_way_that_a_node_allows_is_taken(
+    changes: dict[str, object], mode: str, reason: str
+) -> None:
     choice = choose("auto", replace(ROOT, **changes))
     assert (choice.mode, choice.is_refusal) == (mode, False)
     assert reason in choice.reason
@@ -92,7 +94,7 @@ def test_a_way_that_was_asked_for(wanted: str, changes: dict[str, object], mode:
     assert choice.reason
 
 
-def test_methods_of_linking() -> None:
+def test_a_link_is_a_reflink_where_it_can_be() -> None:
     assert choose("link", ROOT).method == OVERLAY
     assert choose("link", replace(ROOT, can_reflink=True)).method == REFLINK
     assert choose("link", replace(ROOT, can_reflink=True, is_container=True)).method == OVERLAY

@@ -144,7 +144,9 @@ def test_what_is_changed_and_what_is_left() -> None:
         (b"bin/a", b"/usr/bin/python3", b"/usr/bin/python3"),
     ],
 )
-def test_links(path: bytes, target: bytes, expected: bytes) -> None:
+def test_links_into_the_environment_move_with_it(
+    path: bytes, target: bytes, expected: bytes
+) -> None:
     assert Prefix(b"/opt/env", b"/data/deep/new").link(path, target) == expected
 
 

@@ -132,7 +132,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_copies(tree: Tree, source: Path) -> None:
+def test_cp_copies_in_out_and_within(tree: Tree, source: Path) -> None:
     shell("cp -a {s} {d}/cp-a; diff -r {s} {d}/cp-a", s=source, d=tree.folder)
     shell("cp -a {s} {d}/cp-a/; cp -a {d}/cp-a/source {o}", s=source, d=tree.folder, o=_out(source))
     shell("diff -r {s} {o}; rm -r {o}", s=source, o=_out(source))
@@ -147,7 +147,7 @@ def test_copies(tree: Tree, source: Path) -> None:
     )
 
 
-def test_dd(tree: Tree, source: Path) -> None:
+def test_dd_with_and_without_syncs(tree: Tree, source: Path) -> None:
     for number, options in enumerate(
         ("bs=1M conv=fsync", "bs=64k conv=fdatasync", "bs=3M oflag=append", "bs=77777")
     ):

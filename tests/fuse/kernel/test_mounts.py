@@ -48,7 +48,7 @@ def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
         {"max_read_bytes": 1 << 21},
     ],
 )
-def test_options_are_checked(change: dict[str, object]) -> None:
+def test_mount_options_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         MountOptions(**change)  # type: ignore[arg-type]
 

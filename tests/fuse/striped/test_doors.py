@@ -75,7 +75,7 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_copied_as_it_was(
     assert load(local, "f") == b"new"
 
 
-def test_directories(storage: StripedStorage, tmp_path: Path) -> None:
+def test_directories_are_copied_whole(storage: StripedStorage, tmp_path: Path) -> None:
     (tmp_path / "src/sub/empty").mkdir(parents=True)
     for name in ("a", "sub/b", "sub/new\nline", "sub/ü"):
         (tmp_path / "src" / name).write_bytes(DATA)

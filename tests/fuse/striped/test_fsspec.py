@@ -86,7 +86,7 @@ def test_names_and_attributes(made: tuple[CheckpointFileSystem, str]) -> None:
     assert fs.isdir("/")
 
 
-def test_ranges(made: tuple[CheckpointFileSystem, str]) -> None:
+def test_ranges_count_from_either_end(made: tuple[CheckpointFileSystem, str]) -> None:
     fs, root = made
     fs.pipe_file(f"{root}/f", DATA)
     assert fs.cat_file(f"{root}/f", 5, -5) == DATA[5:-5]
@@ -102,7 +102,7 @@ def test_ranges(made: tuple[CheckpointFileSystem, str]) -> None:
         fs.cat_ranges([f"{root}/none"], 0, 10, on_error="raise")
 
 
-def test_append(made: tuple[CheckpointFileSystem, str]) -> None:
+def test_appending_adds_at_the_end(made: tuple[CheckpointFileSystem, str]) -> None:
     fs, root = made
     for piece in (b"head", DATA, b"tail"):
         with fs.open(f"{root}/log", "ab") as file:
@@ -278,7 +278,7 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
         file.read()
 
 
-def test_urls() -> None:
+def test_urls_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="bootseer::hdfs://nn/x"):
         fsspec.url_to_fs("bootseer://hdfs://nn/x")
     with pytest.raises(InvalidInputError, match="target_protocol"):

@@ -40,7 +40,7 @@ def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
             assert found[path] == attributes, path
 
 
-def test_holes_are_found(node: Node) -> None:
+def test_seek_finds_the_holes_of_a_sparse_file(node: Node) -> None:
     with (node.source / "sparse").open("wb") as file:
         file.seek(2**20)
         file.write(b"data")

@@ -126,7 +126,7 @@ def test_what_vanishes_while_a_directory_is_compared_has_changed(tmp_path: Path)
     assert not _changed_since(tmp_path / "there", 2**62)
 
 
-def test_sha512(node: Node, tmp_path: Path) -> None:
+def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -> None:
     """The cache knows streams by SHA-256 and BLAKE3 only."""
     layout = Layout(tmp_path / "image")
     diff_ids = [f"sha512:{hashlib.sha512(tar).hexdigest()}" for tar in TARS]

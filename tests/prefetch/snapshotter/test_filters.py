@@ -31,7 +31,7 @@ SNAPSHOT = Snapshot(1, "k8s.io/4/one", "k8s.io/3/zero", Kind.COMMITTED, LABELS, 
         ("other==x", False),
     ],
 )
-def test_filter(text: str, accepted: bool) -> None:
+def test_a_filter_accepts_as_containerds(text: str, accepted: bool) -> None:
     assert any_of([text])(SNAPSHOT) is accepted
 
 

@@ -50,7 +50,7 @@ def test_every_compression_gives_the_same_bytes(compression: str) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_empty(compression: str) -> None:
+def test_an_empty_layer(compression: str) -> None:
     assert read(compress(b"", compression), content=b"") == b""
 
 
@@ -169,7 +169,7 @@ def test_progress_counts_stored_bytes() -> None:
     assert sum(counts) == len(stored)
 
 
-def test_sha512() -> None:
+def test_a_layer_named_by_sha512_is_verified() -> None:
     name = f"sha512:{hashlib.sha512(CONTENT).hexdigest()}"
     expected = Expected(name, len(CONTENT), name)
     with TarStream(io.BytesIO(CONTENT), expected, Limits(), lambda count: None) as stream:
