@@ -32,6 +32,9 @@ def export(key: str, file: Path, as_json: bool) -> None:
     from bootseer.snapshots import catalogue
     from bootseer.snapshots.archive import export_snapshot, is_plain
 
+    if str(file) == "-":
+        raise click.UsageError("FILE is the name of a file; nothing is exported to stdout.")
+
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
         total = sum(blob.size_bytes for one in manifest.targets for blob in one.blobs)

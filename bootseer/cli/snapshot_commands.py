@@ -120,7 +120,8 @@ def unmount(directory: Path, lazy: bool) -> None:
     """Take off a snapshot that is mounted on DIRECTORY; what was written there is gone."""
     from bootseer.snapshots.restoring.mounted import unmount_snapshot
 
-    unmount_snapshot(current_settings(), directory, lazy=lazy)
+    if unmount_snapshot(current_settings(), directory, lazy=lazy):
+        say(f"an earlier snapshot is still mounted on {directory}; unmount it likewise")
 
 
 @snapshot.command("list", epilog="Example: bootseer snapshot list --json")

@@ -210,8 +210,9 @@ def _is_opaque(record: Mounted, path: bytes) -> bool:
         return False
 
 
-def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> None:
-    """Take the snapshot off `directory`; what was written there is gone.
+def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
+    """Take the snapshot off `directory`; what was written there is gone. Returns whether another
+    one is below it: a set-up that found something written has mounted on top of that.
 
     `lazy`: also while files in it are open; they live on until they are closed.
     Raises: InvalidInputError where none is mounted; BusyError where files in it are open.
@@ -232,3 +233,4 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     if not lazy and not wait_released(mounts_dir(settings) / cover.id, _END_S):
         # It may take a while to make a large cache durable; nobody needs to wait for that.
         logger.info("the server of %s still tidies up", path)
+    return cover_at(cover.path) is not None

@@ -101,6 +101,7 @@ def test_run_and_exit_codes(tmp_path: Path, cli: _Cli) -> None:
         (("create", "--target", ".", "--name", "a/b"), 2, "not a usable name"),
         (("create",), 2, "--target"),
         (("run",), 2, "COMMAND"),
+        (("export", "abcdef", "-"), 2, "stdout"),
     ],
 )
 def test_errors_are_one_line(

@@ -90,6 +90,13 @@ def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, covering: MakeNod
     assert run_setup(node, request).how == "captured"
     assert runs(tmp_path) == 2
     assert (target / "new").read_text() == "new"
+    assert not unmount_snapshot(node, target)
+    # An empty one fits again, and is mounted on top of what was emptied.
+    run_setup(node, request)
+    shutil.rmtree(target / "d")
+    run_setup(node, request)
+    assert unmount_snapshot(node, target)
+    assert not unmount_snapshot(node, target)
 
 
 def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
