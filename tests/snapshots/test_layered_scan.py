@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bootseer.blob.pack import pack_directory
@@ -100,6 +100,8 @@ def _do(top: Path, operation: str, one: str, other: str) -> None:
     """What is not possible here is left out."""
     path, second = top / one, top / other
     with contextlib.suppress(OSError):
+        if operation in ("write", "append", "open") and path.is_fifo():
+            return
         match operation:
             case "write":
                 path.write_text(other)
@@ -146,12 +148,19 @@ def _comparable(found: Scan) -> Scan:
     }
 
 
+def _settled(target: Path) -> Scan:
+    """Reading a directory may take overlayfs's "impure" off it, which changes its ctime."""
+    scan(target)
+    return scan(target)
+
+
 def _no_scan(directory: Path) -> Scan:
     assert not directory.is_dir(), "a scan where the layers tell"
     return scan(directory)
 
 
 @given(_OPERATIONS, _OPERATIONS)
+@example([("mkdir", "e", "a"), ("link", "a/c", "e/a")], [])
 @settings(max_examples=25)
 def test_what_was_written_is_found_as_by_a_scan(
     mounting: Overlay, first: list[tuple[str, str, str]], second: list[tuple[str, str, str]]
@@ -162,12 +171,12 @@ def test_what_was_written_is_found_as_by_a_scan(
         target = layers.root / "t"
         for operation in first:
             _do(target, *operation)
-        before, known = scan(target), scan_before(layers, target)
+        before, known = _settled(target), scan_before(layers, target)
         assert known.keys() == before.keys()
         assert base_digest(known) == base_digest(before)
         for operation in second:
             _do(target, *operation)
-        after = scan(target)
+        after = _settled(target)
         assert _comparable(scan_after(layers, target, before)) == _comparable(after)
         wanted = diff(before, after)
         found = diff(known, scan_after(layers, target, known))
