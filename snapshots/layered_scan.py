@@ -99,40 +99,32 @@ def scan_tree(tree: Tree, directory: bytes) -> Scan:
     top = tree.resolve(directory)
     if top is None or not stat.S_ISDIR(tree.mode(top)):
         return {}
-    names, inodes = tree.columns.names, tree.columns.name_inode
-    modes = tree.columns.mode
-    found = {b"": _entry(tree, top)}
+    columns = tree.columns
+    names, inodes = columns.names, columns.name_inode
+    modes, uids, gids = columns.mode, columns.uid, columns.gid
+    sizes, times = columns.size_bytes, columns.mtime_ns
+
+    def entry(number: int) -> Entry:
+        mode, time_ns = modes[number], times[number]
+        size = len(tree.link_target(number)) if stat.S_ISLNK(mode) else sizes[number]
+        attributes = (mode, uids[number], gids[number], size, time_ns, time_ns, number + 1)
+        return Entry(*attributes, _UNSEEN, _UNSEEN)
+
+    found = {b"": entry(top)}
     stack = [(b"", top)]
     while stack:
-        prefix, number = stack.pop()
-        for i in range(*tree.span(number)):
+        prefix, directory_number = stack.pop()
+        for i in range(*tree.span(directory_number)):
             if names[i].startswith(WORK_PREFIX):
                 continue
-            path, inode = prefix + names[i], inodes[i]
-            found[path] = _entry(tree, inode)
-            mode = modes[inode]
-            if stat.S_ISDIR(mode):
-                stack.append((path + b"/", inode))
-            elif stat.S_ISCHR(mode) and not tree.columns.rdev[inode]:
+            number = inodes[i]
+            path = prefix + names[i]
+            found[path] = one = entry(number)
+            if stat.S_ISDIR(one.mode):
+                stack.append((path + b"/", number))
+            elif stat.S_ISCHR(one.mode) and not columns.rdev[number]:
                 raise CannotTellError("the image has a whiteout of overlayfs")
     return found
-
-
-def _entry(tree: Tree, number: int) -> Entry:
-    columns = tree.columns
-    mode, time_ns = columns.mode[number], columns.mtime_ns[number]
-    size = len(tree.link_target(number)) if stat.S_ISLNK(mode) else columns.size_bytes[number]
-    return Entry(
-        mode,
-        columns.uid[number],
-        columns.gid[number],
-        size,
-        time_ns,
-        time_ns,
-        number + 1,
-        _UNSEEN,
-        _UNSEEN,
-    )
 
 
 # ---- the upper layer --------------------------------------------------------------------------
