@@ -63,13 +63,19 @@ class Gate:
         self._permits.release(count)
 
 
-def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
-) -> None:
+def held_back(image: Image, streams: BlobStreams, bundle: tuple[str, bytes]) -> tuple[Gate, Replay]:
+    """A replay all of whose workers wait for the store, and what lets them go on."""
     gate = Gate(image)
     replay = image.replay(streams, *bundle)
     replay.start()
     wait_for(lambda: len(image.reads) == WORKERS)
+    return gate, replay
+
+
+def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    gate, replay = held_back(image, streams, bundle)
     # Nothing of the bundle comes, and nothing waits for it.
     found = streams.read(*image.place("middle", 5, 9))
     assert bytes(found) == image.contents["middle"][5:14]
@@ -82,10 +88,7 @@ def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
 def test_faults_on_the_bundle_go_before_all_that_is_queued(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
 ) -> None:
-    gate = Gate(image)
-    replay = image.replay(streams, *bundle)
-    replay.start()
-    wait_for(lambda: len(image.reads) == WORKERS)
+    gate, replay = held_back(image, streams, bundle)
     # What is wanted last of all is read at once.
     piece = HOT[-1]
     (number,) = replay._placement.frames_for(*image.place("big", *piece))
@@ -107,10 +110,7 @@ def test_faults_are_not_starved_by_a_slow_store(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
 ) -> None:
     """Between a fault and its read, no more is read for the prefetch than was under way."""
-    gate = Gate(image)
-    replay = image.replay(streams, *bundle)
-    replay.start()
-    wait_for(lambda: len(image.reads) == WORKERS)
+    gate, replay = held_back(image, streams, bundle)
     # One in each frame of the blob.
     for offset in (50, 140_000, 280_000):
         before = len(image.reads)
