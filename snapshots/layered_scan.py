@@ -61,7 +61,12 @@ def hard_links(layers: Layers, target: Path, scanned: Scan) -> dict[bytes, tuple
     In the root, the first name of a file that was copied up when it got another one still has the
     inode number of the lower file, and the other one has not.
     """
-    upper = os.path.join(os.fsencode(layers.upper), _below(layers, target))
+    below = _below(layers, target)
+    try:
+        _check_mounts(layers, below)
+    except CannotTellError:
+        return {}
+    upper = os.path.join(os.fsencode(layers.upper), below)
     found = {}
     for path, entry in scanned.items():
         if entry.link_count > 1 and not stat.S_ISDIR(entry.mode):
