@@ -26,6 +26,9 @@ def test_mountinfo_is_parsed() -> None:
         Path("/mnt/with space\\"), 45, "bootseer-tree", "hdfs://nn/ckpt", True
     )
     assert (second.path, second.subtype, second.read_only) == (Path("/mnt/plain"), "", False)
+    points = mounts.parse_mount_points(_MOUNTINFO)
+    assert points[:2] == [b"/", b"/mnt/with space\\"]
+    assert len(points) == 5
 
 
 def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
