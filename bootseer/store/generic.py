@@ -26,7 +26,7 @@ from bootseer.errors import (
 )
 from bootseer.redact import names_user, public_url, redact
 from bootseer.store.backend import FileInfo, Space
-from bootseer.store.paths import split_path, split_scheme
+from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
 _PIECE_BYTES = 8 << 20
@@ -36,7 +36,7 @@ _OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "os
 _MEMORY_LOCK = threading.RLock()
 
 
-class FsspecBackend:
+class FsspecBackend(Folder):
     """Files beneath one prefix of an fsspec file system."""
 
     has_atomic_rename = False
@@ -219,13 +219,8 @@ class FsspecBackend:
             raise UnavailableError(f"cannot {what}: {reason}") from error
 
     def _full(self, path: str, *, file: bool = False) -> str:
-        names = split_path(path)
-        if file and not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        names = self._names_of_file(path) if file else split_path(path)
         return "/".join((self._root, *names))
-
-    def _name(self, path: str) -> str:
-        return f"{self.url}/{path}" if path else self.url
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:

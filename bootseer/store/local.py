@@ -31,13 +31,13 @@ from bootseer.store.beneath import (
 )
 from bootseer.store.local_reader import LocalReader
 from bootseer.store.local_writer import CALL_BYTES_MAX, LocalWriter
-from bootseer.store.paths import local_root, split_path
+from bootseer.store.paths import Folder, local_root, split_path
 
 # O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class LocalBackend:
+class LocalBackend(Folder):
     """Files beneath one folder, which is made when something is first written."""
 
     has_atomic_rename = True
@@ -227,15 +227,6 @@ class LocalBackend:
             os.close(fd)
             raise NotFoundError(f"cannot read {self._name(path)}: not a file")
         return fd, info.st_size
-
-    def _names_of_file(self, path: str) -> tuple[str, ...]:
-        names = split_path(path)
-        if not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
-        return names
-
-    def _name(self, path: str) -> str:
-        return f"{self.url}/{path}" if path else self.url
 
     def _error(self, error: OSError, verb: str, path: str) -> BootseerError:
         what = f"{verb} {self._name(path)}"

@@ -28,14 +28,14 @@ from bootseer.registry.reference import parse_reference
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.oci_list import ObjectList
 from bootseer.store.oci_objects import StoredObject
-from bootseer.store.paths import split_path
+from bootseer.store.paths import Folder, split_path
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
 PREFIX = "oci://"
 _PIECE_BYTES = 4 << 20
 
 
-class OciBackend:
+class OciBackend(Folder):
     """The objects beside one image."""
 
     has_atomic_rename = False
@@ -81,15 +81,15 @@ class OciBackend:
         return len(data)
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
-        self._check_new(path)
+        self._names_of_file(path)
         if not overwrite and self._listed.find(path) is not None:
             raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
         self._check_folders(path.split("/")[:-1])
         return SpoolingWriter(partial(self._put, path, overwrite), self._name(path))
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        self._check_new(source)
-        self._check_new(target)
+        self._names_of_file(source)
+        self._names_of_file(target)
         stored = self._listed.find(source)
         if stored is None:
             if self.stat(source).is_dir:
@@ -120,7 +120,7 @@ class OciBackend:
         self._check_folders(split_path(path))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        self._check_new(path)
+        self._names_of_file(path)
         self._listed.remove(path, recursive=recursive)
 
     def space(self) -> Space | None:
@@ -131,13 +131,6 @@ class OciBackend:
         """Looks once more whether what was published is still listed. Idempotent."""
         self._listed.settle()
         self._client.close()
-
-    def _name(self, path: str) -> str:
-        return f"{self.url}/{path}" if path else self.url
-
-    def _check_new(self, path: str) -> None:
-        if not split_path(path):
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
 
     def _check_folders(self, names: Sequence[str]) -> None:
         known = self._listed.known()

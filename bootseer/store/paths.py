@@ -73,3 +73,20 @@ def split_path(path: str) -> tuple[str, ...]:
         if len(name) > 63 and len(name.encode("utf-8", "surrogateescape")) > NAME_MAX_BYTES:
             raise InvalidInputError(f"the name {name[:80]!r} is longer than 255 bytes")
     return names
+
+
+class Folder:
+    """A backend's root: how messages call what is in it, and which paths may be files."""
+
+    url: str
+
+    def _name(self, path: str) -> str:
+        """The full URL, for messages."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def _names_of_file(self, path: str) -> tuple[str, ...]:
+        """The components of a path that is not the root. Raises: InvalidInputError."""
+        names = split_path(path)
+        if not names:
+            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        return names
