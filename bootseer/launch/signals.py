@@ -34,14 +34,12 @@ class StoppedError(BaseException):
 class StopSignals:
     """While entered, the first stop signal raises `StoppedError`; later ones change nothing.
 
-    The processes that this one has started in its own session get the same signal, and are killed
-    by leaving the block if they have not ended then.
+    The processes that this one has started in its own session get the same signal, and have ended,
+    or are killed, when it is raised.
     """
 
     def __init__(self) -> None:
         self._stopped = False
-        self._processes: list[tuple[int, int]] = []
-        """(process id, its descriptor) of what was running."""
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -55,13 +53,9 @@ class StopSignals:
         if self._stopped:
             return
         self._stopped = True
-        # Before anything is raised: once a parent is gone, its children cannot be found.
-        for pid in _freeze(os.getpid()):
-            with contextlib.suppress(OSError):
-                process = os.pidfd_open(pid)
-                self._processes.append((pid, process))
-                signal.pidfd_send_signal(process, number)
-                signal.pidfd_send_signal(process, signal.SIGCONT)
+        # Before anything is raised: once a parent is gone, its children cannot be found, and who
+        # waits for a child (`subprocess.run`) kills it at once.
+        _end_descendants(number)
         raise StoppedError(number)
 
     def __exit__(
@@ -70,16 +64,46 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        deadline_s = time.monotonic() + _GRACE_S
-        for pid, process in self._processes:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            # Until it is readable it has not been reaped, so that its number is still its own.
-            if not wait_readable([process], left_s):
-                _kill_tree(pid)
-            os.close(process)
-        self._processes.clear()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def _end_descendants(number: int) -> None:
+    """Give all of them the signal, and wait; SIGKILL for those that stay."""
+    told = _told_by_terminal(number)
+    processes: list[tuple[int, int]] = []
+    for pid in _freeze(os.getpid()):
+        with contextlib.suppress(OSError):
+            process = os.pidfd_open(pid)
+            processes.append((pid, process))
+            if told is None or os.getpgid(pid) != told:
+                signal.pidfd_send_signal(process, number)
+            signal.pidfd_send_signal(process, signal.SIGCONT)
+    deadline_s = time.monotonic() + _GRACE_S
+    for pid, process in processes:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        # Until it is readable it has not been reaped, so that its number is still its own.
+        if not wait_readable([process], left_s):
+            _kill_tree(pid)
+        os.close(process)
+
+
+def _told_by_terminal(number: int) -> int | None:
+    """The process group that a terminal has given the signal already, by Ctrl-C, as it has us: many
+    programs take a second one for impatience."""
+    if number != signal.SIGINT:
+        return None
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        group = os.tcgetpgrp(terminal)
+    except OSError:
+        return None
+    finally:
+        os.close(terminal)
+    return group if group == os.getpgrp() else None
 
 
 def _freeze(pid: int) -> set[int]:

@@ -1,6 +1,7 @@
 """Signals at every stage of a start, and SIGKILL at any moment: nothing is left."""
 
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -42,6 +43,47 @@ def test_in_a_setup(node: Node, number: signal.Signals) -> None:
     # Nothing of it is stored; the set-up runs again, undisturbed by any lock.
     again = node.run("--setup", "mkdir -p env; touch env/x", "--target", "env", "--", "ls", "env")
     assert again.stdout == "x\n", again.stderr
+
+
+def test_a_setup_may_tidy_up(node: Node) -> None:
+    """It was killed at once by the function that waited for it."""
+    script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
+    (node.base / "setup.sh").write_text(script)
+    with node.start("--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    assert (node.base / "tidied").exists()
+
+
+_COUNTING = """
+import os, signal, time
+def count(number, frame):
+    with open("interrupts", "a") as file:
+        file.write("x")
+signal.signal(signal.SIGINT, count)
+open("deeper", "w").close()
+while not os.path.exists("interrupts"):
+    time.sleep(0.02)
+time.sleep(0.5)
+"""
+
+
+def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
+    """The terminal gives it to all of the foreground; we gave it to the set-up once more."""
+    (node.base / "setup.py").write_text(_COUNTING)
+    master, terminal = pty.openpty()
+    # The terminal becomes that of a new session, as of a login.
+    prefix = ("setsid", "--ctty", "--wait")
+    arguments = ("--setup", "python3 setup.py", "--target", "env", "--", "true")
+    with node.start(*arguments, prefix=prefix, stdin=terminal) as process:
+        os.close(terminal)
+        wait_for(node.base / "deeper")
+        os.write(master, b"\x03")
+        finish(process)
+    os.close(master)
+    assert (node.base / "interrupts").read_text() == "x"
 
 
 def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
