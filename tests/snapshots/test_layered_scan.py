@@ -101,7 +101,7 @@ def _do(top: Path, operation: str, one: str, other: str) -> None:
     path, second = top / one, top / other
     with contextlib.suppress(OSError):
         if operation in ("write", "append", "open") and path.is_fifo():
-            return
+            return  # it would wait for a reader
         match operation:
             case "write":
                 path.write_text(other)
@@ -121,7 +121,7 @@ def _do(top: Path, operation: str, one: str, other: str) -> None:
                     _remove(path)
                 path.mkdir()
             case "again":
-                shutil.rmtree(path)
+                _remove(path)
                 path.mkdir()
                 (path / "new").touch()
             case "chmod":
