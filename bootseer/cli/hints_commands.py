@@ -24,7 +24,7 @@ def hints() -> None:
 @hints.command("import", epilog="Example: bootseer image hints import train:v1 files.txt")
 @click.argument("reference", metavar="REF")
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
-@click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
+@click.option("--workload", metavar="NAME", help="Of this workload, not of the settings' one.")
 @json_option
 def import_command(reference: str, file: Path, workload: str | None, as_json: bool) -> None:
     """Take what FILE lists for what a start of the image REF reads, and make a bundle of it.
@@ -96,7 +96,7 @@ def _read(path: Path, size_bytes: int) -> bytes:
 
 @hints.command(epilog="Example: bootseer image hints export train:v1")
 @click.argument("reference", metavar="REF")
-@click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
+@click.option("--workload", metavar="NAME", help="Of this workload, not of the settings' one.")
 @json_option
 def export(reference: str, workload: str | None, as_json: bool) -> None:
     """Print what starts of the image REF read, in the order of use, as `hints import` takes it.

@@ -144,9 +144,22 @@ def unmount(directory: Path, timeout_s: float) -> None:
     default="auto",
     help="runc isolates; chroot has the host's network, devices and privileges.",
 )
-@click.option("--bind", "binds", multiple=True, metavar="SRC:DST[:ro]", help="Show a host's path.")
-@click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set it.")
-@click.option("--user", metavar="USER[:GROUP]", help="Instead of the image's user.")
+@click.option(
+    "--bind",
+    "binds",
+    multiple=True,
+    metavar="SRC:DST[:ro]",
+    help="Show a path of this host in the image.",
+)
+@click.option(
+    "--env",
+    "-e",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable; without VALUE, to the host's value.",
+)
+@click.option("--user", metavar="USER[:GROUP]", help="Run as this user, not as the image's.")
 @_record_option
 @_prefetch_option
 @_window_option

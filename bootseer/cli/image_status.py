@@ -24,7 +24,7 @@ from bootseer.errors import BootseerError, DeadlineError
     "wait_s",
     type=Seconds(0, 86_400),
     metavar="SECONDS",
-    help="First wait until nothing is published.",
+    help="First wait, at most so long, until publishing is over.",
 )
 @json_option
 def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:

@@ -75,7 +75,7 @@ def trace_list(reference: str, as_json: bool) -> None:
 @trace.command("show", epilog="Example: bootseer image trace show train:v1 --workload train")
 @click.argument("reference", metavar="REF")
 @click.argument("identity", metavar="[TRACE]", required=False)
-@click.option("--workload", metavar="NAME", help="Instead of the settings' workload.")
+@click.option("--workload", metavar="NAME", help="Of this workload, not of the settings' one.")
 @json_option
 def trace_show(reference: str, identity: str | None, workload: str | None, as_json: bool) -> None:
     """Show what a start of the image REF read, in order: the newest trace, or the one whose name
