@@ -45,7 +45,12 @@ _INCLUDE = re.compile(
 )
 _LINKS = re.compile(r"\s*(?:-f|--find-links)(?:\s+|=|(?<=-f))(?P<place>[^\s#]+)")
 _REQUIREMENTS = (".txt", ".in", ".pip")
-_LOCAL = re.compile(r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?P<path>\.{0,2}/[^\s;#\[]*|\.)")
+# A project or an archive on this host: "-e ./project[extra]", "name @ file:///wheel".
+_LOCAL = re.compile(
+    r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?:[\w.,\[\]-]+\s*@\s*)?"
+    r"(?P<path>file:///[^\s;#\[]+|\.{0,2}/[^\s;#\[]*|\.)"
+)
+_EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
 
 
 class Place(Struct, frozen=True):
@@ -85,7 +90,7 @@ def collect_inputs(
     for name in declared:
         _add(collected, name, is_declared=True)
     for name in hints.files:
-        _add(collected, name, is_declared=False)
+        _add(collected, _requirement_path(name), is_declared=False)
     for name in hints.link_dirs:
         _add_links(collected, name)
     parts = sorted(collected.parts.values())
@@ -160,7 +165,7 @@ def _follow(collected: _Collected, name: str, path: Path) -> None:
             _add_links(collected, found)
         elif match := _LOCAL.match(line):
             # and local projects relative to the working directory.
-            _add(collected, match["path"], is_declared=False)
+            _add(collected, _local_path(match["path"]), is_declared=False)
 
 
 def _exists(collected: _Collected, name: str) -> bool:
@@ -173,6 +178,13 @@ def _exists(collected: _Collected, name: str) -> bool:
 def _local_path(text: str) -> str:
     """A place of wheels as a path, also where it is a file URL."""
     return unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+
+
+def _requirement_path(word: str) -> str:
+    """The path in a requirement of a command line, if it is one of this host; else any text."""
+    if "file:///" in word:
+        word = _local_path(word[word.index("file:///") :].partition("#")[0])
+    return _EXTRAS.sub("", word)
 
 
 def _requirements_digest(path: Path) -> str | None:

@@ -98,6 +98,24 @@ def test_wheels_that_a_requirements_file_names_decide(
     assert before != after
 
 
+@pytest.mark.parametrize(
+    "word", ["./project", "./project[dev,test]", "file://{}/project", "p[a]@file://{}/project#x=1"]
+)
+def test_projects_may_have_extras_and_be_called_by_a_url(tmp_path: Path, word: str) -> None:
+    """`pip install -e .[dev]` did not follow the project's own requirements."""
+    word = word.format(tmp_path)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "requirements.txt").write_text(f"-e {word}\n")
+    keys = set()
+    for number in ("1", "2"):
+        (tmp_path / "project/pyproject.toml").write_text(f"version = {number}\n")
+        for file in (word, "requirements.txt"):
+            found = _inputs(tmp_path, file)
+            (name,) = (name for name in found if name.endswith("/project"))
+            keys.add(found[name])
+    assert len(keys) == 2
+
+
 def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
     """Under the same name and with the same size it was not noticed."""
     wheels = tmp_path / "wheels"
