@@ -105,12 +105,6 @@ class Session:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread is not None and thread.is_alive() for thread in threads)
 
-    @property
-    def requests_under_way(self) -> int:
-        """How many threads are in a request now."""
-        with self._lock:
-            return sum(1 for slot in self._slots if slot.unique)
-
     # ---- the loop ---------------------------------------------------------------------------
 
     def _run(self, slot: _Slot) -> None:
