@@ -21,12 +21,11 @@ from bootseer.store.hdfs_connection import HdfsConnection
 from bootseer.store.hdfs_joining import join_files
 from bootseer.store.hdfs_reader import HdfsReader, info_of
 from bootseer.store.hdfs_rpc import UNANSWERED, StoredBlock
+from bootseer.store.hdfs_writer import HdfsWriter
 from bootseer.store.opened import Attempt
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileReader
-
-    from bootseer.store.hdfs_writer import HdfsWriter
 
 
 # More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
@@ -139,10 +138,7 @@ class HdfsBackend(HdfsConnection):
         stream: Iterator[bytes] = reader.read_range_stream(offset, wanted)
         return stream
 
-    def create(self, path: str, *, overwrite: bool = False) -> "HdfsWriter":
-        # Here: a start, which waits for what is loaded, mostly only reads.
-        from bootseer.store.hdfs_writer import HdfsWriter
-
+    def create(self, path: str, *, overwrite: bool = False) -> HdfsWriter:
         full = self.full(path, file=True)
         return HdfsWriter(self, path, full).open(overwrite=overwrite)
 
@@ -190,15 +186,15 @@ class HdfsBackend(HdfsConnection):
     @property
     def is_one_rack(self) -> bool:
         """As `PlacesFiles.is_one_rack`."""
-        return self.placer.is_one_rack
+        return self._placer.is_one_rack
 
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
         """As `PlacesFiles.place`."""
-        return self.placer.place(self.full(path, file=True), avoid)
+        return self._placer.place(self.full(path, file=True), avoid)
 
     def servers_of(self, path: str) -> tuple[str, ...]:
         """As `PlacesFiles.servers_of`."""
-        return self.placer.servers_of(self.full(path, file=True))
+        return self._placer.servers_of(self.full(path, file=True))
 
     def mkdir(self, path: str) -> None:
         full = self.full(path)

@@ -25,12 +25,11 @@ from bootseer.store.hdfs_errors import refused_datanode_count, translate
 from bootseer.store.hdfs_folder import HdfsFolder
 from bootseer.store.hdfs_name_node import FoundNameNode
 from bootseer.store.hdfs_options import HdfsOptions
+from bootseer.store.hdfs_placing import HdfsPlacer
 from bootseer.store.hdfs_space import HdfsSpace
 
 if TYPE_CHECKING:
     from hdfs_native import Client
-
-    from bootseer.store.hdfs_placing import HdfsPlacer
 
 Result = TypeVar("Result")
 
@@ -59,7 +58,7 @@ class HdfsConnection(HdfsFolder):
         self.deadline_s = options.deadline_s
         self._options = options
         self._found = FoundNameNode(self._cluster, self.deadline_s)
-        self._placer_or_none: HdfsPlacer | None = None
+        self._placer = HdfsPlacer(self._found)
         self._space = HdfsSpace(self._found)
         self._connect()
         self._mode_or_none: int | None = None
@@ -94,15 +93,9 @@ class HdfsConnection(HdfsFolder):
         )
 
     @property
-    def placer(self) -> "HdfsPlacer":
+    def placer(self) -> HdfsPlacer:
         """Chooses DataNodes."""
-        with self._lock:
-            if self._placer_or_none is None:
-                # Here: who only reads needs nothing of what it takes to write.
-                from bootseer.store.hdfs_placing import HdfsPlacer
-
-                self._placer_or_none = HdfsPlacer(self._found)
-            return self._placer_or_none
+        return self._placer
 
     def call(
         self,
