@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -114,7 +114,8 @@ def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
         return
     try:
         if stat.S_ISDIR(mode):
-            value = _tree_digest(path, limited=not is_declared)
+            without = {str(resolve_in_root(collected.place.root, one)) for one in collected.outputs}
+            value = _tree_digest(path, without, limited=not is_declared)
             collected.has_directory |= value is not None
         elif stat.S_ISREG(mode):
             if not is_declared and path.stat().st_size > _GUESSED_BYTES_MAX:
@@ -208,14 +209,19 @@ def _file_digest(path: Path) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _tree_digest(top: Path, *, limited: bool) -> str | None:
-    """Over names, modes and contents; None for a guessed directory that is too large to be one."""
+def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> str | None:
+    """Over names, modes and contents, but for the folders `without`, which the set-up makes; None
+    for a guessed directory that is too large to be one."""
     digest = hashlib.sha256()
     files = 0
     size_bytes = 0
     for directory, folders, names in os.walk(top):
         folders[:] = sorted(
-            name for name in folders if name not in _IGNORED and not name.endswith(".egg-info")
+            name
+            for name in folders
+            if name not in _IGNORED
+            and not name.endswith(".egg-info")
+            and os.path.join(directory, name) not in without
         )
         for name in sorted(names):
             if name.endswith(".pyc"):

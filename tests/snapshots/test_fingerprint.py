@@ -116,6 +116,19 @@ def test_projects_may_have_extras_and_be_called_by_a_url(tmp_path: Path, word: s
     assert len(keys) == 2
 
 
+def test_an_environment_inside_its_project_is_no_input(tmp_path: Path) -> None:
+    """Each start found another project, and ran the set-up on top of what was there."""
+    (tmp_path / "setup.py").touch()
+    request = Request(["pip", "install", "-e", "."], targets=["env"], directory=str(tmp_path))
+    before = resolve(request, lambda sentence: None)
+    assert any(part.name == "input ." for part in before.parts)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/file").touch()
+    assert resolve(request, lambda sentence: None) == before
+    (tmp_path / "new.py").touch()
+    assert resolve(request, lambda sentence: None) != before
+
+
 def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
     """Under the same name and with the same size it was not noticed."""
     wheels = tmp_path / "wheels"
