@@ -10,7 +10,7 @@ deadline: a process that waits for a reply cannot be killed.
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -143,6 +143,9 @@ def _refuse(code: int) -> OSError:
 
 class Operations:
     """A file system. Override what it can do."""
+
+    store_pages: Callable[[int, int, Buffer], bool]
+    """`notify_store` of the server, which puts it here before it calls `mounted`."""
 
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""

@@ -133,6 +133,7 @@ class Server:
             backing = BackingFiles(attached.device, attached.backing_table)
         self._attached = attached
         self._dispatcher = Dispatcher(self.operations, backing)
+        self.operations.store_pages = self.notify_store
         try:
             self.operations.mounted()
         except BaseException:
@@ -210,9 +211,12 @@ class Server:
         return self._notify(wire.encode_notify(wire.NOTIFY_INVAL_ENTRY, body, name, b"\0"))
 
     def notify_store(self, node: int, offset: int, data: Buffer) -> bool:
-        """Put bytes into the page cache of a file. False: the kernel does not have the node."""
+        """Put bytes into the page cache of a file. False: the kernel does not have the node.
+
+        Waits for reads under way of the same pages, so it is not for a thread that one of them
+        waits for, nor for a server without a supervisor: killed in here, it does not end."""
         body = wire.STORE_OUT.pack(node, offset, len(data), 0)
-        return self._notify(wire.encode_notify(wire.NOTIFY_STORE, body, bytes(data)))
+        return self._notify(wire.encode_notify(wire.NOTIFY_STORE, body, data))
 
     def notify_resend(self) -> bool:
         """Make the kernel repeat every request that was taken and not answered. Only for a

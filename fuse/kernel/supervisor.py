@@ -34,7 +34,8 @@ from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server, attach
-from bootseer.waiting import wait_ended, wait_readable
+from bootseer.fuse.kernel.worker_end import code_of, died_of, ends_within, is_stuck, reap
+from bootseer.waiting import wait_readable
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
+_LOOK_S = 2.0
+"""Between two looks whether a worker that was killed is stuck: so long may its readers wait."""
 
 
 class RestartPolicy:
@@ -150,7 +153,7 @@ class _Supervisor:
             while True:
                 if self._await_death(worker):
                     return
-                code = _reap(worker)
+                code = code_of(worker)
                 worker = -1
                 if code == 0:
                     return
@@ -195,11 +198,13 @@ class _Supervisor:
         """Until the worker ends (False) or we are told to stop (True)."""
         pidfd = os.pidfd_open(worker)
         try:
+            readable: list[int] = []
             # Without a deadline: this is the life of the mount.
-            readable = wait_readable([pidfd, self._stop.fileno()], None)
+            while not readable and not is_stuck(worker):
+                readable = wait_readable([pidfd, self._stop.fileno()], _LOOK_S)
         finally:
             os.close(pidfd)
-        return pidfd not in readable
+        return self._stop.fileno() in readable and pidfd not in readable
 
     def _replace(self, code: int) -> int:
         """Start the successor of a worker that died; -1 if told to stop meanwhile."""
@@ -211,15 +216,15 @@ class _Supervisor:
             return worker
         if not self._attached.connection.resend:
             raise UnavailableError(
-                f"the process that served {path} died ({_died_of(code)}), and this kernel cannot "
+                f"the process that served {path} died ({died_of(code)}), and this kernel cannot "
                 "hand its requests to another (Linux 6.9 can): unmounted"
             )
         pause_s = self._restart.pause_s(time.monotonic())
         if pause_s is None:
             raise UnavailableError(
-                f"the processes that serve {path} keep dying ({_died_of(code)}): unmounted"
+                f"the processes that serve {path} keep dying ({died_of(code)}): unmounted"
             )
-        log.warning("the process that served %s died (%s): restarting", path, _died_of(code))
+        log.warning("the process that served %s died (%s): restarting", path, died_of(code))
         if pause_s and wait_readable([self._stop.fileno()], pause_s):
             return -1
         worker, ready = self._start(resend=True)
@@ -240,10 +245,10 @@ class _Supervisor:
         attached = self._attached
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
-        if worker >= 0 and not _ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
+        if worker >= 0 and not ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
-            _reap(worker)
+            reap(worker)
         mounted = mounts.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
             mounts.abort_connection(attached.device_minor, attached.path)
@@ -284,18 +289,3 @@ def _work(
         logging.shutdown()
         # Not sys.exit: everything above this frame belongs to the supervisor.
         os._exit(code)
-
-
-def _ends_within(pid: int, timeout_s: float) -> bool:
-    if not wait_ended(pid, timeout_s):
-        return False
-    _reap(pid)
-    return True
-
-
-def _reap(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _died_of(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"

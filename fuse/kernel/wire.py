@@ -303,7 +303,7 @@ def decode_two_names(body: memoryview) -> tuple[bytes, bytes]:
     return first, rest.rstrip(b"\0")
 
 
-def encode_notify(code: int, *parts: bytes) -> bytes:
+def encode_notify(code: int, *parts: bytes | bytearray | memoryview) -> bytes:
     """A message from us: fuse_out_header with unique 0 and the code in place of an errno."""
     body = b"".join(parts)
     return OUT_HEADER.pack(OUT_HEADER_BYTES + len(body), code, 0) + body

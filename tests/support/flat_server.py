@@ -21,11 +21,19 @@ from tests.support.fuse_mount import short_options
 
 
 class Crashing(FlatDirectory):
-    """Dies at every read of the file "crash"."""
+    """Dies at every read of the file "crash". Where there is a folder "stick-once", it takes that
+    away at the first read, and then waits for itself: it stores pages that it has not brought."""
+
+    def __init__(self, root: Path, mode: Mode) -> None:
+        super().__init__(root, mode)
+        self._order = root / "stick-once"
 
     def read(self, caller: Caller, node: int, handle: int, offset: int, length: int) -> Buffer:
         if self._names[node - 2] == b"crash":
             os._exit(9)
+        if self._order.exists():
+            self._order.rmdir()
+            self.store_pages(node, 0, b"wrong")
         data = super().read(caller, node, handle, offset, length)
         assert isinstance(data, memoryview)
         return data

@@ -16,6 +16,7 @@ from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.supervisor import RestartPolicy
 from bootseer.waiting import wait_readable
 from tests.support import fuse_mount
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 
@@ -244,6 +245,29 @@ sys.stdout.write("whole")
             assert reader.communicate(timeout=_DEADLINE_S)[0] == "xwhole"
         server.process.terminate()
         assert server.end()[0] == 0
+
+
+def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
+    source: Path, mountpoint: Path
+) -> None:
+    """Such a process does not end before its successor has brought the page."""
+    _require_resend()
+    (source / "stick-once").mkdir()
+    with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
+        reader = subprocess.Popen(["cat", mountpoint / "small"], stdout=subprocess.PIPE, text=True)
+        worker = server.worker()
+        wait_for(lambda: any("folio" in place for place in _waiting_places(worker)))
+        os.kill(worker, signal.SIGKILL)
+        assert reader.communicate(timeout=_DEADLINE_S)[0] == "small"
+        server.process.terminate()
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+        assert "died (signal 9): restarting" in err
+
+
+def _waiting_places(pid: int) -> list[str]:
+    """In which function of the kernel each thread waits."""
+    return [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
 
 
 def test_a_server_with_a_bug_ends_its_readers_and_itself(source: Path, mountpoint: Path) -> None:
