@@ -7,7 +7,6 @@ whole sectors of contents are moved; tar headers of a changed stream are nobody'
 """
 
 import stat
-from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from bootseer.blob.tree import Blob, Tree
 from bootseer.prefetch.bundle import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.stream_contents import StreamContents
 
 EXTENT_COUNT_MAX = 100_000
 """So much of a bundle is translated; the rest is left out. A second's work in a process that has
@@ -81,7 +81,7 @@ class _Places:
             )
             if offset % SECTOR_BYTES
         }
-        self._layouts: dict[int, tuple[list[int], array[int]]] = {}
+        self._contents = StreamContents(old)
         self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
 
     def add_pieces(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
@@ -103,7 +103,7 @@ class _Places:
 
     def _add_contents(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
         columns = self._old.columns
-        starts, numbers = self._layout(extent.blob)
+        starts, numbers = self._contents.layout(extent.blob)
         offset, extent_end = extent.offset, extent.offset + extent.length
         i = max(bisect_right(starts, offset) - 1, 0)
         while i < len(starts) and starts[i] < extent_end:
@@ -116,7 +116,7 @@ class _Places:
             first, last = max(start, offset), min(end, extent_end)
             if first >= last:
                 continue
-            inode = bisect_right(columns.extent_start, number) - 1
+            inode = self._contents.inode_of(number)
             one = columns.extent_start[inode + 1] - columns.extent_start[inode] == 1
             targets = self._target(inode)
             shift = columns.extent_file_offset[number] - start
@@ -141,17 +141,6 @@ class _Places:
                 if low < high and self._take(blob, low + to, high - low):
                     place = position + low - shift - offset
                     pieces.append((BundleExtent(blob, low + to, high - low), place))
-
-    def _layout(self, blob: int) -> "tuple[list[int], array[int]]":
-        """Contents in an old stream, by offset: where each begins, and its extent's number."""
-        found = self._layouts.get(blob)
-        if found is None:
-            columns = self._old.columns
-            offsets = columns.extent_blob_offset
-            numbers = array("I", (n for n, b in enumerate(columns.extent_blob) if b == blob))
-            numbers = array("I", sorted(numbers, key=offsets.__getitem__))
-            found = self._layouts[blob] = [offsets[n] for n in numbers], numbers
-        return found
 
     def _target(self, inode: int) -> list[tuple[int, int, int, int]]:
         """The extents, in the new image, of a file with the content of an old one."""

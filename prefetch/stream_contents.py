@@ -1,0 +1,62 @@
+"""Which file each byte of a tree's streams belongs to. Pure."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from bootseer.blob.tree import Tree
+
+PAGE_BYTES = 4096
+
+
+class Pages(Struct, frozen=True):
+    """Whole pages of a file, or up to its end, and where in a stream their bytes are."""
+
+    inode: int
+    file_offset: int
+    blob: int
+    blob_offset: int
+    length: int
+
+
+class StreamContents:
+    """Looks into a tree from the side of its streams. One thread at a time."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._columns = tree.columns
+        self._layouts: dict[int, tuple[list[int], array[int]]] = {}
+
+    def layout(self, blob: int) -> "tuple[list[int], array[int]]":
+        """Contents in a stream, by offset: where each begins, and its extent's number."""
+        found = self._layouts.get(blob)
+        if found is None:
+            offsets = self._columns.extent_blob_offset
+            numbers = array("I", (n for n, b in enumerate(self._columns.extent_blob) if b == blob))
+            numbers = array("I", sorted(numbers, key=offsets.__getitem__))
+            found = self._layouts[blob] = [offsets[n] for n in numbers], numbers
+        return found
+
+    def inode_of(self, number: int) -> int:
+        """Whose the extent with this number is."""
+        return bisect_right(self._columns.extent_start, number) - 1
+
+    def pages(self, blob: int, offset: int, length: int) -> Iterator[Pages]:
+        """The whole pages of files that lie in `[offset, offset + length)` of a stream."""
+        columns = self._columns
+        starts, numbers = self.layout(blob)
+        end = offset + length
+        i = max(bisect_right(starts, offset) - 1, 0)
+        while i < len(starts) and starts[i] < end:
+            start, number = starts[i], numbers[i]
+            i += 1
+            inode = self.inode_of(number)
+            shift = columns.extent_file_offset[number] - start
+            first = max(start, offset) + shift
+            last = min(start + columns.extent_length[number], end) + shift
+            first += -first % PAGE_BYTES
+            if last < columns.size_bytes[inode]:
+                last -= last % PAGE_BYTES
+            if first < last:
+                yield Pages(inode, first, blob, first - shift, last - first)
