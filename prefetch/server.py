@@ -8,20 +8,18 @@ import contextlib
 import logging
 import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from bootseer.blob.tree import Extent, Tree
+from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import cover_users
-from bootseer.prefetch.aim import Aim, aim_of, is_worthwhile
+from bootseer.prefetch.aim import is_worthwhile
+from bootseer.prefetch.bundle_use import BundleUse
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
-from bootseer.prefetch.find_bundle import find_bundle
-from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.keeper import Keeper
 from bootseer.prefetch.launch_figures import (
     LaunchFigures,
@@ -32,7 +30,6 @@ from bootseer.prefetch.launch_figures import (
 )
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
-from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.second_source import second_source
 from bootseer.prefetch.serve_plan import ServePlan
 from bootseer.prefetch.streams import BlobStreams
@@ -60,7 +57,6 @@ class ImageServer:
         self._store: Store = open_store(
             plan.settings.store_url, deadline_s=plan.settings.deadline_s
         )
-        self._pointer: HotPointer | None = None
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"
         self._is_mounted = True
@@ -72,7 +68,7 @@ class ImageServer:
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
             repair=second_source(plan.settings, plan.state.reference),
         )
-        self._aim_at_end: Aim | None = None
+        self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
         self._keeper = Keeper(
             plan.settings, plan.state.id, self._streams, self._start_is_over, self._note_use
         )
@@ -87,7 +83,7 @@ class ImageServer:
         self.operations = TreeFileSystem(
             tree,
             self._streams,
-            on_access=None if plan.record == "never" and not plan.prefetch else log.append,
+            on_access=self._bundle.accessed if plan.prefetch or plan.record != "never" else None,
             owner=plan.owner,
             on_mounted=self._mounted,
             on_destroyed=self._destroyed,
@@ -103,7 +99,7 @@ class ImageServer:
         )
         # Before the mount is announced, so that the bundle is on its way before the first read.
         if self._plan.prefetch:
-            threading.Thread(target=self._begin_replay, name="bundle", daemon=True).start()
+            self._bundle.begin(self.operations.store_pages)
         self._keeper.start(self._figures)
 
     def _destroyed(self) -> None:
@@ -111,6 +107,7 @@ class ImageServer:
             self._end_record("unmount")
         except (BootseerError, OSError) as error:
             _log.warning("the record of this start is lost: %s", error)
+        self._bundle.stop()
         self._control.close()
         self._keeper.close()
         self._is_mounted = False
@@ -164,66 +161,6 @@ class ImageServer:
         replay = self._streams.replay
         return not self._log.is_open and (replay is None or replay.is_over)
 
-    # ---- replay ---------------------------------------------------------------------------
-
-    def _begin_replay(self) -> None:
-        index, workload = self._plan.state.index_digest, self._plan.state.workload
-        try:
-            found = find_bundle(
-                self._plan.settings,
-                self._store,
-                self._plan.state,
-                self._tree,
-                self._streams.caches,
-            )
-            if found is None:
-                _log.info("no bundle for %s yet", workload)
-                return
-            self._pointer, bundle = found
-            digest = self._pointer.bundle_digest
-            replay = Replay(
-                bundle,
-                digest,
-                self._streams.caches,
-                self._streams.executor,
-                # What is borrowed goes into the image's own streams: no other server brings it.
-                lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
-                    digest if self._pointer.index_digest == index else index
-                ),
-            )
-            # Known to faults only once it knows itself what is here already.
-            replay.start()
-            self._streams.replay = replay
-        except BootseerError as error:
-            _log.warning("no bundle is used: %s", error)
-
-    @property
-    def _own_trace_count(self) -> int:
-        """How many starts of this very image the bundle was made from."""
-        pointer = self._pointer
-        if pointer is None or pointer.index_digest != self._plan.state.index_digest:
-            return 0
-        return pointer.trace_count
-
-    @property
-    def _lengths(self) -> list[int]:
-        return [blob.stream_length for blob in self._tree.blobs]
-
-    def _extents(self, inode: int) -> tuple[Extent, ...]:
-        return self._tree.inode(inode).extents
-
-    def _aim(self) -> Aim:
-        if self._aim_at_end is not None:
-            return self._aim_at_end
-        is_over = not self._log.is_open
-        replay = self._streams.replay
-        aim = aim_of(
-            replay.bundle if replay else None, self._lengths, self._log.entries(), self._extents
-        )
-        if is_over and replay is not None:
-            self._aim_at_end = aim
-        return aim
-
     # ---- record ---------------------------------------------------------------------------
 
     def _ready_command(self) -> dict[str, Any]:
@@ -244,7 +181,7 @@ class ImageServer:
             plan.record == "auto"
             and replay is not None
             and replay.error is None
-            and not is_worthwhile(self._aim(), self._own_trace_count, ended)
+            and not is_worthwhile(self._bundle.aim(), self._bundle.own_trace_count, ended)
         ):
             self._record = "not needed"
             return
@@ -304,12 +241,12 @@ class ImageServer:
         )
 
     def _prefetch_figures(self) -> PrefetchFigures | None:
-        replay, pointer = self._streams.replay, self._pointer
+        replay, pointer = self._streams.replay, self._bundle.pointer
         if replay is None:
             return None
         return prefetch_figures(
             replay,
-            self._aim(),
+            self._bundle.aim(),
             bundle=pointer.bundle_digest if pointer else None,
             bundle_index=pointer.index_digest if pointer else None,
         )
