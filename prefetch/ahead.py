@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Buffer
@@ -37,6 +38,9 @@ _PIECE_BYTES = 256 * 1024
 _END_S = 5.0
 _STOP = -1
 
+StorePages: TypeAlias = Callable[[int, int, Buffer], bool]
+"""Puts bytes at an offset of a node into the kernel's page cache; False where it cannot yet."""
+
 
 class Ahead:
     """One start's. Begin with `start`; `stop` it before the caches are closed."""
@@ -45,30 +49,38 @@ class Ahead:
         self,
         plan: AheadPlan,
         caches: Sequence[StreamCache],
-        store_pages: Callable[[int, int, Buffer], bool],
+        store_pages: StorePages | None,
         note: Callable[[int, int, int], None],
         is_replayed: Callable[[], bool],
     ) -> None:
-        """`store_pages(node, offset, data)` is as `Operations` has it; `note(inode, offset,
-        length)` is told what it took. `is_replayed`: nothing more will come into the caches."""
+        """`store_pages(node, offset, data)` is as `Operations` has it, None for names only;
+        `note(inode, offset, length)` is told what it took. `is_replayed`: nothing more will come
+        into the caches."""
         self._plan = plan
         self._caches = caches
-        self._store_pages = store_pages
         self._note = note
         self._is_replayed = is_replayed
         self._window = AheadWindow(len(plan.pieces))
         self._touched: SimpleQueue[int] = SimpleQueue()
         self._walked = threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._hand_over, name="ahead", daemon=True)
+        self._thread: threading.Thread | None = None
+        if store_pages is not None:
+            args = (store_pages,)
+            self._thread = threading.Thread(
+                target=self._hand_over, args=args, name="ahead", daemon=True
+            )
 
     def start(self, root: int) -> None:
         """Begin. `root` is the tree's root, open; it is closed when the names are looked up."""
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         threading.Thread(target=self._walk, args=(root,), name="names", daemon=True).start()
 
     def touched(self, inode: int, offset: int) -> None:
         """The start reads a file there. Takes a microsecond."""
+        if self._thread is None:
+            return
         number = self._plan.number_at(inode, offset)
         if number >= 0 and not self._window.is_handed(number):
             self._touched.put(number)
@@ -77,8 +89,9 @@ class Ahead:
         """The caches are about to be closed: touch them no more. After the last request, or it
         takes a while. Idempotent."""
         self._stopping.set()
-        self._touched.put(_STOP)
-        self._thread.join(_END_S)
+        if self._thread is not None:
+            self._touched.put(_STOP)
+            self._thread.join(_END_S)
 
     # ---- names ----------------------------------------------------------------------------
 
@@ -108,7 +121,7 @@ class Ahead:
 
     # ---- pages ----------------------------------------------------------------------------
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, store_pages: StorePages) -> None:
         late: list[Pages] = []
         try:
             while not self._stopping.is_set():
@@ -117,34 +130,36 @@ class Ahead:
                 except Empty:
                     # Asked first: what came before is seen below.
                     is_last = self._is_replayed() and self._walked.is_set()
-                    late = self._left_of(late, len(late) if is_last else _LATE_COUNT)
+                    late = self._left_of(store_pages, late, len(late) if is_last else _LATE_COUNT)
                     if is_last:
                         late = []
                     continue
                 if number != _STOP:
                     wanted = [self._plan.pieces[n] for n in self._window.after(number)]
-                    late += self._left_of(wanted, len(wanted))
+                    late += self._left_of(store_pages, wanted, len(wanted))
         except (BootseerError, OSError, ValueError) as error:
             _log.debug("pages are not handed over ahead: %s", error)
 
-    def _left_of(self, wanted: Sequence[Pages], failures_max: int) -> list[Pages]:
+    def _left_of(
+        self, store_pages: StorePages, wanted: Sequence[Pages], failures_max: int
+    ) -> list[Pages]:
         """Hand over what can be; what is left, also of what is not tried after so many failures."""
         left: list[Pages] = []
         for number, pages in enumerate(wanted):
             if len(left) > failures_max or self._stopping.is_set():
                 return left + list(wanted[number:])
-            if not self._store(pages):
+            if not self._store(store_pages, pages):
                 left.append(pages)
         return left
 
-    def _store(self, pages: Pages) -> bool:
+    def _store(self, store_pages: StorePages, pages: Pages) -> bool:
         """False where they are not here yet, or the kernel does not know the file."""
         cache = self._caches[pages.blob]
         if not cache.has_verified(pages.blob_offset, pages.length):
             return False
         for start in range(0, pages.length, _PIECE_BYTES):
             data = cache.read(pages.blob_offset + start, min(_PIECE_BYTES, pages.length - start))
-            if not self._store_pages(pages.inode + 1, pages.file_offset + start, data):
+            if not store_pages(pages.inode + 1, pages.file_offset + start, data):
                 return False
         self._note(pages.inode, pages.file_offset, pages.length)
         return True

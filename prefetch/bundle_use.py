@@ -6,13 +6,10 @@ Alone notes what is read. One thread of its own at the beginning; `accessed` fro
 import logging
 import os
 import threading
-from collections.abc import Callable
-from typing import TypeAlias
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.operations import Buffer
-from bootseer.prefetch.ahead import Ahead
+from bootseer.prefetch.ahead import Ahead, StorePages
 from bootseer.prefetch.ahead_plan import plan_ahead
 from bootseer.prefetch.aim import Aim, aim_of
 from bootseer.prefetch.bundle import Bundle
@@ -24,9 +21,6 @@ from bootseer.prefetch.serve_plan import ServePlan
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.store import Store
-
-StorePages: TypeAlias = Callable[[int, int, Buffer], bool]
-"""`Operations.store_pages`."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +50,7 @@ class BundleUse:
 
     # ---- life -----------------------------------------------------------------------------
 
-    def begin(self, store_pages: StorePages) -> None:
+    def begin(self, store_pages: StorePages | None) -> None:
         """Look for a bundle and use it; returns at once."""
         self._open_root()
         args = (store_pages,)
@@ -75,7 +69,7 @@ class BundleUse:
             if self._ahead is not None:
                 self._ahead.stop()
 
-    def _begin(self, store_pages: StorePages) -> None:
+    def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
         try:
             found = find_bundle(
@@ -133,7 +127,7 @@ class BundleUse:
         if root >= 0:
             os.close(root)
 
-    def _begin_ahead(self, bundle: Bundle, replay: Replay, store_pages: StorePages) -> None:
+    def _begin_ahead(self, bundle: Bundle, replay: Replay, store_pages: StorePages | None) -> None:
         ahead = Ahead(
             plan_ahead(self._tree, bundle.frames),
             self._streams.caches,

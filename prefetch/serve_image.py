@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
-from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
@@ -29,6 +29,11 @@ _SWITCH_S = 0.0005
 """A thread that computes, as for a bundle's start, keeps the interpreter this long from one that
 answers the kernel, which asks for few things at a time: in 5 ms each, Python's default, an overlay
 over the tree took 80 ms to mount."""
+
+_KERNEL_DEADLINES = 10
+_KERNEL_DEADLINE_MIN_S = 600
+"""What no read takes that we live to answer, however many others wait for a silent store: of the
+store's deadlines, and at least."""
 
 _RESTART_COUNT = 12
 """In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
@@ -70,6 +75,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             allow_other=plan.allow_other,
             max_readahead_bytes=plan.readahead_bytes,
             invalidate_on_change=False,
+            kernel_deadline_s=_kernel_deadline_s(plan),
         )
 
         def ready() -> None:
@@ -92,3 +98,8 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         os.close(lock)
     # Nobody waits for this: a slow disk takes its time for what a start brought.
     NodeCache(plan.settings.cache_dir).make_durable(tree.blobs)
+
+
+def _kernel_deadline_s(plan: ServePlan) -> int:
+    wanted_s = int(_KERNEL_DEADLINES * plan.settings.deadline_s)
+    return min(max(wanted_s, _KERNEL_DEADLINE_MIN_S), KERNEL_DEADLINE_MAX_S)

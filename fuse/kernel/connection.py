@@ -44,6 +44,11 @@ class Connection(Struct, frozen=True):
         return bool(self.flags & wire.HAS_RESEND)
 
     @property
+    def times_out(self) -> bool:
+        """Whether the kernel gives up a request that nobody answers (7.43)."""
+        return bool(self.flags & wire.REQUEST_TIMEOUT)
+
+    @property
     def expire_only(self) -> bool:
         """Whether an entry can be expired without being dropped (7.38)."""
         return bool(self.flags & wire.HAS_EXPIRE_ONLY)
@@ -98,6 +103,7 @@ def wanted_flags(options: MountOptions) -> int:
         (options.atomic_truncate, wire.ATOMIC_O_TRUNC),
         (options.clear_privileges, wire.HANDLE_KILLPRIV_V2),
         (options.passthrough, wire.PASSTHROUGH),
+        (options.kernel_deadline_s > 0, wire.REQUEST_TIMEOUT),
     )
     for chosen, flags in optional:
         if chosen:
@@ -145,7 +151,7 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, 
         # Passthrough is refused without a stack depth. 1: the backing file itself may not lie
         # on another stacking file system, but overlayfs may lie on top of us.
         1 if flags & wire.PASSTHROUGH else 0,
-        0,
+        options.kernel_deadline_s if flags & wire.REQUEST_TIMEOUT else 0,
     )
     facts = Connection(
         kernel_minor=request.minor,

@@ -144,8 +144,10 @@ def _refuse(code: int) -> OSError:
 class Operations:
     """A file system. Override what it can do."""
 
-    store_pages: Callable[[int, int, Buffer], bool]
-    """`notify_store` of the server, which puts it here before it calls `mounted`."""
+    store_pages: Callable[[int, int, Buffer], bool] | None = None
+    """`notify_store` of the server, which puts it here before it calls `mounted`; None where pages
+    must not be stored: a server killed meanwhile would not end, nor who waits for it, were there no
+    `MountOptions.kernel_deadline_s`."""
 
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""

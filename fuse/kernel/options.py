@@ -5,6 +5,7 @@ from msgspec import Struct
 from bootseer.errors import InvalidInputError
 
 _MIB = 1024 * 1024
+KERNEL_DEADLINE_MAX_S = 0xFFFF
 
 
 class MountOptions(Struct, frozen=True, kw_only=True):
@@ -45,6 +46,10 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     """The file system itself clears set-user-id bits on write, truncate and chown."""
     request_deadline_s: float | None = None
     """A request older than this is answered ETIMEDOUT in the operation's stead."""
+    kernel_deadline_s: int = 0
+    """A request older than this makes the kernel abort the connection, whatever became of us; 0:
+    never. It looks every 15 seconds, and can from Linux 6.14 on. Only then may pages be stored
+    (`Operations.store_pages`)."""
     shutdown_s: float = 10.0
     """How long a stopping server waits for open files before it aborts the connection."""
 
@@ -63,6 +68,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
             ("max_readahead_bytes", self.max_readahead_bytes, 0, 256 * _MIB),
             ("max_background", self.max_background, 1, 65535),
             ("threads", self.threads, 1, 256),
+            ("kernel_deadline_s", self.kernel_deadline_s, 0, KERNEL_DEADLINE_MAX_S),
         )
         for what, value, low, high in bounds:
             if not low <= value <= high:

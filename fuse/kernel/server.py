@@ -133,7 +133,8 @@ class Server:
             backing = BackingFiles(attached.device, attached.backing_table)
         self._attached = attached
         self._dispatcher = Dispatcher(self.operations, backing)
-        self.operations.store_pages = self.notify_store
+        if attached.connection.times_out:
+            self.operations.store_pages = self.notify_store
         try:
             self.operations.mounted()
         except BaseException:
@@ -214,7 +215,8 @@ class Server:
         """Put bytes into the page cache of a file. False: the kernel does not have the node.
 
         Waits for reads under way of the same pages, so it is not for a thread that one of them
-        waits for, nor for a server without a supervisor: killed in here, it does not end."""
+        waits for. Killed in here, this process does not end before a successor brings the pages, or
+        the kernel gives the reads up."""
         body = wire.STORE_OUT.pack(node, offset, len(data), 0)
         return self._notify(wire.encode_notify(wire.NOTIFY_STORE, body, data))
 

@@ -122,6 +122,7 @@ HAS_EXPIRE_ONLY = 1 << 35
 DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 HAS_RESEND = 1 << 39
+REQUEST_TIMEOUT = 1 << 42
 
 # fuse_open_out.open_flags
 FOPEN_DIRECT_IO = 1 << 0

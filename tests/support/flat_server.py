@@ -33,6 +33,7 @@ class Crashing(FlatDirectory):
             os._exit(9)
         if self._order.exists():
             self._order.rmdir()
+            assert self.store_pages is not None
             self.store_pages(node, 0, b"wrong")
         data = super().read(caller, node, handle, offset, length)
         assert isinstance(data, memoryview)
@@ -53,8 +54,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     how, source, mountpoint, mode = sys.argv[1:5]
     shutdown_s = float(sys.argv[5]) if len(sys.argv) > 5 else 5.0
+    kernel_deadline_s = int(sys.argv[6]) if len(sys.argv) > 6 else 600
     options = short_options(
-        read_only=True, passthrough=mode == Mode.PASSTHROUGH, shutdown_s=shutdown_s
+        read_only=True,
+        passthrough=mode == Mode.PASSTHROUGH,
+        shutdown_s=shutdown_s,
+        kernel_deadline_s=kernel_deadline_s,
     )
 
     def factory() -> FlatDirectory:

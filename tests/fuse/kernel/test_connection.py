@@ -77,6 +77,16 @@ def test_linux_6_18_takes_all() -> None:
     assert not connection.flags & wire.POSIX_ACL
 
 
+def test_linux_6_18_gives_up_requests_where_it_is_told_to() -> None:
+    flags, flags2 = _FLAGS_6_18 & 0xFFFFFFFF, _FLAGS_6_18 >> 32
+    connection, reply = _agree(45, flags, flags2, MountOptions(kernel_deadline_s=600))
+    assert (connection.times_out, reply[12]) == (True, 600)
+    connection, reply = _agree(45, flags, flags2)
+    assert (connection.times_out, reply[12]) == (False, 0)
+    connection, reply = _agree(39, _FLAGS_6_1, _FLAGS2_6_6, MountOptions(kernel_deadline_s=600))
+    assert (connection.times_out, reply[12]) == (False, 0)
+
+
 def test_a_later_kernel_is_answered_in_our_version() -> None:
     connection, reply = _agree(99, 0xFFFFFFFF, 0xFFFFFFFF)
     assert reply[:2] == (7, wire.KERNEL_MINOR_NEWEST)

@@ -175,9 +175,17 @@ def test_a_worker_that_cannot_start_leaves_no_mount(tmp_path: Path, mountpoint: 
 
 
 def _require_resend() -> None:
+    _require_linux(6, 9, "does not repeat requests")
+
+
+def _require_kernel_deadline() -> None:
+    _require_linux(6, 14, "does not give up requests")
+
+
+def _require_linux(major: int, minor: int, lack: str) -> None:
     # The kernel says what it offers only to the server: go by its version.
-    if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (6, 9):
-        pytest.skip("this kernel does not repeat requests (Linux 6.9 does)")
+    if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (major, minor):
+        pytest.skip(f"this kernel {lack} (Linux {major}.{minor} does)")
 
 
 @pytest.mark.parametrize("mode", ["cached", "direct_io", "passthrough"])
@@ -251,7 +259,7 @@ def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
     source: Path, mountpoint: Path
 ) -> None:
     """Such a process does not end before its successor has brought the page."""
-    _require_resend()
+    _require_kernel_deadline()
     (source / "stick-once").mkdir()
     with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
         reader = subprocess.Popen(["cat", mountpoint / "small"], stdout=subprocess.PIPE, text=True)
@@ -263,6 +271,24 @@ def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
         code, out, err = server.end()
         assert (code, out) == (0, "ended\n"), err
         assert "died (signal 9): restarting" in err
+
+
+def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(
+    source: Path, mountpoint: Path
+) -> None:
+    """The kernel gives their requests up: nobody else can, since the worker does not end."""
+    _require_kernel_deadline()
+    (source / "stick-once").mkdir()
+    with _process(mountpoint, "supervise", source, mountpoint, "cached", "5", "15") as server:
+        command = ["cat", str(mountpoint / "small")]
+        reader = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        worker = server.worker()
+        wait_for(lambda: any("folio" in place for place in _waiting_places(worker)))
+        server.process.kill()
+        os.kill(worker, signal.SIGKILL)
+        # With an error, or with what was stored.
+        reader.wait(_DEADLINE_S)
+        wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
 def _waiting_places(pid: int) -> list[str]:
