@@ -53,7 +53,6 @@ class ImageServer:
         self._plan = plan
         self._tree = tree
         self._log = log
-        self._started_ns = time.monotonic_ns()
         self._store: Store = open_store(
             plan.settings.store_url, deadline_s=plan.settings.deadline_s
         )
