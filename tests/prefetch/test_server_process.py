@@ -82,8 +82,9 @@ signal.pause()
         wait_for(lambda: read_state(state_dir), "the server's state")
         one.send_signal(signal.SIGKILL)
     wait_for(lambda: not state_dir.exists(), "the server's end")
-    assert "NotFoundError" not in (log := log_path(settings, state_dir.name).read_text())
-    assert "read the index" in log
+    log = log_path(settings, state_dir.name)
+    wait_for(lambda: "read the index" in log.read_text(), "the reason in its log")
+    assert "NotFoundError" not in log.read_text()
 
 
 _AHEAD = """
