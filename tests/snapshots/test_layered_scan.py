@@ -45,20 +45,22 @@ def _make_lower(lower: Path) -> None:
 
 @pytest.fixture(scope="module", params=["", ",userxattr", ",redirect_dir=on"])
 def mounting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Overlay":
+    return _made_overlay(tmp_path_factory, request.param)
+
+
+@pytest.fixture(scope="module", params=["", ",redirect_dir=on"])
+def overlay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Overlay":
+    """For tests that are the same with either kind of attributes."""
+    return _made_overlay(tmp_path_factory, request.param)
+
+
+def _made_overlay(tmp_path_factory: pytest.TempPathFactory, options: str) -> "Overlay":
     require_root()
     base = tmp_path_factory.mktemp("layers")
     _make_lower(base / "lower")
     with tempfile.TemporaryFile() as file:
         tree = pack_directory(base / "lower", file)
-    return Overlay(base, request.param, tree)
-
-
-@pytest.fixture
-def overlay(mounting: "Overlay") -> "Overlay":
-    """For tests that are the same with any options."""
-    if "userxattr" in mounting.options:
-        pytest.skip("one kind of attributes is enough")
-    return mounting
+    return Overlay(base, options, tree)
 
 
 class Overlay:
