@@ -83,7 +83,8 @@ def container_layers(container: "Container") -> "Layers":
     tree = None
     if isinstance(image, MountedImage):
         cache_dir, digest = image.settings.cache_dir, image.state.index_digest
-        tree = functools.partial(read_kept_tree, cache_dir, digest)
+        # Once for all targets of a set-up: it takes as long as a scan of thousands of names.
+        tree = functools.cache(functools.partial(read_kept_tree, cache_dir, digest))
     return Layers(container.root, container.scratch / "upper", image.directory, tree)
 
 
