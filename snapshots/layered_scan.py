@@ -170,7 +170,7 @@ def _check_mounts(layers: Layers, below: bytes) -> None:
     """Whether the target shows the overlay and nothing else. Raises: CannotTellError."""
     root = os.fsencode(os.path.realpath(layers.root))
     target = os.path.join(root, below) if below else root
-    for point in mounts.mount_points():
+    for point in (mount.path for mount in mounts.mount_points()):
         if point == root or not point.startswith(root + b"/"):
             continue
         if point == target or point.startswith(target + b"/") or target.startswith(point + b"/"):

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -68,14 +69,31 @@ def parse_mountinfo(text: bytes) -> Iterator[Mount]:
         )
 
 
-def parse_mount_points(text: bytes) -> list[bytes]:
+class MountPoint(NamedTuple):
+    """One mount of any file system."""
+
+    path: bytes
+    device: int
+    """As `st_dev` of what is in it, but for file systems whose files show others."""
+    kind: bytes
+
+
+def parse_mount_points(text: bytes) -> list[MountPoint]:
     """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
-    heads = [line.split(b" ", 5) for line in text.splitlines()]
-    return [os.fsencode(_unescape(head[4])) for head in heads if len(head) == 6]
+    found = []
+    for line in text.splitlines():
+        fields, _, rest = line.partition(b" - ")
+        head = fields.split(b" ", 5)
+        if len(head) == 6:
+            major, _, minor = head[2].partition(b":")
+            device = os.makedev(int(major), int(minor))
+            path = os.fsencode(_unescape(head[4]))
+            found.append(MountPoint(path, device, rest.partition(b" ")[0]))
+    return found
 
 
-def mount_points() -> list[bytes]:
-    """Where anything is mounted in this mount namespace, oldest first."""
+def mount_points() -> list[MountPoint]:
+    """Where anything is mounted in this mount namespace, oldest first. Raises: OSError."""
     return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
 
 

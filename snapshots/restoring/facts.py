@@ -4,11 +4,11 @@ Looks, and changes nothing but a probe file in the node's cache. Stateless; any 
 """
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.config import Settings
+from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.host_paths import is_entered
@@ -16,15 +16,13 @@ from bootseer.snapshots.restoring.modes import Facts
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.restoring.restore import Placed
 
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
-
 
 def find_facts(
     settings: Settings, manifest: Manifest, placed: Sequence[Placed], *, is_container: bool
 ) -> Facts:
     """For restoring a snapshot. Raises: OSError."""
     trees = NodeTrees(settings)
-    table = _mount_points(Path("/proc/self/mountinfo").read_bytes())
+    table = mounts.mount_points()
     paths = [item.path for item in placed]
     places = [existing_parent(path) for path in paths]
     return Facts(
@@ -34,7 +32,7 @@ def find_facts(
         is_throwaway=all(_kind_of(place, table) == b"overlay" for place in places),
         all_whole=all(item.target.whole for item in placed),
         has_mounts_inside=any(
-            point.startswith(os.fsencode(path) + b"/") for path in paths for point, _, _ in table
+            one.path.startswith(os.fsencode(path) + b"/") for path in paths for one in table
         ),
         is_entered=not is_container and any(map(is_entered, paths)),
         has_trees=all(trees.has(item.target.index.digest) for item in placed),
@@ -59,20 +57,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def _mount_points(mountinfo: bytes) -> list[tuple[bytes, bytes, bytes]]:
-    """(mount point, device as major:minor, kind) of each mount. Pure."""
-    found = []
-    for line in mountinfo.splitlines():
-        # id parent major:minor root mountpoint options optional... - type source super-options
-        fields, _, rest = line.partition(b" - ")
-        head = fields.split(b" ")
-        if len(head) >= 6:
-            point = _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), head[4])
-            found.append((point, head[2], rest.partition(b" ")[0]))
-    return found
-
-
-def _kind_of(directory: Path, table: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
+def _kind_of(directory: Path, table: Sequence[mounts.MountPoint]) -> bytes:
     device = os.stat(directory).st_dev
-    wanted = b"%d:%d" % (os.major(device), os.minor(device))
-    return next((kind for _, one, kind in table if one == wanted), b"")
+    return next((one.kind for one in table if one.device == device), b"")

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-import re
 from pathlib import Path
+
+from bootseer.fuse.kernel import mounts
 
 
 def is_mount_point(target: Path) -> bool:
@@ -12,11 +13,9 @@ def is_mount_point(target: Path) -> bool:
         return False
     if os.lstat(target).st_dev != os.lstat(target.parent).st_dev:
         return True
-    # A bind mount of the same file system shows only in the table of mounts, whose fifth field is
-    # the mount point with blanks, backslashes and line ends in octal (proc_pid_mountinfo(5)).
-    wanted = re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % ord(match[0]), os.fsencode(target))
-    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open("rb") as table:
-        return any(line.split(b" ", 5)[4] == wanted for line in table)
+    # A bind mount of the same file system shows only in the table of mounts.
+    with contextlib.suppress(OSError):
+        return any(one.path == os.fsencode(target) for one in mounts.mount_points())
     return False
 
 

@@ -5,10 +5,10 @@ Any other is asked through the store, in parallel and with deadlines. One thread
 """
 
 import os
-from pathlib import Path
 
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
+from bootseer.fuse.kernel import mounts
 from bootseer.store import Store
 from bootseer.store.opened import Attempt, HasDescriptor, open_reader
 
@@ -38,7 +38,7 @@ def near_blobs(store: Store, tree: Tree) -> NearBlobs | None:
     """The tree's blobs, if all of them are files of this node; else None, and the store is asked as
     any other. Raises: NotFoundError, UnavailableError."""
     readers: list[HasDescriptor] = []
-    devices = _local_devices()
+    devices = {one.device for one in mounts.mount_points() if one.kind in _LOCAL}
     for blob in tree.blobs:
         reader = open_reader(store.backend, blob_key(blob.digest))
         if not isinstance(reader, HasDescriptor):
@@ -47,14 +47,3 @@ def near_blobs(store: Store, tree: Tree) -> NearBlobs | None:
             return None
         readers.append(reader)
     return NearBlobs(readers)
-
-
-def _local_devices() -> set[int]:
-    """Of mounted local file systems; see proc_pid_mountinfo(5)."""
-    devices = set()
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        mount, _, rest = line.partition(b" - ")
-        if rest.partition(b" ")[0] in _LOCAL:
-            major, _, minor = mount.split(b" ", 3)[2].partition(b":")
-            devices.add(os.makedev(int(major), int(minor)))
-    return devices

@@ -27,7 +27,7 @@ def test_mountinfo_is_parsed() -> None:
     )
     assert (second.path, second.subtype, second.read_only) == (Path("/mnt/plain"), "", False)
     points = mounts.parse_mount_points(_MOUNTINFO)
-    assert points[:2] == [b"/", b"/mnt/with space\\"]
+    assert [one.path for one in points[:2]] == [b"/", b"/mnt/with space\\"]
     assert len(points) == 5
 
 
