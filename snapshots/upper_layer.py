@@ -79,13 +79,14 @@ def _is_whiteout(info: os.stat_result) -> bool:
     return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
 
 
-def _is_opaque(path: bytes) -> bool:
-    names = _attributes(path)
-    return any(
-        f"{prefix}opaque" in names
-        and os.getxattr(path, f"{prefix}opaque", follow_symlinks=False) == b"y"
-        for prefix in _PREFIXES
-    )
+def is_opaque(directory: bytes) -> bool:
+    """Whether a directory stands in for a deleted one: nothing of the lower directory shows. False
+    where it cannot be read."""
+    for prefix in _PREFIXES:
+        with contextlib.suppress(OSError):
+            if os.getxattr(directory, f"{prefix}opaque", follow_symlinks=False) == b"y":
+                return True
+    return False
 
 
 def written(
@@ -109,9 +110,7 @@ def written(
             if is_ignored(path):
                 continue
             if stat.S_ISDIR(info.st_mode):
-                opaque = False
-                with contextlib.suppress(OSError):
-                    opaque = _is_opaque(os.path.join(top, path))
+                opaque = is_opaque(os.path.join(top, path))
                 found[path] = Written(
                     info.st_mode, info.st_uid, info.st_gid, info.st_ino, 0, is_opaque=opaque
                 )

@@ -33,6 +33,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.layers import cover_target
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.scan import scan
+from bootseer.snapshots.upper_layer import is_opaque
 from bootseer.structs import asdict
 
 logger = logging.getLogger(__name__)
@@ -191,23 +192,18 @@ def _read(settings: Settings, cover: Cover) -> Mounted | None:
 
 def _is_touched(record: Mounted) -> bool:
     """Whether anything but bytecode and the directories above it was written."""
+    upper = Path(record.scratch) / "upper"
     try:
-        written = scan(Path(record.scratch) / "upper")
+        written = scan(upper)
     except BootseerError:
         return True
     return any(
-        not stat.S_ISDIR(entry.mode) and not path.endswith(b".pyc")
+        is_opaque(os.path.join(os.fsencode(upper), path))
+        if stat.S_ISDIR(entry.mode)
+        else not path.endswith(b".pyc")
         for path, entry in written.items()
-    ) or any(_is_opaque(record, path) for path, entry in written.items() if path)
-
-
-def _is_opaque(record: Mounted, path: bytes) -> bool:
-    """Whether a directory stands in for a deleted one."""
-    try:
-        name = os.path.join(os.fsencode(record.scratch), b"upper", path)
-        return os.getxattr(name, "trusted.overlay.opaque", follow_symlinks=False) == b"y"
-    except OSError:
-        return False
+        if path
+    )
 
 
 def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
