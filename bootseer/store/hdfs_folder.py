@@ -2,12 +2,11 @@
 
 from urllib.parse import urlsplit
 
-from bootseer.errors import InvalidInputError
 from bootseer.redact import public_url
-from bootseer.store.paths import split_path
+from bootseer.store.paths import Folder, split_path
 
 
-class HdfsFolder:
+class HdfsFolder(Folder):
     """The folder of a URL, by whatever client it is reached."""
 
     def __init__(self, url: str) -> None:
@@ -18,11 +17,9 @@ class HdfsFolder:
 
     def full(self, path: str, *, file: bool = False) -> str:
         """The path in the file system; `file`: not that of the root itself."""
-        names = split_path(path)
-        if file and not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        names = self._names_of_file(path) if file else split_path(path)
         return "/".join((self._root.rstrip("/"), *names)) or "/"
 
     def name(self, path: str) -> str:
         """The full URL, for messages."""
-        return f"{self.url}/{path}" if path else self.url
+        return self._name(path)
