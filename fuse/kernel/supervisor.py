@@ -199,9 +199,10 @@ class _Supervisor:
         pidfd = os.pidfd_open(worker)
         try:
             readable: list[int] = []
-            # Without a deadline: this is the life of the mount.
+            # This is the life of the mount. Only a worker that may store pages can be stuck.
+            look_s = _LOOK_S if self._attached.connection.times_out else None
             while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self._stop.fileno()], _LOOK_S)
+                readable = wait_readable([pidfd, self._stop.fileno()], look_s)
         finally:
             os.close(pidfd)
         return self._stop.fileno() in readable and pidfd not in readable
