@@ -13,6 +13,11 @@ def is_too_old(manifest: Manifest, max_age_s: float) -> bool:
     return bool(max_age_s) and time.time_ns() - manifest.created_ns > max_age_s * 1e9
 
 
+def age_of(manifest: Manifest) -> str:
+    """A snapshot's age for people."""
+    return show_age(time.time_ns() - manifest.created_ns)
+
+
 def show_age(age_ns: int) -> str:
     """A duration for people, in its largest unit: "3 d". What lies in the future is "0 s"."""
     age_s = max(0, age_ns) // 10**9

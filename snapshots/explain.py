@@ -4,7 +4,6 @@
 nothing. Stateless; any thread.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -12,7 +11,7 @@ from msgspec import Struct
 from bootseer.config import Settings
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import is_too_old, show_age
+from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.present import key_in_place, mounts_in_place
 from bootseer.snapshots.scan import base_digest, scan
@@ -155,7 +154,7 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
             if is_too_old(manifest, settings.snapshot_max_age_s):
                 reason = _outdated("its snapshot", manifest)
                 return Explanation(RUN, reason, key, targets, parts, manifest, None, ())
-            age = show_age(time.time_ns() - manifest.created_ns)
+            age = age_of(manifest)
             reason = f"its snapshot was made {age} ago by {manifest.node}"
             return Explanation(RESTORE, reason, key, targets, parts, manifest, None, ())
         near = nearest(parts, catalogue.list_newest(store, _COMPARED_MAX))
@@ -165,5 +164,5 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
 
 
 def _outdated(what: str, manifest: Manifest) -> str:
-    age = show_age(time.time_ns() - manifest.created_ns)
+    age = age_of(manifest)
     return f"{what} was made {age} ago, which is beyond the maximum age"

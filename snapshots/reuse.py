@@ -3,7 +3,6 @@
 Alone decides what of that is used. The caller holds the locks of the targets.
 """
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import is_too_old, show_age
+from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.present import key_in_place, mounts_in_place
@@ -73,7 +72,7 @@ def _is_outdated(attempt: Attempt, store: Store) -> bool:
         return False
     if manifest is None or not is_too_old(manifest, max_age_s):
         return False
-    age = show_age(time.time_ns() - manifest.created_ns)
+    age = age_of(manifest)
     attempt.report(f"snapshot {attempt.key[:12]}, which is in place, is {age} old")
     return True
 

@@ -22,7 +22,7 @@ from bootseer.errors import (
 from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import is_too_old, show_age
+from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
 from bootseer.snapshots.keeper import LeaseKeeper
@@ -220,7 +220,7 @@ class _Run:
                     if not replace and self._is_published(store, too_old):
                         continue
                     if too_old is not None:
-                        age = show_age(time.time_ns() - too_old.created_ns)
+                        age = age_of(too_old)
                         self.report(f"snapshot {key[:12]} is {age} old; it is made anew")
                     self._end_server()
                     under = Circumstances(resolved, before, bases, replace, bool(too_old))
