@@ -43,11 +43,16 @@ print(json.dumps(found, sort_keys=True))
 """
 
 
+def _package_in(image: Image) -> Path:
+    """Where a package of the standard library lies in the image."""
+    (package,) = image.root.rglob("python3*/email")
+    return Path("/") / package.relative_to(image.root)
+
+
 def test_a_set_up_that_changes_what_the_image_has(
     node: Node, known_image: Image, tmp_path: Path
 ) -> None:
-    (package,) = known_image.root.rglob("python3*/email")
-    inside = Path("/") / package.relative_to(known_image.root)
+    inside = _package_in(known_image)
     (tmp_path / "bind").mkdir()
     for name, text in (("set-up.py", SET_UP), ("show.py", SHOW)):
         (tmp_path / "bind" / name).write_text(text)
@@ -86,8 +91,7 @@ def test_a_set_up_that_changes_what_the_image_has(
 def test_a_target_with_a_mount_inside_is_scanned(
     node: Node, known_image: Image, tmp_path: Path
 ) -> None:
-    (package,) = known_image.root.rglob("python3*/email")
-    inside = Path("/") / package.relative_to(known_image.root)
+    inside = _package_in(known_image)
     (tmp_path / "bind").mkdir()
     (tmp_path / "bind/file").touch()
     done = node.run(
