@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from bootseer.errors import SetupFailedError
+
 _LOOK_BYTES = 256
 
 
 def execute(command: Sequence[str]) -> NoReturn:
-    """Become this command. Raises: OSError where it cannot be executed."""
+    """Become this command. Raises: SetupFailedError with 127 or 126, as shells have it, where it is
+    missing or cannot be executed."""
+    try:
+        _execute(command)
+    except OSError as error:
+        code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
+        raise SetupFailedError(f"cannot run {command[0]}: {error.strerror}", code) from error
+
+
+def _execute(command: Sequence[str]) -> NoReturn:
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

@@ -1,6 +1,5 @@
 """`bootseer warm`: a directory that is not ours, recorded once and read ahead from then on."""
 
-import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from bootseer.cli.output import (
     say,
 )
 from bootseer.config import parse_name, parse_size
-from bootseer.errors import BootseerError, InvalidInputError, SetupFailedError
+from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.structs import asdict
 
 if TYPE_CHECKING:
@@ -135,14 +134,10 @@ def _request(directory: Path, name: str | None) -> "WarmRequest":
 
 def _become(command: tuple[str, ...]) -> None:
     from bootseer.launch.signals import hand_over
+    from bootseer.scripts import execute
 
     hand_over()
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        # 127 and 126, as shells have it.
-        code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
-        raise SetupFailedError(f"cannot run {command[0]}: {error.strerror}", code) from error
+    execute(command)
 
 
 def _warm_now(request: "WarmRequest", as_json: bool) -> None:

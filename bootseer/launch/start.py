@@ -9,7 +9,6 @@ which is then the command's.
 Main thread only: it forks and handles signals.
 """
 
-import errno
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.config import Settings
-from bootseer.errors import InvalidInputError, SetupFailedError
+from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.report.breakdown import START
@@ -181,12 +180,7 @@ class _Start:
             hand_over()
             self._container.exec(command, environment)
         hand_over()
-        try:
-            execute(command)
-        except OSError as error:
-            # 127 and 126, as shells have it.
-            code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
-            raise SetupFailedError(f"cannot run {command[0]}: {error.strerror}", code) from error
+        execute(command)
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""

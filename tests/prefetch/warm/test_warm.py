@@ -128,6 +128,16 @@ def test_exit_codes_and_signals_are_the_commands_own(tree: Path, node: Node) -> 
     assert "cannot run no-such-command" in missing.err
 
 
+def test_a_script_that_names_no_interpreter_is_for_sh(
+    tree: Path, node: Node, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('echo "trained $1"; exit 3\n')
+    script.chmod(0o755)
+    done = node.run("warm", tree, "--", script, "well")
+    assert (done.code, done.out) == (3, "trained well\n")
+
+
 def test_the_command_finds_no_child_of_ours(tree: Path, node: Node) -> None:
     done = node.run("warm", tree, "--", "sh", "-c", "cat /proc/$$/task/$$/children; exec true")
     # What it sees is cat itself.
