@@ -110,8 +110,12 @@ class _Places:
             number = numbers[i]
             start = starts[i]
             end = start + columns.extent_length[number]
-            # Behind the end of a file tar fills its last sector with zeros.
-            room_end = min(starts[i + 1] if i + 1 < len(starts) else extent_end, extent_end)
+            # Behind the end of a file tar fills its last sector with zeros, and no more.
+            room_end = min(
+                starts[i + 1] if i + 1 < len(starts) else extent_end,
+                end + -end % SECTOR_BYTES,
+                extent_end,
+            )
             i += 1
             first, last = max(start, offset), min(end, extent_end)
             if first >= last:

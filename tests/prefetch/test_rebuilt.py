@@ -267,6 +267,27 @@ def test_what_is_translated_is_right_however_files_lie(
     check(translate(bundle, old.tree, new.tree, NEW), part, new)
 
 
+def test_zeros_behind_a_file_end_with_its_sector() -> None:
+    """Found by the test above: what followed a file that ended with a sector was taken for them."""
+    data = random.Random(1).randbytes(SECTOR_BYTES - 1)
+
+    def image(stream: bytes, start: int) -> Image:
+        extent = Extent(0, 0, start, len(data))
+        inode = Inode(
+            0o100644,
+            size_bytes=len(data),
+            extents=(extent,),
+            digest=hashlib.sha256(data).digest(),
+        )
+        blob = Blob(digest(b"blob" + stream), 0, (), digest(stream), len(stream))
+        return Image(build_tree([(b"f", 1)], [Inode(0o40755), inode], [blob]), [stream])
+
+    old = image(b"h" + data + b"h" * SECTOR_BYTES, 1)
+    new = image(data + bytes(1 + SECTOR_BYTES), 0)
+    bundle, part = bundle_of(old, [(0, 0, SECTOR_BYTES + 1)])
+    check(translate(bundle, old.tree, new.tree, NEW), part, new)
+
+
 def test_streams_are_shared_by_what_they_hold() -> None:
     old, new = image_of(BASE, PACKAGES, CODE), image_of(CODE, BASE)
     shared = shared_streams(old.tree.blobs, new.tree.blobs)
