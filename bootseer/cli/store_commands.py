@@ -1,6 +1,5 @@
 """`bootseer store`: the shared store as a whole."""
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,7 +85,7 @@ def gc(
     rules = Rules(keep_last, keep_days, keep, snapshots, images, grace_s)
     with open_current_store() as opened:
         inventory = take_inventory(opened)
-        plan = make_plan(inventory, rules, time.time_ns())
+        plan = make_plan(inventory, rules)
         done = None
         if yes:
             with Progress("deleting", plan.freed_bytes) as progress:

@@ -7,7 +7,6 @@ was listed stays. What nevertheless was needed a moment later is found by a thir
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -62,7 +61,7 @@ def collect(
         if content := [key for key in plan.deletions if key.startswith(CONTENT)]:
             # Whatever records are left now stay.
             left = Rules(grace_s=rules.grace_s)
-            again = make_plan(take_inventory(store), left, time.time_ns())
+            again = make_plan(take_inventory(store), left)
             unneeded = set(again.deletions)
             deleter.spared += [key for key in content if key not in unneeded]
             deleter.delete(key for key in content if key in unneeded)
@@ -128,7 +127,9 @@ def _mend(store: Store, deleted: set[str]) -> list[str]:
 
 def _end_leases(store: Store, inventory: Inventory, rules: Rules, owner: str) -> None:
     """Take those that expired long ago, as anybody may, and give them up."""
-    limit_ns = time.time_ns() - int(max(rules.grace_s, 24 * 3600) * 1e9)
+    if inventory.is_clock_wrong:
+        return  # whether they expired is told by this node's clock
+    limit_ns = inventory.now_ns - int(max(rules.grace_s, 24 * 3600) * 1e9)
     for key, one in inventory.objects.items():
         if key.startswith("leases/") and key != _LEASE_KEY and one.modified_ns < limit_ns:
             with suppress(BootseerError):

@@ -3,6 +3,8 @@
 Edge: reads the store, changes nothing. An inventory is immutable.
 """
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -10,7 +12,13 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.errors import (
+    CorruptError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnknownFormatError,
+)
 from bootseer.prefetch import hot_store, relatives
 from bootseer.prefetch.chains import Chain, read_chain
 from bootseer.prefetch.hot_store import HotPointer
@@ -26,6 +34,11 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.store import Store
 from bootseer.store.uses import FOLDER as USES
 from bootseer.store.uses import Use, read_use
+
+_log = logging.getLogger(__name__)
+
+_SKEW_NS = 60 * 10**9
+"""By which clocks of a cluster do not differ, unless one of them is wrong."""
 
 _Record = TypeVar("_Record")
 
@@ -51,6 +64,11 @@ class Inventory(Struct, frozen=True):
     relatives: Mapping[str, tuple[str, ...]]
     """The key of a record of images with bundles -> digests of their indexes."""
     uses: Mapping[str, Use]
+    now_ns: int = 0
+    """When the store was listed, by which ages are told: by the storage's clock, or by this node's
+    where that is earlier. A clock that is ahead, whichever it is, must not make anything old."""
+    is_clock_wrong: bool = False
+    """Whether the two clocks differ by more than a cluster's should."""
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -59,11 +77,12 @@ def take_inventory(store: Store) -> Inventory:
     Raises: CorruptError, UnknownFormatError for a record that cannot be read: what it needs is not
     known then, so nothing may be collected; UnavailableError, DeadlineError.
     """
+    own_ns, stored_ns = _read_clocks(store)
+    infos = list(store.list())
+    newest_ns = max((info.modified_ns for info in infos), default=0)
+    now_ns, is_clock_wrong = _judge_clocks(store, own_ns, stored_ns, newest_ns)
     # Where the storage does not tell an object's age, it may have been written just now.
-    now_ns = time.time_ns()
-    objects = {
-        info.path: Object(info.size_bytes, info.modified_ns or now_ns) for info in store.list()
-    }
+    objects = {info.path: Object(info.size_bytes, info.modified_ns or now_ns) for info in infos}
 
     def read_all(
         keys: Callable[[str], bool], read: Callable[[Store, str], _Record]
@@ -93,7 +112,43 @@ def take_inventory(store: Store) -> Inventory:
             lambda key: key.startswith(("hot/names/", "hot/streams/")), _read_relatives
         ),
         uses=read_all(lambda key: key.startswith(USES), read_use),
+        now_ns=now_ns,
+        is_clock_wrong=is_clock_wrong,
     )
+
+
+def _read_clocks(store: Store) -> tuple[int, int]:
+    """What this node's clock says, and the storage's; 0 where that tells no time."""
+    stored_ns = 0
+    with contextlib.suppress(PermissionDeniedError, NoSpaceError, NotFoundError):
+        # A store that is not there is not made by a look at it.
+        if any(True for _ in store.backend.list("")):
+            stored_ns = store.time_ns()
+    return time.time_ns(), stored_ns
+
+
+def _judge_clocks(store: Store, own_ns: int, stored_ns: int, newest_ns: int) -> tuple[int, bool]:
+    """The time that ages are told by, and whether a clock is wrong. `newest_ns` is the latest time
+    of an object."""
+    if not stored_ns:
+        # Of the storage's clock it is known only that it was there already.
+        return min(own_ns, newest_ns) if newest_ns else own_ns, False
+    is_wrong = abs(own_ns - stored_ns) > _SKEW_NS
+    if is_wrong:
+        _log.warning(
+            "the clocks of this node and of %s differ by %.0f s: ages are told by the earlier one, "
+            "so that nothing counts as old by mistake; set the clock that is wrong",
+            store.url,
+            abs(own_ns - stored_ns) / 1e9,
+        )
+    if newest_ns > stored_ns + _SKEW_NS:
+        _log.warning(
+            "objects in %s carry times that are still to come, the latest in %.0f s: a clock was "
+            "ahead when they were written, and they count as young until then",
+            store.url,
+            (newest_ns - stored_ns) / 1e9,
+        )
+    return min(own_ns, stored_ns), is_wrong
 
 
 def _is_json(key: str, folder: str) -> bool:

@@ -58,12 +58,12 @@ class Plan(Struct, frozen=True):
     freed_bytes: int
 
 
-def make_plan(inventory: Inventory, rules: Rules, now_ns: int) -> Plan:
+def make_plan(inventory: Inventory, rules: Rules) -> Plan:
     """Raises: NotFoundError, InvalidInputError where the rules name what is not there."""
-    snapshots = judge_snapshots(inventory, rules, now_ns)
+    snapshots = judge_snapshots(inventory, rules)
     images = judge_images(inventory, rules)
     doomed = {key for key, verdict in (*snapshots.items(), *images.items()) if not verdict.is_kept}
-    marked = _Marks(inventory, rules, now_ns, doomed).marked
+    marked = _Marks(inventory, rules, doomed).marked
     ranks = {folder: rank for rank, folder in enumerate(_ORDER)}
     deletions = sorted(
         (key for key in inventory.objects if key not in marked),
@@ -87,11 +87,9 @@ def _header_first(key: str) -> tuple[str, bool, str]:
 class _Marks:
     """Marks, from the records that stay down to the blobs that they need."""
 
-    def __init__(
-        self, inventory: Inventory, rules: Rules, now_ns: int, doomed: Iterable[str]
-    ) -> None:
+    def __init__(self, inventory: Inventory, rules: Rules, doomed: Iterable[str]) -> None:
         self._inventory = inventory
-        self._limit_ns = now_ns - int(rules.grace_s * 1e9)
+        self._limit_ns = inventory.now_ns - int(rules.grace_s * 1e9)
         self._doomed = set(doomed)
         self._indexes: set[str] = set()
         """Digests of the trees that are needed."""
@@ -100,7 +98,7 @@ class _Marks:
             for key, one in inventory.objects.items()
             if not _folder(key) or (one.modified_ns > self._limit_ns and key not in self._doomed)
         }
-        self._mark_uses(now_ns)
+        self._mark_uses()
         self._mark_snapshots()
         self._mark_images()
         self._mark_hot()
@@ -114,7 +112,8 @@ class _Marks:
         self.marked.add(index_key(index_digest))
         self.marked.update(map(blob_key, blob_digests))
 
-    def _mark_uses(self, now_ns: int) -> None:
+    def _mark_uses(self) -> None:
+        now_ns = self._inventory.now_ns
         for key, use in self._inventory.uses.items():
             if now_ns - last_used_ns(self._inventory, [use.index_digest]) < IN_USE_S * 10**9:
                 self.marked.add(key)

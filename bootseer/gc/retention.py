@@ -51,7 +51,7 @@ def last_used_ns(inventory: Inventory, index_digests: Sequence[str]) -> int:
     )
 
 
-def judge_snapshots(inventory: Inventory, rules: Rules, now_ns: int) -> dict[str, Verdict]:
+def judge_snapshots(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
     """Key of each manifest -> verdict.
 
     Raises: NotFoundError, InvalidInputError where `rules.snapshots` names none or several.
@@ -61,14 +61,13 @@ def judge_snapshots(inventory: Inventory, rules: Rules, now_ns: int) -> dict[str
     return {
         key: Verdict(False, "asked for")
         if key in doomed
-        else _judge(inventory, rules, now_ns, key, manifest, ranks[key])
+        else _judge(inventory, rules, key, manifest, ranks[key])
         for key, manifest in inventory.snapshots.items()
     }
 
 
-def _judge(
-    inventory: Inventory, rules: Rules, now_ns: int, key: str, manifest: Manifest, rank: int
-) -> Verdict:
+def _judge(inventory: Inventory, rules: Rules, key: str, manifest: Manifest, rank: int) -> Verdict:
+    now_ns = inventory.now_ns
     if rules.keep_last is None and rules.keep_days is None:
         return Verdict(True, "no rule removes it")
     names = [

@@ -7,6 +7,7 @@ components, at most 1024 bytes, and no key is the folder of another.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from bootseer.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.clock import storage_time_ns
 from bootseer.store.lease import Lease, LeaseWatch, acquire
 from bootseer.store.paths import split_path
 from bootseer.store.publish import TEMPORARY, publish_object
@@ -139,16 +141,25 @@ class Store(Closing):
         """
         return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
+    def time_ns(self) -> int:
+        """What the storage's clock says (`clock.storage_time_ns`). Writes and removes a file."""
+        return storage_time_ns(self.backend, f"{TEMPORARY}/{os.urandom(16).hex()}")
+
     def sweep(self, older_than_s: float = STALE_AFTER_S) -> int:
         """Remove what publishers that died left behind; returns how many files."""
-        limit_ns = time.time_ns() - int(older_than_s * 1e9)
-        count = 0
+        age_ns = int(older_than_s * 1e9)
+        limit_ns = time.time_ns() - age_ns
+        stale: list[FileInfo] = []
         with contextlib.suppress(NotFoundError):
-            for info in self.backend.list(TEMPORARY):
-                if info.modified_ns < limit_ns:
-                    self.backend.delete(info.path, recursive=info.is_dir)
-                    count += 1
-        return count
+            stale += (one for one in self.backend.list(TEMPORARY) if one.modified_ns < limit_ns)
+        if not stale:
+            return 0
+        # This node's clock may be ahead, and then these are being published.
+        limit_ns = min(limit_ns, self.time_ns() - age_ns)
+        stale = [info for info in stale if info.modified_ns < limit_ns]
+        for info in stale:
+            self.backend.delete(info.path, recursive=info.is_dir)
+        return len(stale)
 
     def _sweep_once(self) -> None:
         with self._lock:

@@ -22,6 +22,8 @@ RENEWED_AFTER_S = 20 * 3600
 """A note younger than this is not written again: a thousand nodes that start at once write a few
 notes, and a day later a few more."""
 
+_SKEW_S = 3600.0
+"""A clock that is behind by less lets a note become less than a day old."""
 _KIND = "bootseer-use"
 _VERSION = 1
 _BYTES_MAX = 4 * 2**20
@@ -51,7 +53,9 @@ def note_use(store: Store, index_digest: str, blob_digests: Iterable[str]) -> No
     key = use_key(index_digest)
     try:
         try:
-            if time.time_ns() - store.info(key).modified_ns < RENEWED_AFTER_S * 10**9:
+            age_s = (time.time_ns() - store.info(key).modified_ns) / 1e9
+            # A note from the future is written again: this node's clock may be behind for good.
+            if -_SKEW_S < age_s < RENEWED_AFTER_S:
                 return
         except NotFoundError:
             pass

@@ -29,12 +29,12 @@ NOW = Rules(grace_s=0)
 def run_gc(settings: Settings, rules: Rules = NOW) -> tuple[Plan, Collected]:
     with open_store(settings.store_url) as store:
         inventory = take_inventory(store)
-        plan = make_plan(inventory, rules, time.time_ns())
+        plan = make_plan(inventory, rules)
         done = collect(store, inventory, plan, rules, owner="gc")
         assert done.freed_bytes == plan.freed_bytes
         # Once more, there is nothing left to do; and nothing that is left is broken.
         left = take_inventory(store)
-        again = make_plan(left, Rules(grace_s=rules.grace_s), time.time_ns())
+        again = make_plan(left, Rules(grace_s=rules.grace_s))
         assert (again.deletions, done.spared, done.broken) == ((), (), ())
         check_all(store)
     return plan, done

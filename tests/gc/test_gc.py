@@ -1,7 +1,6 @@
 """What a collection deletes and what it spares, in real stores."""
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def test_rules_decide_which_snapshots_stay(tmp_path: Path) -> None:
     def kept(**rules: object) -> set[str]:
         with open_store(settings.store_url) as store:
             inventory = take_inventory(store)
-        plan = make_plan(inventory, replace(NOW, **rules), time.time_ns())
+        plan = make_plan(inventory, replace(NOW, **rules))
         return {
             inventory.snapshots[key].fingerprint
             for key, verdict in plan.snapshots.items()

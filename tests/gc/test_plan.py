@@ -64,8 +64,8 @@ def test_the_plan_keeps_what_is_needed_and_nothing_else(
         age = blob_days.get(letter, 2) * DAY_NS
         for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter))):
             objects[key] = Object(100, now_ns - age)
-    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, {}, uses)
-    plan = make_plan(inventory, Rules(keep_last=keep_last), now_ns)
+    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, {}, uses, now_ns)
+    plan = make_plan(inventory, Rules(keep_last=keep_last))
 
     in_use = {letter for letter, days in used_days.items() if days < 3}
     groups: dict[str, list[tuple[int, str]]] = {}

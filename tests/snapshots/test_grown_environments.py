@@ -148,7 +148,7 @@ def test_a_collector_keeps_what_a_kept_snapshot_needs(tmp_path: Path, make_node:
 
 def _collect(store: Store, rules: Rules) -> None:
     inventory = take_inventory(store)
-    plan = make_plan(inventory, rules, 2**62)
+    plan = make_plan(inventory, rules)
     collect(store, inventory, plan, rules, owner="gc")
 
 

@@ -19,6 +19,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.clock import storage_time_ns
 from bootseer.store.hdfs_open_files import is_being_written
 
 MIN_AGE_S = 3600.0
@@ -126,17 +127,6 @@ def _measure(backend: Backend, info: FileInfo) -> Garbage:
     return Garbage(info.path, size, newest, info.is_dir)
 
 
-def storage_time_ns(backend: Backend, folder: str) -> int:
-    """What the storage's clock says, by which all ages are told; this node's may be days off."""
-    path = f"{generation_folder(folder, new_generation())}.plain"
-    with backend.create(path) as writer:
-        writer.write(b"\n")
-    try:
-        return backend.stat(path).modified_ns
-    finally:
-        backend.delete(path)
-
-
 def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
     """Delete what of a report's garbage is still that, and old enough; returns what was deleted.
 
@@ -147,7 +137,8 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
     backend = storage.backend
     if not report.garbage:
         return []
-    now_ns = storage_time_ns(backend, report.path)
+    probe = f"{generation_folder(report.path, new_generation())}.plain"
+    now_ns = storage_time_ns(backend, probe)
     limit_ns = now_ns - int(max(age_s, MIN_AGE_S) * 1e9)
     deleted = []
     for old in report.garbage:
