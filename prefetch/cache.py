@@ -30,7 +30,7 @@ from bootseer.prefetch.cache_files import (
     sectors_of,
 )
 from bootseer.prefetch.new_stream import NewStream, remove_abandoned
-from bootseer.prefetch.presence import PRESENT
+from bootseer.prefetch.presence import count_present
 from bootseer.prefetch.stream_cache import StreamCache
 
 __all__ = [
@@ -154,7 +154,7 @@ class NodeCache:
         try:
             with (path / "present").open("rb") as file:
                 header = decode_header(file.read(HEADER_BYTES))
-                present = file.read().count(PRESENT) * SECTOR_BYTES
+                present = count_present(file.fileno(), header.stream_length) if header else 0
             with (path / "data").open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,8 +165,7 @@ class NodeCache:
             return None
         if header is None:
             return None
-        length = header.stream_length
-        return StreamDetails(length, min(present, length), is_used)
+        return StreamDetails(header.stream_length, present, is_used)
 
     def recheck(self, digest: str) -> int:
         """Compare what is here of a stream with its checksums; how many bytes were damaged, and are

@@ -27,6 +27,7 @@ from bootseer.blob.gather import Gathered, Wanted
 from bootseer.blob.tree import Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs
 from bootseer.errors import CorruptError
+from bootseer.shown import quoted
 
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
@@ -119,7 +120,7 @@ def _apply(root: _Folder, first: int, layer: LayerTree) -> None:
         directory_path, _, name = path.rpartition(b"/")
         parent = _find(root, directory_path)
         if not isinstance(parent, _Folder):
-            raise CorruptError(f"the hard link {path!r} lies in no directory")
+            raise CorruptError(f"the hard link {quoted(path)} lies in no directory")
         if not name.startswith(WHITEOUT):
             parent.children[name] = target
 
@@ -131,7 +132,7 @@ def _white_out(lower: dict[bytes, int | _Folder], name: bytes) -> None:
     elif not name.startswith(_BOOKKEEPING):
         hidden = name.removeprefix(WHITEOUT)
         if hidden in (b"", b".", b".."):
-            raise CorruptError(f"the whiteout {name!r} names nothing that could be hidden")
+            raise CorruptError(f"the whiteout {quoted(name)} names nothing that could be hidden")
         lower.pop(hidden, None)
 
 
@@ -142,8 +143,8 @@ def _resolve_links(root: _Folder, layer: LayerTree) -> Mapping[bytes, int]:
         inode = _find(root, target)
         if not isinstance(inode, int):
             raise CorruptError(
-                f"the hard link {path!r} points to {target!r}, which is no file of this layer or "
-                "of a lower one"
+                f"the hard link {quoted(path)} points to {quoted(target)}, which is no file of "
+                "this layer or of a lower one"
             )
         found[path] = inode
     return found

@@ -19,6 +19,7 @@ from typing import Self
 
 from bootseer.errors import BootseerError, InvalidInputError, NoSpaceError, from_oserror
 from bootseer.prefetch.cache_files import (
+    HEADER_BYTES,
     LOCK_S,
     OPEN_FLAGS,
     SECTOR_BYTES,
@@ -134,7 +135,10 @@ class NewStream:
         header = Header(False, self._boot, self.length_bytes, False)
         fd = os.open(self._directory / "present", OPEN_FLAGS, 0o600)
         try:
-            write_all(fd, header.encode() + PRESENT * sectors, 0)
+            write_all(fd, header.encode(), 0)
+            for start in range(0, sectors, _COPY_BYTES):
+                marks = PRESENT * min(_COPY_BYTES, sectors - start)
+                write_all(fd, marks, HEADER_BYTES + start)
         finally:
             os.close(fd)
 

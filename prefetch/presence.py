@@ -6,7 +6,9 @@ change: within a process their caller keeps `mark` away meanwhile, and between p
 that gets lost costs one more fetch.
 """
 
+import errno
 import mmap
+import os
 from collections.abc import Iterator
 
 from bootseer.prefetch.cache_files import (
@@ -23,6 +25,9 @@ ABSENT, PRESENT, SUSPECT = b"\0", b"\1", b"\2"
 
 _COUNT_BYTES = 2**18
 
+_ROOM_BYTES = 2**16
+"""Of the map are allocated at once: those of 32 MiB of the stream."""
+
 
 def map_bytes(stream_length: int) -> int:
     """Of the map of a stream."""
@@ -32,10 +37,28 @@ def map_bytes(stream_length: int) -> int:
 class Presence:
     """A mapped `present`, with its header."""
 
-    def __init__(self, mapped: mmap.mmap, stream_length: int) -> None:
-        """`mapped` has `map_bytes(stream_length)` bytes."""
+    def __init__(self, mapped: mmap.mmap, stream_length: int, fd: int = -1) -> None:
+        """`mapped` has `map_bytes(stream_length)` bytes. `fd`: of its file, which is closed with
+        it; -1: the map is in memory only."""
         self._map = mapped
         self._stream_length = stream_length
+        self._fd = fd
+        self._has_room = bytearray(-(-len(mapped) // _ROOM_BYTES))
+
+    # ---- room on the disk -----------------------------------------------------------------
+
+    def make_room(self, offset: int, length: int) -> None:
+        """Allocate what `mark` will write to: writing to a hole of a mapped file on a full disk is
+        SIGBUS, and all of the map at once would be two gigabytes of a stream that only says that it
+        has a terabyte. Raises: OSError."""
+        start, stop = self._slice(offset, length)
+        first, end = start // _ROOM_BYTES, -(-stop // _ROOM_BYTES)
+        while (first := self._has_room.find(0, first, end)) >= 0:
+            if self._fd >= 0:
+                begin = first * _ROOM_BYTES
+                count = min(_ROOM_BYTES, len(self._map) - begin)
+                os.posix_fallocate(self._fd, begin, count)
+            self._has_room[first] = 1
 
     # ---- the header -----------------------------------------------------------------------
 
@@ -55,6 +78,9 @@ class Presence:
     def close(self) -> None:
         """Unmap it."""
         self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     @property
     def is_suspect(self) -> bool:
@@ -99,19 +125,21 @@ class Presence:
         return None if found < 0 else (found - HEADER_BYTES) * SECTOR_BYTES
 
     def mark(self, offset: int, length: int) -> None:
-        """They are here, and verified."""
+        """They are here, and verified. There must be room (`make_room`)."""
         start, stop = self._slice(offset, length)
         self._map[start:stop] = PRESENT * (stop - start)
 
     def mark_suspect(self, offset: int, length: int) -> None:
-        """They were here once."""
+        """They were here once. There must be room."""
         start, stop = self._slice(offset, length)
         self._map[start:stop] = SUSPECT * (stop - start)
 
     def suspect(self, offset: int, length: int) -> None:
         """Believe none of those that are here."""
         start, stop = self._slice(offset, length)
-        self._map[start:stop] = self._map[start:stop].replace(PRESENT, SUSPECT)
+        # What is a hole of the map stays one.
+        if self._map.find(PRESENT, start, stop) >= 0:
+            self._map[start:stop] = self._map[start:stop].replace(PRESENT, SUSPECT)
 
     def clear_suspects(self, offset: int, length: int) -> None:
         """What is suspect is absent."""
@@ -123,12 +151,40 @@ class Presence:
 
     def count_bytes(self) -> int:
         """How much of the stream is here and verified."""
-        total = len(self._map)
+        if self._fd >= 0:
+            return count_present(self._fd, self._stream_length)
         # In pieces, so that no reader waits for long.
-        starts = range(HEADER_BYTES, total, _COUNT_BYTES)
-        here = SECTOR_BYTES * sum(
-            self._map[start : start + _COUNT_BYTES].count(PRESENT) for start in starts
-        )
-        if total > HEADER_BYTES and self._map[-1:] == PRESENT:
-            here -= (total - HEADER_BYTES) * SECTOR_BYTES - self._stream_length
-        return here
+        starts = range(HEADER_BYTES, len(self._map), _COUNT_BYTES)
+        here = sum(self._map[start : start + _COUNT_BYTES].count(PRESENT) for start in starts)
+        return _bytes_of(here, self._map[-1:], self._stream_length)
+
+
+def count_present(fd: int, stream_length: int) -> int:
+    """How much of the stream is here, by the file of its map; goes past the file's holes.
+
+    Raises: OSError.
+    """
+    end = map_bytes(stream_length)
+    here = 0
+    position = HEADER_BYTES
+    while position < end:
+        try:
+            position = max(position, os.lseek(fd, position, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break
+        stop = min(os.lseek(fd, position, os.SEEK_HOLE), end)
+        while position < stop:
+            piece = os.pread(fd, min(_COUNT_BYTES, stop - position), position)
+            if not piece:
+                return _bytes_of(here, b"", stream_length)
+            here += piece.count(PRESENT)
+            position += len(piece)
+    return _bytes_of(here, os.pread(fd, 1, end - 1), stream_length)
+
+
+def _bytes_of(present_count: int, last: bytes, stream_length: int) -> int:
+    """Of so many sectors that are here; `last`: what the map says of the last one."""
+    beyond = -stream_length % SECTOR_BYTES if last == PRESENT and stream_length else 0
+    return SECTOR_BYTES * present_count - beyond

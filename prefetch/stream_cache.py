@@ -95,15 +95,16 @@ class StreamCache:
                 os.ftruncate(fd, 0)
                 os.ftruncate(self._data_fd, self.stream_length)
             size = map_bytes(self.stream_length)
+            os.ftruncate(fd, size)
+            present = Presence(mmap.mmap(fd, size, mmap.MAP_SHARED), self.stream_length, os.dup(fd))
             try:
-                # Writing to a hole of a mapped file on a full disk is SIGBUS: take the room now.
-                os.posix_fallocate(fd, 0, size)
+                present.make_room(0, SECTOR_BYTES)
             except OSError as error:
+                present.close()
                 if error.errno not in _FULL:
                     raise
                 self._warn_full(error)
                 return Presence(mmap.mmap(-1, size), self.stream_length)
-            present = Presence(mmap.mmap(fd, size, mmap.MAP_SHARED), self.stream_length)
             is_suspect = trusted.is_suspect if trusted else self._suspect_all(present)
             # Last: until the header is there, whoever finds the map makes it anew. Of a new file
             # the disk has this header or none: a first start need not wait for the disk.
@@ -127,9 +128,19 @@ class StreamCache:
             os.ftruncate(self._sums_fd, size - size % RECORD_BYTES)
         found = False
         for one in self._read_sums():
-            present.mark_suspect(one.offset, one.length)
-            found = True
+            if self._has_room(present, one):
+                present.mark_suspect(one.offset, one.length)
+                found = True
         return found
+
+    def _has_room(self, present: Presence, one: Sum) -> bool:
+        """Whether the map takes marks there; without, these bytes are fetched again."""
+        try:
+            present.make_room(one.offset, one.length)
+        except OSError as error:
+            self._warn_full(error)
+            return False
+        return True
 
     def _warn_full(self, error: OSError) -> None:
         if not self.is_full:
@@ -204,6 +215,7 @@ class StreamCache:
         start = first * SECTOR_BYTES
         whole = memoryview(data)[start - offset : min(end * SECTOR_BYTES, end_offset) - offset]
         try:
+            self._present.make_room(start, len(whole))
             write_all(self._data_fd, whole, start)
             append_sums(self._sums_fd, encode_sums(start, whole))
         except OSError as error:
@@ -270,7 +282,11 @@ class StreamCache:
                 self._sums = self._read_sums()
         for one in self._sums.covering(offset, length):
             # Another record may have proved these already.
-            if self._present.doubts(one.offset, one.length) and self._is_intact(one):
+            if (
+                self._present.doubts(one.offset, one.length)
+                and self._is_intact(one)
+                and self._has_room(self._present, one)
+            ):
                 self._present.mark(one.offset, one.length)
         with self._marking:
             self._present.clear_suspects(offset, length)

@@ -18,6 +18,7 @@ from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs, encode_xattrs
 from bootseer.errors import CorruptError, InvalidInputError
+from bootseer.shown import quoted
 
 _T = TypeVar("_T")
 
@@ -34,9 +35,9 @@ def build_tree(
     by_path = {}
     for path, number in names:
         if path in by_path:
-            raise InvalidInputError(f"the path {path!r} is given twice")
+            raise InvalidInputError(f"the path {quoted(path)} is given twice")
         if not 0 <= number < len(inodes):
-            raise InvalidInputError(f"{path!r} names inode {number} of {len(inodes)}")
+            raise InvalidInputError(f"{quoted(path)} names inode {number} of {len(inodes)}")
         by_path[path] = number
     if by_path.pop(b"", 0) != 0:
         raise InvalidInputError("the root directory must be inode 0")
@@ -46,7 +47,7 @@ def build_tree(
         parent = by_path.get(directory) if slash else 0
         if parent is None or not stat.S_ISDIR(inodes[parent].mode):
             raise InvalidInputError(
-                f"{path!r} lies in {directory!r}, which is not a directory here"
+                f"{quoted(path)} lies in {quoted(directory)}, which is not a directory here"
             )
         entries.append((parent, name, number))
     entries.sort()

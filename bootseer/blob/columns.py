@@ -127,6 +127,8 @@ class Columns:
     def links(self) -> list[bytes]:
         """Distinct targets of symbolic links."""
         heap = self.load("links")
+        if heap.count(b"\0") > self.inode_count:
+            raise CorruptError("there are more targets of symbolic links than inodes")
         targets = _split(heap, "links")
         if any(not 0 < len(t) <= LINK_BYTES_MAX for t in targets):
             raise CorruptError("the target of a symbolic link is empty or too long")
@@ -140,7 +142,7 @@ class Columns:
     @cached_property
     def xattr_sets(self) -> list[Xattrs]:
         """Distinct sets of extended attributes."""
-        return decode_xattrs(self.load("xattrs"))
+        return decode_xattrs(self.load("xattrs"), self.inode_count)
 
     @cached_property
     def xattr(self) -> "array[int]":
@@ -197,10 +199,11 @@ class Columns:
         heap = self.load("names")
         if b"/" in heap:
             raise CorruptError('a name contains "/"')
-        names = _split(heap, "names")
-        if len(names) != self.name_count:
-            raise CorruptError(f"{len(names)} names where {self.name_count} were announced")
-        return names
+        # Before they are made: of a heap of NULs each would take eight times its byte.
+        count = heap.count(b"\0")
+        if count != self.name_count:
+            raise CorruptError(f"{count} names where {self.name_count} were announced")
+        return _split(heap, "names")
 
     @cached_property
     def name_parent(self) -> "array[int]":

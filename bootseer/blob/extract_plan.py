@@ -16,6 +16,7 @@ from bootseer.blob.extract_sections import taken
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
+from bootseer.shown import quoted
 
 GROUP_BYTES = 2 * 1024 * 1024
 """Content of one group: a second worker gets work soon, and few frames are decoded twice."""
@@ -155,7 +156,7 @@ def plan_extraction(
         else:
             if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not allow_devices:
                 raise PermissionDeniedError(
-                    f"{tree.path(number)!r} is a device node, which is not allowed here"
+                    f"{quoted(tree.path(number))} is a device node, which is not allowed here"
                 )
             others.append(i)
     files.sort()

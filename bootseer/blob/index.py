@@ -10,8 +10,8 @@ from array import array
 
 import zstandard
 
-from bootseer.blob.columns import SECTIONS, SIZE_BYTES_MAX, Columns, check_names
-from bootseer.blob.digest_codec import decode_digests
+from bootseer.blob.columns import LINK_BYTES_MAX, NAME_BYTES_MAX, SECTIONS, Columns, check_names
+from bootseer.blob.digest_codec import ENCODED_BYTES, decode_digests
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -28,10 +28,27 @@ _RAW, _ZSTD = 0, 1
 # Level 3: digests, two thirds of an index, do not compress at any level.
 _LEVEL = 3
 
-COUNT_MAX = 2**24
-"""Inodes, names, extents and frames each: four hundred times a large image's. Together with
-`_WIDTH_MAX` it bounds what a hostile index can make us allocate per section."""
-_WIDTH_MAX = 256
+# What an index may announce: many times what the largest images have, and all that a hostile one
+# can make its reader allocate. Bytes of sections are counted before anything is decompressed.
+COUNT_MAX = 2**22
+"""Inodes and names each: four times an image of a million files."""
+EXTENT_COUNT_MAX = 2**23
+FRAME_COUNT_MAX = 2**23
+"""A terabyte in frames of 128 KiB."""
+BLOB_COUNT_MAX = 10_000
+"""As many layers as a record of an image may list."""
+STREAM_BYTES_MAX = 2**40
+"""Of one blob's stream: no larger layer is unpacked, either."""
+STREAMS_BYTES_MAX = 2**42
+RAW_BYTES_MAX = 2**30
+"""All sections together; a million files take about 0.2 GiB."""
+RATIO_MAX = 256
+"""How many times its own length an index may expand to; one of a million empty files does 23."""
+FREE_BYTES = 2**24
+"""The ratio is not applied below this."""
+XATTRS_RATIO_MAX = 32
+"""Extended attributes take sixteen times their bytes when they are objects."""
+XATTRS_FREE_BYTES = 2**22
 
 
 def digest(data: bytes) -> str:
@@ -93,6 +110,7 @@ def decode(data: bytes, *, is_verified: bool = False, checks_names: bool = True)
     if reserved or not 0 < inode_count <= COUNT_MAX or name_count > COUNT_MAX:
         raise CorruptError("the tree index announces impossible counts")
     sections = _read_table(memoryview(data), section_count)
+    _check_lengths(sections, len(data), inode_count, name_count)
 
     def load(section: str) -> bytes:
         return _load(section, *sections[section])
@@ -116,17 +134,51 @@ def _read_table(data: memoryview, section_count: int) -> dict[str, _Stored]:
     if offset > len(data):
         raise CorruptError("the tree index is cut off in its section table")
     found = {}
-    for name, (expected, typecode) in SECTIONS.items():
+    for name, (expected, _) in SECTIONS.items():
         number, codec, raw_length, stored_length = _SECTION.unpack_from(data, position)
         position += _SECTION.size
-        width = array(typecode).itemsize if typecode else _WIDTH_MAX
-        if number != expected or codec not in (_RAW, _ZSTD) or raw_length > COUNT_MAX * width:
-            raise CorruptError(f"the section {name} is missing or has an impossible length")
+        if number != expected or codec not in (_RAW, _ZSTD):
+            raise CorruptError(f"the section {name} is missing")
         found[name] = (codec, raw_length, data[offset : offset + stored_length])
         offset += stored_length
     if offset != len(data):
         raise CorruptError("the sections do not add up to the length of the index")
     return found
+
+
+def _check_lengths(
+    sections: dict[str, _Stored], index_bytes: int, inode_count: int, name_count: int
+) -> None:
+    """Raises CorruptError for sections that would expand beyond all measure."""
+    counts = {
+        "names": name_count * (NAME_BYTES_MAX + 1),
+        "links": inode_count * (LINK_BYTES_MAX + 1),
+        "digests": inode_count * 32,
+        "blob_digests": BLOB_COUNT_MAX * ENCODED_BYTES,
+        "blob_stream_digests": BLOB_COUNT_MAX * ENCODED_BYTES,
+        "frame_digests": FRAME_COUNT_MAX * 32,
+        "xattrs": XATTRS_FREE_BYTES + XATTRS_RATIO_MAX * len(sections["xattrs"][2]),
+    }
+    total = 0
+    for name, (_, raw_length, _) in sections.items():
+        typecode = SECTIONS[name][1]
+        limit = array(typecode).itemsize * _entry_count_max(name) if typecode else counts[name]
+        if raw_length > limit:
+            raise CorruptError(f"the section {name} has an impossible length, {raw_length} bytes")
+        total += raw_length
+    if total > min(RAW_BYTES_MAX, FREE_BYTES + RATIO_MAX * index_bytes):
+        raise CorruptError(
+            f"the tree index expands from {index_bytes} to {total} bytes: a decompression bomb"
+        )
+
+
+def _entry_count_max(column: str) -> int:
+    if column.startswith("blob_"):
+        return BLOB_COUNT_MAX
+    if column.startswith("frame_"):
+        return FRAME_COUNT_MAX
+    is_of_extents = column.startswith("extent_") and column != "extent_count"
+    return EXTENT_COUNT_MAX if is_of_extents else COUNT_MAX
 
 
 def _load(section: str, codec: int, raw_length: int, stored: memoryview) -> bytes:
@@ -167,8 +219,12 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
         if frames.offsets[-1] > size:
             raise CorruptError("the frames of a blob reach beyond its end")
         stream_length = frames.stream_offsets[-1] if count else whole_lengths[i]
-        if stream_length != whole_lengths[i] or stream_length > SIZE_BYTES_MAX:
+        if stream_length != whole_lengths[i]:
             raise CorruptError("the frames of a blob do not make up its stream")
+        if stream_length > STREAM_BYTES_MAX:
+            raise CorruptError(f"the stream of a blob has more than {STREAM_BYTES_MAX} bytes")
         blobs.append(Blob(digests[i], size, frames, whole_digests[i], stream_length))
         first = end
+    if sum(whole_lengths) > STREAMS_BYTES_MAX:
+        raise CorruptError(f"the streams of a tree have more than {STREAMS_BYTES_MAX} bytes")
     return tuple(blobs)

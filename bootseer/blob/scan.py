@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
+from bootseer.shown import quoted
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def _by_directory(paths: Iterable[bytes]) -> dict[bytes, set[bytes]]:
         if path.startswith(b"/") or any(part in (b"", b".", b"..") for part in parts):
             if path in (b"", b"."):
                 continue
-            raise NotFoundError(f"{path!r} is not a path relative to the packed directory")
+            raise NotFoundError(f"{quoted(path)} is not a path relative to the packed directory")
         for i in range(len(parts) - 1, -1, -1):
             names = wanted.setdefault(b"/".join(parts[:i]), set())
             if parts[i] in names:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from bootseer.errors import CorruptError
+from bootseer.shown import quoted
 
 _TIME_NS_MAX = 2**63 - 1
 _XATTR = b"SCHILY.xattr."
@@ -72,13 +73,13 @@ def number(field: bytes) -> int:
             return int(digits, 8)
     except ValueError:
         pass
-    raise CorruptError(f"{field!r} is not a number of a tar header")
+    raise CorruptError(f"{quoted(field)} is not a number of a tar header")
 
 
 def integer(digits: bytes) -> int:
     """Decimal, of at most 20 digits."""
     if not digits.isdigit() or len(digits) > 20:
-        raise CorruptError(f"{digits[:40]!r} is not a number of a tar header")
+        raise CorruptError(f"{quoted(digits[:40])} is not a number of a tar header")
     return int(digits)
 
 
@@ -92,7 +93,7 @@ def decimal_seconds_ns(digits: bytes) -> int:
     """Decimal seconds as nanoseconds, exactly; further digits are dropped."""
     seconds, _, fraction = digits.partition(b".")
     if len(fraction) > 40 or (fraction and not fraction.isdigit()):
-        raise CorruptError(f"{digits[:40]!r} is not a time of a tar header")
+        raise CorruptError(f"{quoted(digits[:40])} is not a time of a tar header")
     value = integer(seconds.removeprefix(b"-")) * 10**9 + int(fraction[:9].ljust(9, b"0"))
     return -value if digits.startswith(b"-") else value
 

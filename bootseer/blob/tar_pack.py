@@ -18,6 +18,7 @@ from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import CorruptError, InvalidInputError
+from bootseer.shown import quoted
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 """Stands for a directory that the archive does not mention; compare with `is`."""
@@ -173,7 +174,7 @@ class Unpacked:
             target = self._names.get(self._locate(member.link))
             if target is None or stat.S_ISDIR(self._inodes[target].mode) or not path:
                 raise CorruptError(
-                    f"the tar archive links {member.path!r} to {member.link!r}, "
+                    f"the tar archive links {quoted(member.path)} to {quoted(member.link)}, "
                     "which is no file that precedes it"
                 )
             if known != target:
@@ -247,7 +248,7 @@ class Unpacked:
         """Where a member's path leads: its parent exists after this."""
         parts = [part for part in path.split(b"/") if part not in (b"", b".")]
         if b".." in parts:
-            raise CorruptError(f'the tar archive holds {path!r}: ".." is not allowed')
+            raise CorruptError(f'the tar archive holds {quoted(path)}: ".." is not allowed')
         if not parts:
             return b""
         parent = b"/".join(parts[:-1])
@@ -265,7 +266,7 @@ class Unpacked:
             steps += 1
             if followed > _SYMLINKS_MAX or steps > _STEPS_MAX:
                 path = b"/".join(parts)
-                raise CorruptError(f"the tar archive's {path!r} leads through too many links")
+                raise CorruptError(f"the tar archive's {quoted(path)} leads through too many links")
             if part == b"..":
                 current = current[:-1]
                 continue
@@ -282,7 +283,7 @@ class Unpacked:
                 left += [p for p in target.split(b"/")[::-1] if p not in (b"", b".")]
                 continue
             elif not self._is_directory(number):
-                raise CorruptError(f"the tar archive puts something into {path!r}, a file")
+                raise CorruptError(f"the tar archive puts something into {quoted(path)}, a file")
             current.append(part)
         return b"/".join(current)
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from bootseer.blob import tar_fields, tar_sparse
 from bootseer.blob.tar_header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
+from bootseer.shown import quoted
 
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
 """Of all extended headers and long names of one member, and of its sparse map: hostile lengths must
@@ -228,7 +229,7 @@ class TarReader:
         if kind in _WITHOUT_CONTENT:
             stored = 0
         if stored < 0 or not 0 <= uid < 2**32 or not 0 <= gid < 2**32:
-            raise CorruptError(f"the tar member {path!r} has an impossible size or owner")
+            raise CorruptError(f"the tar member {quoted(path)} has an impossible size or owner")
         sparse_map: tar_sparse.SparseMap | None = None
         if kind == b"S":
             sparse_map = tar_sparse.old_map(path, block, self.take)
@@ -242,7 +243,7 @@ class TarReader:
         if len(path) > PATH_BYTES_MAX or len(link) > PATH_BYTES_MAX:
             raise CorruptError(
                 f"a name or link in the tar archive is longer than {PATH_BYTES_MAX} bytes: "
-                f"{path[:80]!r}"
+                f"{quoted(path[:80])}"
             )
         return Member(
             b"".join(raw),

@@ -10,6 +10,7 @@ from msgspec import Struct
 from bootseer.blob import tar_fields
 from bootseer.blob.tar_header import BLOCK
 from bootseer.errors import CorruptError
+from bootseer.shown import quoted
 
 SEGMENT_COUNT_MAX = 2**18
 """Of one sparse file: hostile lengths must not fill the memory."""
@@ -44,7 +45,7 @@ def old_map(path: bytes, header: bytes, take: Take) -> SparseMap:
         segments += _entries(blocks[-1][:504])
         more = blocks[-1][504]
         if len(segments) > SEGMENT_COUNT_MAX:
-            raise CorruptError(f"the sparse map of {path!r} is too long")
+            raise CorruptError(f"the sparse map of {quoted(path)} is too long")
     return SparseMap(segments, tar_fields.number(header[483:495]), blocks)
 
 
@@ -69,7 +70,7 @@ def pax_map(
     text = records[b"GNU.sparse.map"]
     numbers = [tar_fields.integer(number) for number in text.split(b",")] if text else []
     if len(numbers) % 2 or len(numbers) > 2 * SEGMENT_COUNT_MAX:
-        raise CorruptError(f"the sparse map of {path!r} is cut off or too long")
+        raise CorruptError(f"the sparse map of {quoted(path)} is cut off or too long")
     return SparseMap(list(zip(numbers[::2], numbers[1::2], strict=True)), size, [])
 
 
@@ -78,11 +79,11 @@ def verify(found: SparseMap, path: bytes, stored_bytes: int) -> None:
     position = stored = 0
     for offset, length in found.segments:
         if offset < position or length < 0:
-            raise CorruptError(f"the sparse map of {path!r} is not in order")
+            raise CorruptError(f"the sparse map of {quoted(path)} is not in order")
         position = offset + length
         stored += length
     if position > found.size_bytes or stored != stored_bytes:
-        raise CorruptError(f"the sparse map of {path!r} does not fit its size")
+        raise CorruptError(f"the sparse map of {quoted(path)} does not fit its size")
 
 
 def _entries(area: bytes) -> list[tuple[int, int]]:
@@ -106,7 +107,7 @@ def _map_before_content(
         # A number has at most 20 digits: without this, each block of a map without line ends
         # would be searched again and again.
         if length >= stored_bytes or length > (found + 1) * 21 + BLOCK:
-            raise CorruptError(f"the sparse map of {path!r} is malformed")
+            raise CorruptError(f"the sparse map of {quoted(path)} is malformed")
         # What is missing takes at least two bytes a number.
         missing = max((wanted - found) * 2, 1)
         block = take(min(missing + -missing % BLOCK, stored_bytes + -stored_bytes % BLOCK))
@@ -116,7 +117,7 @@ def _map_before_content(
         if wanted == 1 and found:
             wanted = 1 + 2 * tar_fields.integer(b"".join(blocks).split(b"\n", 1)[0])
             if wanted > 1 + 2 * SEGMENT_COUNT_MAX:
-                raise CorruptError(f"the sparse map of {path!r} is too long")
+                raise CorruptError(f"the sparse map of {quoted(path)} is too long")
     text = b"".join(blocks)
     numbers = [tar_fields.integer(line) for line in text.split(b"\n", wanted)[1:wanted]]
     return list(zip(numbers[::2], numbers[1::2], strict=True)), blocks

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from bootseer.errors import CorruptError
+from bootseer.shown import quoted
 
 Xattrs: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """(name, value), sorted by name."""
@@ -28,20 +29,22 @@ def encode_xattrs(sets: Sequence[Xattrs]) -> bytes:
         out.append(struct.pack("<H", len(attributes)))
         for name, value in attributes:
             if len(name) > NAME_BYTES_MAX or len(value) > VALUE_BYTES_MAX:
-                raise CorruptError(f"the extended attribute {name!r} is too long")
+                raise CorruptError(f"the extended attribute {quoted(name)} is too long")
             out.append(_LENGTHS.pack(len(name), len(value)) + name + value)
     encoded = b"".join(out)
-    if decode_xattrs(encoded) != list(sets):
+    if decode_xattrs(encoded, len(sets)) != list(sets):
         raise CorruptError("extended attributes must be sorted by name, each name once")
     return encoded
 
 
-def decode_xattrs(heap: bytes) -> list[Xattrs]:
-    """The sets in order. Raises: CorruptError."""
+def decode_xattrs(heap: bytes, count_max: int) -> list[Xattrs]:
+    """The sets in order, at most `count_max`. Raises: CorruptError."""
     sets: list[Xattrs] = []
     position = 0
     try:
         while position < len(heap):
+            if len(sets) == count_max:
+                raise CorruptError("there are more sets of extended attributes than inodes")
             (count,) = struct.unpack_from("<H", heap, position)
             position += 2
             attributes = []

@@ -159,11 +159,6 @@ def say(sentence: str) -> None:
     click.echo(f"bootseer: {sentence}", err=True)
 
 
-def shown(path: bytes) -> str:
-    """A path as text; bytes that are no UTF-8 are escaped."""
-    return path.decode("utf-8", "backslashreplace")
-
-
 def human_bytes(count: float) -> str:
     """1234567 -> "1.2 MB" (decimal units, as networks and disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):

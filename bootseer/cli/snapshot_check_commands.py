@@ -15,9 +15,9 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
     printable,
-    shown,
 )
 from bootseer.errors import CorruptError
+from bootseer.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.snapshots.compare import Comparison

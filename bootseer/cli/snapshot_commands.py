@@ -23,9 +23,9 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
     say,
-    shown,
 )
 from bootseer.cli.snapshot_output import mode_option, summary
+from bootseer.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode

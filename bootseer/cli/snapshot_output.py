@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.output import human_time, shown
+from bootseer.cli.output import human_time
 from bootseer.config import RESTORE_MODES
+from bootseer.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.snapshots.manifest import Manifest

@@ -13,8 +13,8 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
     say,
-    shown,
 )
+from bootseer.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected

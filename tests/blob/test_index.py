@@ -7,15 +7,17 @@ from array import array
 from collections.abc import Callable
 
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.blob import columns, index
 from bootseer.blob.build import build_tree
+from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
+from tests.support.bounded import run_bounded
+from tests.support.forged_index import Sections, forge, sections_of
 
 DIR = Inode(stat.S_IFDIR | 0o755)
 
@@ -84,25 +86,6 @@ def test_other_files_and_later_versions_are_named_as_such() -> None:
         index.decode(b"something else entirely")
     with pytest.raises(UnknownFormatError, match="version 2"):
         index.decode(data[:8] + b"\x02\x00" + data[10:])
-
-
-Sections = dict[str, bytes]
-
-
-def forge(sections: Sections, inode_count: int, name_count: int, codec: int = 1) -> bytes:
-    """An index with a right checksum and whatever contents."""
-    table, stored = b"", b""
-    for name, (number, _) in columns.SECTIONS.items():
-        raw = sections[name]
-        packed = zstandard.compress(raw) if codec else raw
-        table += struct.pack("<HHQQ", number, codec, len(raw), len(packed))
-        stored += packed
-    total = 64 + len(table) + len(stored)
-    header = struct.pack(
-        "<8sHHIIIQ", b"BOOTTREE", 1, len(columns.SECTIONS), inode_count, name_count, 0, total
-    )
-    checksum = hashlib.sha256(header + bytes(32) + table + stored).digest()
-    return header + checksum + table + stored
 
 
 def set_number(section: str, position: int, value: int) -> Callable[[Sections], None]:
@@ -177,7 +160,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_contents_are_refused(what: str) -> None:
     tree = sample()
-    sections = {name: tree.columns.load(name) for name in columns.SECTIONS}
+    sections = sections_of(tree)
     assert everything(index.decode(forge(sections, 6, 6))) == everything(tree)
     HOSTILE[what](sections)
     with pytest.raises(CorruptError):
@@ -187,8 +170,7 @@ def test_hostile_contents_are_refused(what: str) -> None:
 def test_cycles_and_deep_nesting_are_refused() -> None:
     inodes = [DIR] * 3
     names = [(b"a", 1), (b"a/b", 2)]
-    sections_of = build_tree(names, inodes, []).columns.load
-    sections = {name: sections_of(name) for name in columns.SECTIONS}
+    sections = sections_of(build_tree(names, inodes, []))
     sections["name_parent"] = array("I", [1, 2]).tobytes()
     sections["name_inode"] = array("I", [2, 1]).tobytes()
     with pytest.raises(CorruptError, match="one another"):
@@ -208,7 +190,7 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
 
 def test_absurd_counts_are_refused_before_anything_is_allocated() -> None:
     tree = sample()
-    sections = {name: tree.columns.load(name) for name in columns.SECTIONS}
+    sections = sections_of(tree)
     for counts in ((2**32 - 1, 6), (6, 2**32 - 1), (0, 6)):
         with pytest.raises(CorruptError, match="counts"):
             index.decode(forge(sections, *counts))
@@ -229,7 +211,7 @@ def test_no_contents_make_anything_but_our_errors(
     section: str, position: int, replacement: bytes, codec: int
 ) -> None:
     tree = sample()
-    sections = {name: tree.columns.load(name) for name in columns.SECTIONS}
+    sections = sections_of(tree)
     raw = sections[section]
     position = min(position, len(raw))
     sections[section] = raw[:position] + replacement + raw[position + len(replacement) :]
@@ -242,3 +224,63 @@ def test_no_contents_make_anything_but_our_errors(
             decoded.link_count(number)
     except BootseerError:
         pass
+
+
+def expanding(section: str, count: int) -> bytes:
+    """An index that has nothing but a section of zeros, which expands to `count` bytes."""
+    sections = sections_of(build_tree([], [DIR], []))
+    sections[section] = bytes(count)
+    return forge(sections, 1, index.COUNT_MAX if section == "names" else 0)
+
+
+@pytest.mark.parametrize("section", ["names", "links", "xattrs", "digests", "frame_digests"])
+def test_a_small_index_cannot_take_all_memory(section: str) -> None:
+    data = expanding(section, 2**29)
+    assert len(data) < 40_000
+
+    def read() -> None:
+        index.decode(data).validate()
+
+    assert not run_bounded(read, (CorruptError,), memory_bytes=2**28)
+
+
+@pytest.mark.parametrize("section", ["names", "links", "xattrs"])
+def test_a_heap_of_nothing_makes_no_objects(section: str) -> None:
+    # Within what an index may expand to, but each byte of it would be an object.
+    sections = sections_of(sample())
+    sections[section] = bytes(2**21)
+
+    def read() -> None:
+        index.decode(forge(sections, 6, 6)).validate()
+
+    assert not run_bounded(read, (CorruptError,), memory_bytes=2**24)
+
+
+def test_streams_beyond_all_measure_are_refused() -> None:
+    blob = Blob("sha256:" + "0" * 64, 0, (), "sha256:" + "0" * 64, 2**63 - 1)
+    with pytest.raises(CorruptError, match="stream"):
+        index.decode(index.encode(build_tree([], [DIR], [blob])))
+    blobs = [
+        Blob(f"sha256:{n:064}", 0, (), f"sha256:{n:064}", index.STREAM_BYTES_MAX) for n in range(5)
+    ]
+    with pytest.raises(CorruptError, match="streams"):
+        index.decode(index.encode(build_tree([], [DIR], blobs)))
+
+
+def test_a_file_of_nothing_but_holes_is_not_hashed_for_ever() -> None:
+    tree = build_tree(
+        [(b"f", 1)], [DIR, Inode(stat.S_IFREG, size_bytes=2**62, digest=bytes(32))], []
+    )
+    with pytest.raises(CorruptError, match="holes"):
+        verify(tree, lambda blob, offset, length: b"")
+
+
+def test_the_regular_tree_of_a_million_files_expands_far_less_than_is_allowed() -> None:
+    # Compresses better than any real one: equal attributes, counted names.
+    files = 100_000
+    names = [(b"", 0)] + [(b"f%07d" % n, n + 1) for n in range(files)]
+    tree = build_tree(names, [DIR] + [Inode(stat.S_IFREG | 0o644)] * files, [])
+    data = index.encode(tree)
+    raw_bytes = sum(map(len, sections_of(tree).values()))
+    assert 4 * raw_bytes < index.RATIO_MAX * len(data)
+    assert index.decode(data).name_count == files

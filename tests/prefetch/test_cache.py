@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,17 @@ def test_files_are_private(blob: StreamCache) -> None:
     for path in (blob.directory, blob.directory.parent):
         assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in blob.directory.iterdir()} == {0o600}
+
+
+def test_a_stream_that_says_it_has_a_terabyte_takes_no_room(tmp_path: Path) -> None:
+    length = 2**40
+    with closing(NodeCache(tmp_path).open_stream(DIGEST, length)) as stream:
+        assert stream.write(2**39, bytes(4096))
+        assert stream.has(2**39, 4096)
+        assert not stream.has(2**39 + 4096, 4096)
+        assert stream.present_bytes() == 4096
+    (one,) = NodeCache(tmp_path).streams()
+    assert one.size_bytes < 2**20
+    details = NodeCache(tmp_path).details(DIGEST)
+    assert details is not None
+    assert (details.stream_length, details.present_bytes) == (length, 4096)
