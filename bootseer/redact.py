@@ -1,17 +1,57 @@
-"""Credentials out of what people see: URLs, messages, logs, timelines. Pure (no I/O).
+"""Credentials out of what people see: URLs, commands, messages, logs, timelines. Pure (no I/O).
 
-Alone decides what in a URL is a secret: the user name and password, and the whole query.
+Alone decides what is a secret: in a URL the user name and password, and the query; in a command the
+value of an option, variable or header whose name says so, and what has a token's known form.
 """
 
 import re
+from collections.abc import Callable, Sequence
+
+HIDDEN = "***"
+"""What stands where a secret stood."""
 
 # Everything between "//" and "@" within one word. A secret key may hold "/", which no URL parser
 # takes for a part of the password: so what stands before the "@" goes if it has a ":" that begins
 # no port number.
 _USER = re.compile(r"//(?:[^/\s'\"?#]*|[^/\s'\"?#:]*:(?!\d+/)[^\s'\"?#]*)@")
+# The same where quotes belong to the password: in a word that no shell reads any more.
+_USER_WITH_QUOTES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
 _SECRET_PARAMETER = re.compile(
     r"([?&][\w.-]*(?:key|secret|token|password|signature|sig|credential)[\w.-]*=)[^&\s'\"]+", re.I
 )
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s'\"?#]*\?)([^\s'\"#]+)")
+_SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
+    r"|credentials?)(?:$|[_.-])"
+    r"|(?:token|secret|pwd|apikey)$|passw(?:or)?d|passphrase"
+    r"|(?:api|access|secret|private|auth|account|shared|signing|client|license)[_.-]?key",
+    re.I,
+)
+# Of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
+    r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|pypi-[\w-]{16,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+# One word of a shell, with what is quoted in it.
+_VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
+_OPTION = re.compile(rf"(?<![\w-])(?P<name>--?[A-Za-z][\w.-]*)(?P<between>\s+)(?P<value>{_VALUE})")
+_ASSIGNMENT = re.compile(
+    rf"(?<![\w-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
+)
+_HEADER = re.compile(
+    r"(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P<between>['\"]?\s*:(?!//)\s*)"
+    r"(?P<value>\"[^\"]*\"|[^\s'\"][^'\"\n]*)"
+)
+_AUTHORIZATION = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)")
+# "name:password" of curl and its like, but no "1000:1000".
+_ACCOUNT = re.compile(
+    r"(?<![\w-])(?P<name>-u|-U|--user|--proxy-user)(?P<between>=|\s*)"
+    r"(?P<value>(?!\d+:\d+(?:\s|$))['\"]?[^\s:'\"/]+:[^\s'\"]+)"
+)
+_SSHPASS = re.compile(rf"(?P<name>\bsshpass\s+-p)(?P<between>\s*)(?P<value>{_VALUE})")
+_ACCOUNT_OPTIONS = {"-u", "-U", "--user", "--proxy-user"}
+_WHOLE_WORD = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTALL)
 
 
 def public_url(url: str) -> str:
@@ -25,6 +65,95 @@ def names_user(url: str) -> bool:
     return bool(_USER.search(url))
 
 
+def without_users(text: str) -> str:
+    """`text` with "user:password@" taken out of every URL in it."""
+    return _USER.sub("//", _USER_WITH_QUOTES.sub(r"\1", text))
+
+
 def redact(text: str) -> str:
-    """`text` with the user names, passwords and secret parameters of all URLs in it removed."""
-    return _SECRET_PARAMETER.sub(r"\1***", _USER.sub("//", text))
+    """A message with the user names, passwords and secret parameters of all URLs in it removed, and
+    with tokens and `name=value` of a name that says "secret" hidden."""
+    text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub("//", text))
+    text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
+    return _TOKEN.sub(HIDDEN, _ASSIGNMENT.sub(_hidden(_ignore), text))
+
+
+def take_secrets(text: str) -> tuple[str, tuple[str, ...]]:
+    """`text`, a value or a script, with every secret in it hidden; and the secrets, without the
+    users of URLs, which are gone altogether."""
+    secrets: list[str] = []
+    hide = _hidden(secrets.append)
+
+    def hide_group(match: re.Match[str]) -> str:
+        secrets.append(match[2])
+        return match[1] + HIDDEN
+
+    def hide_all(match: re.Match[str]) -> str:
+        secrets.append(match[0])
+        return HIDDEN
+
+    text = _QUERY.sub(hide_group, without_users(text))
+    for pattern in (_OPTION, _ASSIGNMENT, _HEADER):
+        text = pattern.sub(hide, text)
+    for pattern in (_ACCOUNT, _SSHPASS):
+        text = pattern.sub(_hidden(secrets.append, is_secret=lambda name: True), text)
+    return _TOKEN.sub(hide_all, text), tuple(secrets)
+
+
+def take_command_secrets(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words of a command, as `take_secrets` gives them: what one word says of the next counts,
+    and what belongs to a value is told by where its word ends."""
+    shown: list[str] = []
+    secrets: list[str] = []
+    before = ""
+    for word in words:
+        found: tuple[str, ...]
+        is_script = before.startswith("-") and before.endswith("c") and " " in word
+        is_value = (
+            (_is_secret_option(before) and not word.startswith("-"))
+            or (before in _ACCOUNT_OPTIONS and ":" in word and not _is_numbers(word))
+            or (before == "-p" and len(shown) > 1 and shown[-2].endswith("sshpass"))
+        )
+        match = None if is_script else _WHOLE_WORD.fullmatch(word)
+        if is_value:
+            text, found = HIDDEN, (word,)
+        elif match and match[3] and _SECRET_NAME.search(match[1].lstrip("-")):
+            text, found = match[1] + match[2] + HIDDEN, (match[3],)
+        else:
+            text, found = take_secrets(word)
+        shown.append(text)
+        secrets += found
+        before = word
+    return shown, tuple(secrets)
+
+
+def _is_secret_option(word: str) -> bool:
+    return word.startswith("-") and "=" not in word and bool(_SECRET_NAME.search(word.lstrip("-")))
+
+
+def _is_numbers(word: str) -> bool:
+    return bool(re.fullmatch(r"\d+:\d+", word))
+
+
+def _ignore(secret: str) -> None:
+    pass
+
+
+def _hidden(
+    note: Callable[[str], None],
+    *,
+    is_secret: Callable[[str], object] = lambda name: _SECRET_NAME.search(name.lstrip("-")),
+) -> Callable[[re.Match[str]], str]:
+    """What to put for a match of "name", "between" and "value": the name stays. A value that only
+    refers to a variable, or is hidden already, stays as well."""
+
+    def hide(match: re.Match[str]) -> str:
+        value = match["value"]
+        bare = re.sub(r"(?i)^['\"]?(?:(?:bearer|basic|token)\s+)?", "", value)
+        is_option = match["between"].isspace() and value.startswith("-")
+        if bare.startswith(("$", HIDDEN)) or is_option or not is_secret(match["name"]):
+            return match[0]
+        note(value)
+        return match["name"] + match["between"] + HIDDEN
+
+    return hide

@@ -15,7 +15,7 @@ from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.present import key_in_place, mounts_in_place
 from bootseer.snapshots.scan import base_digest, scan
-from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.fingerprint import SECRETS, Part
 from bootseer.snapshots.setup.request import Report, Request, resolve
 from bootseer.store import open_store
 
@@ -96,6 +96,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
         "input": "its contents have changed",
         "wheels": "other wheels lie there",
         "env": "the variable has another value",
+        SECRETS: "a declared variable or a hidden word of the command has another value",
         "command": "the command is another one",
         "image": "the image is another one",
         "salt": "the salt is another one",

@@ -20,7 +20,7 @@ from bootseer.snapshots.manifest import (
     is_plain,
     text_of,
 )
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint, published
 
 FORMAT = "bootseer-snapshot"
 VERSION = 1
@@ -113,7 +113,7 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
         raise CorruptError("a snapshot manifest names one target twice")
     return Manifest(
         fingerprint=key,
-        parts=parts,
+        parts=tuple(published(part) for part in parts),
         targets=decoded,
         created_ns=_number(document, "created_ns", 1 << 63),
         setup_ns=_number(document, "setup_ns", 1 << 63),

@@ -17,9 +17,10 @@ from urllib.parse import unquote
 from msgspec import Struct, field
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.redact import without_users
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.setup.command import Hints
-from bootseer.snapshots.setup.fingerprint import Part, without_credentials
+from bootseer.snapshots.setup.fingerprint import Part
 
 # Of files that nobody declared: a word of the command may happen to name a data set.
 _GUESSED_BYTES_MAX = 256 * 1024 * 1024
@@ -194,7 +195,7 @@ def _requirements_digest(path: Path) -> str | None:
     if path.stat().st_size > _REQUIREMENTS_BYTES_MAX:
         return None
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    public = without_credentials(text)
+    public = without_users(text)
     if public == text:
         return None
     data = public.encode("utf-8", "surrogateescape")

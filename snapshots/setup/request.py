@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.redact import without_users
 from bootseer.scripts import as_script
 from bootseer.snapshots.manifest import text_of
 from bootseer.snapshots.restoring.restore import base_part_name
@@ -21,8 +22,8 @@ from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
     fingerprint,
+    secret_part,
     variable_parts,
-    without_credentials,
 )
 from bootseer.snapshots.setup.inputs import (
     FILE_VARIABLES,
@@ -169,15 +170,18 @@ def resolve(request: Request, report: Report) -> Resolved:
     inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
     if found:
         report(f"inputs named in the command or the environment: {', '.join(found)}")
+    command = command_part(request.command)
+    variables = variable_parts(environ, request.variables)
     base = request.base or environ.get("BOOTSEER_IMAGE", "")
     parts = [
-        command_part(request.command),
+        *command.parts,
         *inputs,
-        *variable_parts(environ, request.variables),
+        *variables.parts,
         *(interpreter.parts() if interpreter else ()),
         Part("machine", os.uname().machine),
-        Part("image", without_credentials(base)),
+        Part("image", without_users(base)),
         Part("salt", request.salt),
         *(Part(f"target {text_of(path)}", "") for path in targets.paths),
     ]
+    parts += secret_part(parts, (*command.secrets, *variables.secrets))
     return Resolved(targets.paths, tuple(sorted(parts)))

@@ -61,6 +61,32 @@ def test_no_command_shows_credentials(world: World, url: str) -> None:
                 assert SECRET not in text or folder == "run", path
 
 
+def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
+    """Nor what is written of them: manifests, timelines, states."""
+    world = own_world
+    made = world.path("made")
+    line = f"mkdir -p {made}; HF_TOKEN={SECRET} true --password '{SECRET}' https://h/x?t={SECRET}"
+    command = ("--target", made, "--env", "MY_TOKEN", "--", "sh", "-c", line)
+    for arguments in (
+        ("snapshot", "run", *command),
+        ("-vv", "snapshot", "run", "--json", *command),
+        ("snapshot", "explain", *command),
+        ("snapshot", "explain", "--json", *command),
+        ("snapshot", "explain", "--json", "--salt", "x", *command),
+        ("snapshot", "list", "--json"),
+        ("run", "--target", made, "--setup", line, "--", "true"),
+        ("run", "--setup", f"/no/such --token={SECRET}", "--target", made, "--", "true"),
+        ("report", "--json"),
+    ):
+        result = world(*arguments, MY_TOKEN=SECRET)
+        assert SECRET not in result.out + result.err, result
+    key = world("snapshot", "list", "--json").json[0]["fingerprint"]
+    assert SECRET not in world("snapshot", "show", key).out
+    for path in world.base.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            assert SECRET.encode() not in path.read_bytes(), path
+
+
 @pytest.mark.fuse
 def test_servers_show_no_credentials(own_world: World) -> None:
     """In /proc/mounts and in the list of processes, which every user can read."""

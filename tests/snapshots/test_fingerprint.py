@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.redact import without_users
 from bootseer.snapshots.setup.command import Hints
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
     fingerprint,
+    secret_part,
     variable_parts,
-    without_credentials,
 )
 from bootseer.snapshots.setup.inputs import Place, collect_inputs
 from bootseer.snapshots.setup.request import Request, resolve
@@ -38,12 +39,14 @@ def test_equal_keys_mean_equal_parts(one: list[Part], other: list[Part]) -> None
         ("https://host/a@b", "https://host/a@b"),
         ("git+https://u:p@h/x.git@v1", "git+https://h/x.git@v1"),
         ("https://u:p@ss@h/x", "https://h/x"),
+        ("https://u:p/ss@h/x", "https://h/x"),
+        ("https://u:p'ss@h/x", "https://h/x"),
         ("a https://u:p@h b http://v@i c", "a https://h b http://i c"),
         ("user@host", "user@host"),
     ],
 )
 def test_credentials_are_taken_out_of_urls(text: str, clean: str) -> None:
-    assert without_credentials(text) == clean
+    assert without_users(text) == clean
 
 
 def test_no_secret_is_in_a_part() -> None:
@@ -52,22 +55,25 @@ def test_no_secret_is_in_a_part() -> None:
         "MY_TOKEN": "hunter2",
         "UNRELATED": "hunter2",
     }
-    parts = [*variable_parts(environ, ["MY_TOKEN", "MISSING"])]
-    parts.append(command_part(["pip", "install", "-i", "https://me:hunter2@index/simple", "x"]))
+    variables = variable_parts(environ, ["MY_TOKEN", "MISSING"])
+    command = command_part(["pip", "install", "-i", "https://me:hunter2@index/simple", "x"])
+    parts = [*variables.parts, *command.parts]
+    parts += secret_part(parts, variables.secrets)
     assert "hunter2" not in repr(parts)
     assert {part.name for part in parts} == {
         "env PIP_INDEX_URL",
         "env MY_TOKEN",
         "env MISSING",
         "command",
+        "secrets",
     }
 
 
 def test_declared_variables_decide() -> None:
-    keys = {
-        fingerprint(variable_parts(environ, ["CUDA"]))
-        for environ in ({"CUDA": "12"}, {"CUDA": "13"}, {"CUDA": ""}, {})
-    }
+    keys = set()
+    for environ in ({"CUDA": "12"}, {"CUDA": "13"}, {"CUDA": ""}, {}):
+        found = variable_parts(environ, ["CUDA"])
+        keys.add(fingerprint([*found.parts, *secret_part(found.parts, found.secrets)]))
     assert len(keys) == 4
 
 
