@@ -15,7 +15,9 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     printable,
+    say,
 )
+from bootseer.errors import PermissionDeniedError, UnsupportedError
 from bootseer.notify import notify
 from bootseer.redact import public_url
 
@@ -67,6 +69,12 @@ class _Octal(click.ParamType[int]):
     "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
 )
 @click.option("--warm", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
+@click.option(
+    "--immutable",
+    is_flag=True,
+    help="Let nobody write to DIRECTORY while nothing is mounted there, as chattr +i does.",
+)
 @click.option(
     "--status",
     is_flag=True,
@@ -84,7 +92,8 @@ class _Octal(click.ParamType[int]):
     default=60.0,
     show_default=True,
     metavar="S",
-    help="How long a restart waits for files that are being written.",
+    help="How long a restart waits for files that are being written, and the end by SIGTERM for "
+    "open files.",
 )
 @json_option
 def mount(
@@ -102,6 +111,8 @@ def mount(
     umask: int | None,
     lifetime_pid: int | None,
     warm: bool,
+    mkdir: bool,
+    immutable: bool,
     status: bool,
     restart: bool,
     force: bool,
@@ -112,9 +123,11 @@ def mount(
 
     Returns once the mount works; a process in the background serves it. Large files are striped
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
+    What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
     from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.mount_point import make_mount_point
     from bootseer.fuse.striped.mounted.server import serve_checkpoints
 
     if status:
@@ -127,6 +140,8 @@ def mount(
         raise click.UsageError("Missing argument: give a URL and the directory to mount it on.")
     url, directory = places[0], Path(places[1])
     settings = current_settings()
+    if mkdir:
+        make_mount_point(directory)
     spec = mount_spec(
         settings,
         url,
@@ -143,7 +158,10 @@ def mount(
         umask=0o022 if umask is None else umask,
         lifetime_pid=lifetime_pid,
         warm=warm,
+        shutdown_s=timeout,
     )
+    if immutable:
+        protect(directory)
     if foreground:
 
         def ready() -> None:
@@ -166,6 +184,16 @@ def mount(
         click.echo(
             f"{public_url(url)} is mounted on {mounted.directory} (log: {mounted.log})", err=True
         )
+
+
+def protect(directory: Path) -> None:
+    """Make the mount point immutable; where its file system cannot, a warning is enough."""
+    from bootseer.fuse.striped.mounted.mount_point import make_immutable
+
+    try:
+        make_immutable(directory)
+    except (UnsupportedError, PermissionDeniedError) as error:
+        say(f"warning: {error}; between mounts, programs would write into that folder itself")
 
 
 def _show_status(places: tuple[str, ...], as_json: bool) -> None:

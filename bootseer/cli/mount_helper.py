@@ -41,6 +41,7 @@ _FLAGS = {
     "ro": "read_only",
     "allow_other": "allow_other",
     "warm": "warm",
+    "immutable": "immutable",
 }
 
 
@@ -61,7 +62,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def parse_options(texts: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Arguments of `mount_spec`, and the run directory if one is given.
+    """Arguments of `mount_spec` and `immutable`, and the run directory if one is given.
 
     Raises: InvalidInputError for an option that is not known: it might be one that matters.
     """
@@ -117,12 +118,18 @@ def main() -> None:
         sys.stderr.write(f"mount.bootseer: {one_line(error)}\n")
         sys.exit(_USAGE)
     from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.mount_point import make_immutable
 
     try:
         settings = load_config().settings
         if run_dir is not None:
             settings = replace(settings, run_dir=run_dir)
-        mount_checkpoints(mount_spec(settings, places[0], Path(places[1]), **options))
+        is_immutable = options.pop("immutable", False)
+        directory = Path(places[1])
+        spec = mount_spec(settings, places[0], directory, **options)
+        if is_immutable:
+            make_immutable(directory)
+        mount_checkpoints(spec)
     except (BootseerError, OSError) as error:
         sys.stderr.write(f"mount.bootseer: {one_line(error)}\n")
         sys.exit(_FAILED)

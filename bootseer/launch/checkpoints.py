@@ -7,7 +7,6 @@ Threading: `start` once, while there is one thread; then `finish` or `abandon` f
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -129,8 +128,10 @@ class CheckpointMounts:
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
+        from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
+
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
-            _clear_dead_mount(old)
+            take_off_dead_mounts(old)
             with contextlib.suppress(OSError):
                 # A young one may be another start's that is about to mount there.
                 if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
@@ -138,9 +139,11 @@ class CheckpointMounts:
 
     def _mount(self, number: int, path: CheckpointPath) -> None:
         from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+        from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
 
         directory = self._directory(number)
-        _clear_dead_mount(directory)
+        # Before the folder is made: a dead mount answers nobody, mkdir included.
+        take_off_dead_mounts(directory)
         try:
             make_private_directory(directory)
         except OSError as error:
@@ -245,18 +248,3 @@ class CheckpointMounts:
         from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 
         unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)
-
-
-def _clear_dead_mount(directory: Path) -> None:
-    """Take off a mount of ours whose server is gone, as after SIGKILL. Raises: BootseerError."""
-    from bootseer.fuse.kernel.mounts import detach, find_mount
-    from bootseer.fuse.striped.mounted.server import SUBTYPE
-
-    mounted = find_mount(directory)
-    if mounted is None or mounted.subtype != SUBTYPE:
-        return
-    try:
-        directory.stat()
-    except OSError as error:
-        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
-            detach(directory, lazy=True)

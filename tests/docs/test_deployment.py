@@ -101,3 +101,14 @@ def test_the_snapshotter_s_pod_sees_what_it_needs() -> None:
     assert mounts[str(root)]["mountPropagation"] == "Bidirectional"
     assert mounts[str(root.parent / CONTENT_FOLDER)]["readOnly"]
     assert str(address.parent) in mounts
+
+
+def test_jobs_of_one_namespace_have_names_of_their_own() -> None:
+    documents = [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text())]
+    names = [
+        (one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"])
+        for one in documents
+    ]
+    assert len(set(names)) == len(names)
+    jobs = [name for kind, _, name in names if kind == "Job"]
+    assert len(set(jobs)) == len(jobs) == 4

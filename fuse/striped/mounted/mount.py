@@ -28,7 +28,9 @@ from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounts import absolute, find_mount
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.mounted.control import ask
+from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
 from bootseer.fuse.striped.mounted.mount_spec import (
+    SHUTDOWN_S,
     MountSpec,
     control_path,
     is_alive,
@@ -98,11 +100,14 @@ def mount_spec(
     umask: int = 0o022,
     lifetime_pid: int | None = None,
     warm: bool = False,
+    shutdown_s: float = SHUTDOWN_S,
 ) -> MountSpec:
     """The description of a mount of the tree at `url` on `directory`, checked.
 
+    Where a server of ours was killed, the mount that it left on `directory` is taken off.
     `lifetime_pid`: the server unmounts and ends when that process has ended. `warm`: the newest
-    checkpoint is read ahead, below every other read.
+    checkpoint is read ahead, below every other read. `shutdown_s`: how long open files may stay
+    open when the server is told to end.
     Raises: InvalidInputError, NotFoundError, BusyError.
     """
     path = absolute(directory)
@@ -123,8 +128,10 @@ def mount_spec(
         umask=umask,
         lifetime_pid=lifetime_pid,
         warm=warm,
+        shutdown_s=shutdown_s,
     )
     spec.stripe_settings  # noqa: B018  (checks the numbers)
+    take_off_dead_mounts(path)
     if find_mount(path) is not None:
         raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
     return spec

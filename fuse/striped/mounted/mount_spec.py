@@ -31,6 +31,7 @@ from bootseer.redact import public_url
 from bootseer.structs import asdict
 
 _MAX_STATE_BYTES = 1 << 20
+SHUTDOWN_S = 10.0
 
 
 class MountSpec(Struct, frozen=True, kw_only=True):
@@ -58,6 +59,8 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """The server unmounts and ends when this process has ended."""
     warm: bool = False
     """Read the newest checkpoint ahead as soon as the mount works."""
+    shutdown_s: float = SHUTDOWN_S
+    """How long open files may stay open when the server is told to end; then they are cut off."""
 
     @property
     def stripe_settings(self) -> StripeSettings:

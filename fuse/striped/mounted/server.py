@@ -136,6 +136,7 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         read_directory_plus=False,
         atomic_truncate=True,
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
+        shutdown_s=spec.shutdown_s,
         # Only files of this node can be read past us, and only root may ask for that.
         passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
     )
