@@ -37,6 +37,10 @@ _RESPONSE_MAX_BYTES = 4096
 # sent beside the bytes that are wanted goes to memory of its own.
 _ALIGNMENT = 512
 _PACKET_MAX_BYTES = 16 << 20
+# Hadoop sends 64 KiB in a packet, or io.file.buffer.size, at least 4 KiB: of less, headers and the
+# time that each takes would be many times what was asked for.
+_PACKET_TYPICAL_BYTES = 4096
+_SMALL_PACKETS_MAX = 16
 # A wake-up for each packet would cost more than its bytes.
 _LOW_WATER_BYTES = 256 << 10
 _VIEWS_MAX = 128
@@ -65,7 +69,7 @@ class DataNodes:
     """Those of one cluster."""
 
     def __init__(self, silence_max_s: float) -> None:
-        """`silence_max_s`: how long a DataNode may send nothing."""
+        """`silence_max_s`: how long a DataNode may send nothing, or next to nothing."""
         self._silence_max_s = silence_max_s
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
@@ -129,7 +133,10 @@ class DataNodes:
         packet_bytes = data_bytes(first)
         if not 0 < packet_bytes <= _PACKET_MAX_BYTES:
             raise ValueError("not the length of a packet")
-        headers = _headers(start, end - start, packet_bytes)
+        wanted = end - start
+        if wanted // packet_bytes > wanted // _PACKET_TYPICAL_BYTES + _SMALL_PACKETS_MAX:
+            raise ValueError("packets of hardly any bytes")
+        headers = _headers(start, wanted, packet_bytes)
         received = bytearray(len(headers))
         received[:HEAD_BYTES] = first
         views = _views(received, (before, target, behind), packet_bytes)
@@ -147,6 +154,8 @@ class DataNodes:
         start_bytes = attempt.done_bytes
         missing = sum(map(len, views))
         silent_s = time.monotonic() + self._silence_max_s
+        telling = missing - _LOW_WATER_BYTES
+        """What is missing when it is not silent any more: a byte now and then is silence, too."""
         low_water = 0
         at = 0
         while missing:
@@ -161,13 +170,17 @@ class DataNodes:
                 try:
                     count = connection.socket.recvmsg_into(views[at : at + _VIEWS_MAX])[0]
                 except BlockingIOError:
-                    if time.monotonic() >= silent_s:
-                        raise TimeoutError from None
-                    continue
+                    count = -1
             if not count:
                 raise ConnectionError
-            silent_s = time.monotonic() + self._silence_max_s
-            missing -= count
+            missing -= max(count, 0)
+            now_s = time.monotonic()
+            if missing <= telling:
+                silent_s, telling = now_s + self._silence_max_s, missing - _LOW_WATER_BYTES
+            elif now_s >= silent_s and missing:
+                raise TimeoutError
+            if count < 0:
+                continue
             while count and count >= len(views[at]):
                 count -= len(views[at])
                 at += 1

@@ -10,6 +10,8 @@ FRAME_MAX_BYTES = 1 << 20
 # Of RpcRequestHeaderProto: protocol buffers, "final packet" (an ordinary call).
 _RPC_KIND, _RPC_OPERATION = 2, 0
 _SUCCESS = 0
+# Of an exception: its class, and a message with a stack trace.
+_TEXT_MAX_BYTES = 64 << 10
 
 
 class RpcError(Exception):
@@ -18,14 +20,19 @@ class RpcError(Exception):
 
 def receive(connection: socket.socket, count: int, end_s: float) -> bytes:
     """The next `count` bytes, by the monotonic time `end_s`. Raises: OSError."""
-    data = b""
-    while len(data) < count:
-        connection.settimeout(max(0.01, end_s - time.monotonic()))
-        piece = connection.recv(count - len(data))
-        if not piece:
+    data = bytearray(count)
+    rest = memoryview(data)
+    while rest:
+        left_s = end_s - time.monotonic()
+        # Also where a byte comes now and then: an answer has one deadline.
+        if left_s <= 0 and len(rest) < count:
+            raise TimeoutError("the NameNode's answer does not end")
+        connection.settimeout(max(0.01, left_s))
+        received = connection.recv_into(rest)
+        if not received:
             raise ConnectionError("the NameNode closed the connection")
-        data += piece
-    return data
+        rest = rest[received:]
+    return bytes(data)
 
 
 def result_of(answer: bytes) -> bytes:
@@ -38,7 +45,8 @@ def result_of(answer: bytes) -> bytes:
         texts = pb.every(head, 4) + pb.every(head, 5)
     except (IndexError, ValueError) as error:
         raise ConnectionError("the NameNode's answer cannot be understood") from error
-    raise RpcError(": ".join(text.decode("utf-8", "replace") for text in texts))
+    message = ": ".join(text[:_TEXT_MAX_BYTES].decode("utf-8", "replace") for text in texts[:2])
+    raise RpcError(message)
 
 
 def _message(data: bytes) -> tuple[bytes, int]:

@@ -29,6 +29,8 @@ _PIPELINE_SETUP_CREATE = 6
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
 _HEARTBEAT = -1
+# Answers to heartbeats that nobody sent: some are a mistake, more would never end.
+_STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
 _PAUSE_S = 0.01
@@ -145,6 +147,8 @@ class _Block:
         self._number = 0
         """Of the next packet."""
         self._confirmed_count = 0
+        self._heartbeat_count = 0
+        """Sent, less those that were answered."""
         self._unconfirmed: deque[int] = deque()
         """Bytes of the packets that are under way."""
         self._received = bytearray()
@@ -155,8 +159,9 @@ class _Block:
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
             self._send([_request(added, holder, kind)])
+            end_s = time.monotonic() + silence_max_s
             while (response := self._message()) is None:
-                self._wait(select.POLLIN, time.monotonic() + silence_max_s)
+                self._wait(select.POLLIN, end_s)
             if dict(pb.fields(response)).get(1) != _SUCCESS:
                 raise ValueError("the DataNode refuses the block")
             self._is_open = True
@@ -174,14 +179,19 @@ class _Block:
         self._number += 1
 
     def keep_alive(self) -> None:
+        self._heartbeat_count += 1
         self._send([packet_head(0, _HEARTBEAT, 0)])
 
     def finish(self) -> bytes:
         """ExtendedBlockProto, when all DataNodes have all."""
         self._unconfirmed.append(0)
         self._send([packet_head(self.sent_bytes, self._number, 0, is_last=True)])
+        known = -1
         while self._unconfirmed:
-            self._wait(select.POLLIN, time.monotonic() + self._silence_max_s)
+            # Bytes that confirm nothing are silence.
+            if self._confirmed_count != known:
+                known, end_s = self._confirmed_count, time.monotonic() + self._silence_max_s
+            self._wait(select.POLLIN, end_s)
         return self._added.block_of(self.sent_bytes)
 
     def drop(self) -> None:
@@ -204,9 +214,12 @@ class _Block:
     def _wait(self, events: int, end_s: float) -> None:
         """Return when there was something of `events`; confirmations are taken."""
         self._poll.modify(self._socket, events)
-        while not (ready := self._poll.poll(_POLL_S * 1000)):
+        while True:
+            # First: what is there now may be one byte of many, and what came before was not enough.
             if time.monotonic() > end_s:
                 raise TimeoutError("the DataNode takes nothing")
+            if ready := self._poll.poll(_POLL_S * 1000):
+                break
         if self._is_open and ready[0][1] & ~select.POLLOUT:
             self._take_confirmations()
 
@@ -219,6 +232,9 @@ class _Block:
             if any(field == 2 and value != _SUCCESS for field, value in facts):
                 raise ValueError("a DataNode failed")
             if number == 1:  # -1, as sint64: of a heartbeat
+                self._heartbeat_count -= 1
+                if self._heartbeat_count < -_STRAY_ANSWERS_MAX:
+                    raise ValueError("answers to heartbeats that nobody sent")
                 continue
             if number != 2 * self._confirmed_count:
                 raise ValueError("not the packet that is under way")

@@ -2,10 +2,13 @@
 
 import contextlib
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
 from bootseer.store.hdfs import HdfsBackend
@@ -14,6 +17,7 @@ from bootseer.store.hdfs_replicas import Replica
 from bootseer.store.hdfs_rpc import StoredBlock
 from bootseer.store.opened import Attempt
 from tests.support.answering import answering
+from tests.support.bounded import run_bounded
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -141,3 +145,38 @@ def test_a_datanode_that_hangs_is_left_in_time() -> None:
         blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
         assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
         gone.set()
+
+
+def test_packets_of_one_byte_do_not_take_what_they_would_cost() -> None:
+    length = 2**25
+    blocks = [StoredBlock(0, length, b"block", b"token", (Replica(("127.0.0.1", 1)),))]
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(_RESPONSE + _headers(0, 4, 1)[:_HEADER_BYTES])
+
+    def read() -> None:
+        with answering(answer) as address:
+            block = replace(blocks[0], replicas=(Replica(address),))
+            buffer = memoryview(bytearray(length))
+            assert not DataNodes(3).read_into([block], 0, buffer, Attempt())
+
+    assert run_bounded(read, memory_bytes=2**28, cpu_s=3)
+
+
+def test_a_byte_now_and_then_is_silence() -> None:
+    sent = 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(_RESPONSE + _headers(0, 2**20, 2**16)[:_HEADER_BYTES])
+        while sent < 1000:
+            connection.sendall(b"a")
+            sent += 1
+            time.sleep(0.02)
+
+    with answering(answer) as address:
+        blocks = [StoredBlock(0, 2**20, b"block", b"token", (Replica(address),))]
+        nodes = DataNodes(0.3)
+        assert not nodes.read_into(blocks, 0, memoryview(bytearray(2**20)), Attempt())
+        nodes.close()
+    assert sent < 1000

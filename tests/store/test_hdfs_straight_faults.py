@@ -3,10 +3,12 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.hdfs_added_block import AddedBlock
 from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
@@ -65,3 +67,47 @@ def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) ->
         with pytest.raises(UNANSWERED) as caught:
             _write(placed)
     assert "NameNode" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "forever",
+    [b"\x0b\x08" + b"\xff" * 9 + b"\x01", b"\xff\xff\x03" + bytes(60_000)],
+    ids=["heartbeats", "a message that does not end"],
+)
+def test_a_datanode_that_talks_without_end_is_left(forever: bytes) -> None:
+    """What it says confirms nothing: that is silence."""
+    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1)
+    left = threading.Event()
+
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(_TAKEN)
+        for _ in range(2000):
+            for at in range(0, len(forever), 1000):
+                connection.sendall(forever[at : at + 1000])
+            if left.wait(0.01):
+                return
+
+    with answering(reply) as address:
+        added = AddedBlock(block, {}, b"", (), (), address)
+        placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
+        with pytest.raises(UNANSWERED) as caught:
+            _write(placed)
+        left.set()
+    assert not isinstance(caught.value, ConnectionError)
+
+
+def test_an_answer_of_the_name_node_has_one_deadline() -> None:
+    """Also where a byte comes now and then."""
+    sent = 0
+
+    def trickle(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(b"\0\x0f\0\0")
+        while sent < 1000:
+            connection.sendall(b"a")
+            sent += 1
+            time.sleep(0.005)
+
+    with answering(trickle) as address, pytest.raises((DeadlineError, UnavailableError)):
+        NameNode((address,), "user", 0.3).default_block_bytes()
+    assert sent < 1000
