@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.prefetch.covers import Cover, covers, uncover
+from bootseer.prefetch.covers import Cover, cover_at, covers, uncover
 from bootseer.prefetch.mount_state import is_alive, mounts_dir
 from bootseer.private import private_directory
 
@@ -126,18 +126,59 @@ def next_user(state_dir: Path) -> int | None:
 
 
 def leave(state_dir: Path) -> int | None:
-    """Called when a user has ended: another one that lives, or None, and the cover, if there was
-    one, is off. It stays where it `is_kept`."""
+    """Called when a user has ended: a process to wait for before it is called again, or None. Then
+    the cover, if there was one, is off, unless it `is_kept` or lies below one that stays."""
     try:
-        with _alone(state_dir):
-            if is_kept(state_dir):
+        while True:
+            with _alone(state_dir):
+                if is_kept(state_dir):
+                    return None
+                user = next_user(state_dir)
+                if user is not None:
+                    return user
+                above = _take_off(state_dir)
+            if above is None:
                 return None
-            user = next_user(state_dir)
-            if user is not None:
-                return user
-            for cover in reversed(covers()):
-                if cover.id == state_dir.name:
-                    uncover(cover)
+            # A later set-up of the same job has covered it once more.
+            if not take_off_unused(state_dir.parent, above):
+                return next_user(state_dir.parent / above.id)
     except (OSError, BootseerError) as error:
         _log.warning("cannot take off the mount %s: %s", state_dir.name, error)
     return None
+
+
+def _take_off(state_dir: Path) -> Cover | None:
+    """Take off the cover, and unused ones that it lay on; or return the cover on top of it.
+
+    Raises: BusyError where something else is mounted on top of it; BootseerError."""
+    for cover in reversed(covers()):
+        if cover.id == state_dir.name:
+            above = None if cover.is_topmost else cover_at(cover.path)
+            if above is not None:
+                return above
+            uncover(cover)
+            take_off_all_unused(state_dir.parent, cover.path)
+    return None
+
+
+def take_off_all_unused(mounts: Path, path: Path) -> None:
+    """Take off the covers of `path`, from the topmost on, down to the first that is used. `mounts`:
+    the folder of the node's mounts. Raises: BootseerError, OSError."""
+    while (cover := cover_at(path)) is not None and take_off_unused(mounts, cover):
+        pass
+
+
+def take_off_unused(mounts: Path, cover: Cover) -> bool:
+    """Take off a cover whose users have ended; False: it has one, is kept, or is not finished.
+
+    Raises: BootseerError, OSError.
+    """
+    state_dir = mounts / cover.id
+    # What another run folder knows is not for us to judge.
+    if not state_dir.is_dir():
+        return False
+    with _alone(state_dir):
+        if not has_users(state_dir) or is_kept(state_dir) or next_user(state_dir) is not None:
+            return False
+        uncover(cover)
+    return True

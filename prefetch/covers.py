@@ -28,7 +28,7 @@ class Cover(Struct, frozen=True):
     id: str
     """Of the mount whose tree it shows."""
     is_topmost: bool
-    """Nothing else is mounted on the same path later."""
+    """Nothing else is mounted on it."""
 
 
 def source_of(identity: str) -> str:
@@ -38,20 +38,22 @@ def source_of(identity: str) -> str:
 
 def parse_covers(mountinfo: bytes) -> list[Cover]:
     """The covers in the text of a mountinfo file, oldest first. Pure."""
-    found: list[tuple[int, bytes, str]] = []
-    last: dict[bytes, int] = {}
-    for number, line in enumerate(mountinfo.splitlines()):
+    found: list[tuple[bytes, bytes, str]] = []
+    # The path of each mount that lies on another one, with that one's number. Their order does not
+    # tell: what comes in from another namespace lies below what is there already.
+    covered: set[tuple[bytes, bytes]] = set()
+    for line in mountinfo.splitlines():
         # id parent major:minor root mountpoint options optional... - type source super-options
         fields, _, rest = line.partition(b" - ")
         head, tail = fields.split(b" "), rest.split(b" ")
         if len(head) < 6 or len(tail) < 2:
             continue
-        last[head[4]] = number
+        covered.add((head[1], head[4]))
         if tail[0] == b"overlay" and tail[1].startswith(_SOURCE.encode()):
             identity = tail[1].decode("ascii", "replace").removeprefix(_SOURCE)
-            found.append((number, head[4], identity))
+            found.append((head[0], head[4], identity))
     return [
-        Cover(Path(os.fsdecode(_unescape(point))), identity, last[point] == number)
+        Cover(Path(os.fsdecode(_unescape(point))), identity, (number, point) not in covered)
         for number, point, identity in found
     ]
 

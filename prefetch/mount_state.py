@@ -21,7 +21,7 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import namespaces
-from bootseer.prefetch.covers import uncover_all
+from bootseer.prefetch.covers import covers, uncover_all
 from bootseer.prefetch.server_process import new_identity
 from bootseer.private import is_own, private_directory, private_opener
 from bootseer.structs import asdict
@@ -202,6 +202,9 @@ def _sweep_one(directory: Path) -> bool:
         state = read_state(directory)
         if state is not None:
             uncover_all(state.id)
+            if any(cover.id == state.id for cover in covers()):
+                # Below another one: only who finds this folder later can take it off.
+                return False
             _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))

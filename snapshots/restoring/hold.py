@@ -41,8 +41,7 @@ def _stay(identity: str, state_dir: Path, user: int) -> None:
             while True:
                 # Asked first: whoever has users has been covered before.
                 was_covered = was_covered or has_users(state_dir)
-                is_covered = any(cover.id == identity for cover in covers())
-                if was_covered and not is_covered:
+                if was_covered and not _is_covered(identity):
                     return
                 # With POLLIN, or with POLLHUP as well once its parent has reaped it.
                 if all(fd != user for fd, _ in poll.poll(_LOOK_MS)):
@@ -52,11 +51,15 @@ def _stay(identity: str, state_dir: Path, user: int) -> None:
                 user = _next_user(state_dir)
                 if user >= 0:
                     poll.register(user, select.POLLIN)
-                elif not is_kept(state_dir):
+                elif not is_kept(state_dir) and not _is_covered(identity):
                     return
     finally:
         if user >= 0:
             os.close(user)
+
+
+def _is_covered(identity: str) -> bool:
+    return any(cover.id == identity for cover in covers())
 
 
 def _next_user(state_dir: Path) -> int:

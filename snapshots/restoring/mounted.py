@@ -25,7 +25,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.cover_users import add_user, join, sweep_covers
+from bootseer.prefetch.cover_users import add_user, join, sweep_covers, take_off_all_unused
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
 from bootseer.prefetch.mount_state import mounts_dir, wait_released
 from bootseer.private import make_private_directory, private_opener
@@ -229,4 +229,6 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     if not lazy and not wait_released(mounts_dir(settings) / cover.id, _END_S):
         # It may take a while to make a large cache durable; nobody needs to wait for that.
         logger.info("the server of %s still tidies up", path)
+    # That of a job which has ended, and could not take off what lay below another one.
+    take_off_all_unused(mounts_dir(settings), cover.path)
     return cover_at(cover.path) is not None
