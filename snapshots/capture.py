@@ -22,10 +22,19 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.private import private_directory
 from bootseer.progress import Progress
+from bootseer.redact import redact
 from bootseer.snapshots.catalogue import publish, publish_target
 from bootseer.snapshots.diff import diff
 from bootseer.snapshots.layering import RULE, Rule, find_others
-from bootseer.snapshots.manifest import Manifest, Stored, Target, text_of
+from bootseer.snapshots.manifest import (
+    NOTHING_OUTSIDE,
+    OUTSIDE_PATHS_MAX,
+    Manifest,
+    Outside,
+    Stored,
+    Target,
+    text_of,
+)
 from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.store import Store
@@ -141,9 +150,16 @@ def _pack(
 
 
 def make_manifest(
-    parts: Sequence[Part], targets: Sequence[Target], *, setup_ns: int, node: str, name: str = ""
+    parts: Sequence[Part],
+    targets: Sequence[Target],
+    *,
+    setup_ns: int,
+    node: str,
+    name: str = "",
+    outside: Outside = NOTHING_OUTSIDE,
 ) -> Manifest:
     """The manifest of captured targets."""
+    shown = tuple(redact(path) for path in outside.paths[:OUTSIDE_PATHS_MAX])
     return Manifest(
         fingerprint=fingerprint(parts),
         parts=tuple(sorted(parts)),
@@ -153,6 +169,7 @@ def make_manifest(
         node=node,
         name=name,
         version=bootseer.__version__,
+        outside=Outside(shown, outside.is_complete, len(outside.paths)),
     )
 
 

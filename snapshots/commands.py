@@ -113,6 +113,8 @@ def restore_snapshot(
                 report=report,
             )
             report(done.choice.sentence())
+        if sentence := manifest.outside.restored_sentence(manifest.node):
+            report(f"warning: {sentence}")
     return manifest
 
 

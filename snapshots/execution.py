@@ -16,8 +16,7 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, outside
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.layered_scan import hard_links, scan_after
-from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.outside import Outside
+from bootseer.snapshots.manifest import Manifest, Outside, text_of
 from bootseer.snapshots.outside_layers import OutsideLayers
 from bootseer.snapshots.scan import Scan, scan
 from bootseer.snapshots.setup.execute import run_command
@@ -52,6 +51,15 @@ class Circumstances(Struct, frozen=True):
     """What is stored is whole, but too old."""
 
 
+class Ran(Struct, frozen=True):
+    """A command that has been run."""
+
+    setup_s: float
+    """How long it took."""
+    outside: Outside
+    """What it changed that is not captured."""
+
+
 def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> SetupResult:
     """Run the command and make its snapshot. Raises: SetupFailedError; NotStoredError."""
     if not under.renew:
@@ -59,7 +67,8 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     look = _look_outside(attempt)
     setup_s = run_command(attempt.request)
     try:
-        manifest = _publish(attempt, store, under, setup_s)
+        ran = Ran(setup_s, look(setup_s))
+        manifest = _publish(attempt, store, under, ran)
     except Exception as error:
         if not isinstance(error, BootseerError | OSError):
             logger.exception("unexpected error in a capture")
@@ -73,8 +82,10 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
         content_bytes=manifest.content_bytes,
         moved_bytes=manifest.stored_bytes,
         setup_s=setup_s,
-        changed_outside=_changed_outside(attempt, look(setup_s)),
+        changed_outside=ran.outside.paths,
     )
+    if sentence := ran.outside.sentence():
+        attempt.report(f"warning: {sentence}")
     attempt.report(
         f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
         f"{setup_s:.1f} s, capturing {result.seconds - setup_s - attempt.waited_s:.1f} s"
@@ -99,27 +110,21 @@ def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
     )
 
 
-def _changed_outside(attempt: Attempt, found: Outside) -> tuple[str, ...]:
-    if sentence := found.sentence():
-        attempt.report(f"warning: {sentence}")
-    return found.paths
-
-
-def _publish(attempt: Attempt, store: Store, under: Circumstances, setup_s: float) -> Manifest:
+def _publish(attempt: Attempt, store: Store, under: Circumstances, ran: Ran) -> Manifest:
     # Here: a restore needs none of it.
     from bootseer.snapshots.layering import find_base
 
     parts = under.resolved.all_parts(under.bases)
     # What is damaged may be the base.
     base = None if under.replace else find_base(store, parts, attempt.targets)
-    manifest = _captured(attempt, store, under, parts, base, setup_s)
+    manifest = _captured(attempt, store, under, parts, base, ran)
     try:
         catalogue.publish(store, manifest, replace=under.replace or under.renew)
     except BusyError as error:
         if not manifest.is_layered:
             raise
         logger.info("stored whole, since what it was to share is gone: %s", error)
-        manifest = _captured(attempt, store, under, parts, None, setup_s)
+        manifest = _captured(attempt, store, under, parts, None, ran)
         catalogue.publish(store, manifest, replace=under.replace or under.renew)
     return manifest
 
@@ -130,7 +135,7 @@ def _captured(
     under: Circumstances,
     parts: Sequence[Part],
     base: Manifest | None,
-    setup_s: float,
+    ran: Ran,
 ) -> Manifest:
     """All that the command did, in the store, but for what blobs of `base` have already."""
     from bootseer.snapshots.capture import Change, capture, make_manifest
@@ -156,5 +161,10 @@ def _captured(
         )
     if not targets:
         raise NotFoundError(f"the set-up made none of {show(attempt.targets)}")
-    setup_ns = int(setup_s * 1e9)
-    return make_manifest(parts, targets, setup_ns=setup_ns, node=attempt.settings.node)
+    return make_manifest(
+        parts,
+        targets,
+        setup_ns=int(ran.setup_s * 1e9),
+        node=attempt.settings.node,
+        outside=ran.outside,
+    )

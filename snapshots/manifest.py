@@ -1,6 +1,8 @@
 """A snapshot's manifest: what it was made from, and which blobs restore it. Pure (no I/O)."""
 
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -11,6 +13,10 @@ from bootseer.snapshots.setup.fingerprint import Part
 EARLIER_MAX = 7
 """With its own a target has at most so many blobs, and one: a restore is a stream from each."""
 
+OUTSIDE_PATHS_MAX = 100
+"""A manifest names at most so many changes outside of its targets: for people, who read a few."""
+
+_FOLDERS_SHOWN_MAX = 5
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -54,6 +60,51 @@ class Target(Struct, frozen=True):
         return (self.blob, *self.earlier)
 
 
+class Outside(Struct, frozen=True):
+    """What a set-up changed outside its targets, as far as a look at the usual places told."""
+
+    paths: tuple[str, ...] = ()
+    """Changed names, sorted."""
+    is_complete: bool = True
+    """Whether all of the places were looked at."""
+    path_count: int = 0
+    """Of a stored list, which holds only the first names: how many there were."""
+
+    def sentence(self) -> str:
+        """For people where the set-up has run; empty where nothing was found."""
+        if not self.paths:
+            return ""
+        return (
+            f"changed during the set-up, but outside its targets and so not stored: "
+            f"{self._folders()}; if the job needs that, name those folders with --target"
+        )
+
+    def restored_sentence(self, node: str) -> str:
+        """For people where the snapshot is restored, which `node` made; empty as `sentence`."""
+        if not self.paths:
+            return ""
+        count = max(self.path_count, len(self.paths))
+        return (
+            f"{count} {'name' if count == 1 else 'names'} outside the targets changed on {node} "
+            f"during the set-up and {'is' if count == 1 else 'are'} not in its snapshot: "
+            f"{self._folders()}; if the job needs that, name those folders with --target"
+        )
+
+    def _folders(self) -> str:
+        folders = Counter(os.path.dirname(path) for path in self.paths)
+        shown = [
+            f"{folder}/ ({count} names)"
+            if count > 1
+            else next(path for path in self.paths if os.path.dirname(path) == folder)
+            for folder, count in folders.most_common(_FOLDERS_SHOWN_MAX)
+        ]
+        more = len(folders) - len(shown)
+        return f"{', '.join(shown)}{f' and {more} more folders' if more else ''}"
+
+
+NOTHING_OUTSIDE = Outside()
+
+
 class Manifest(Struct, frozen=True):
     """One snapshot."""
 
@@ -70,6 +121,11 @@ class Manifest(Struct, frozen=True):
     """Given by the user, or empty."""
     version: str = ""
     """Of the Bootseer that made it."""
+    outside: Outside = NOTHING_OUTSIDE
+    """What the set-up changed that is not in it."""
+    is_verified: bool = True
+    """All of it has been compared with its digest. Earlier releases wrote none: then only the parts
+    have, with the key."""
 
     @property
     def file_count(self) -> int:

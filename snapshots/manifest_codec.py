@@ -4,6 +4,7 @@ Pure (no I/O). Alone owns the format and every check of it: what a store returns
 `decode` has returned.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.snapshots.manifest import (
     EARLIER_MAX,
+    NOTHING_OUTSIDE,
+    OUTSIDE_PATHS_MAX,
     Manifest,
+    Outside,
     Stored,
     Target,
     checked_target,
@@ -66,8 +70,25 @@ def encode(manifest: Manifest) -> bytes:
             }
             for target in manifest.targets
         ],
+        **_encoded_outside(manifest.outside),
     }
+    document["digest"] = _digest(document)
     return json.dumps(document, indent=1, ensure_ascii=True).encode("ascii") + b"\n"
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """Of all that a manifest says, known to this release or not, but for the digest itself: of its
+    members as JSON without blanks, sorted by name."""
+    members = {key: value for key, value in document.items() if key != "digest"}
+    data = json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(data.encode("ascii")).hexdigest()
+
+
+def _encoded_outside(outside: Outside) -> dict[str, Any]:
+    if not outside.paths:
+        return {}
+    names = {"path_count": outside.path_count, "is_complete": outside.is_complete}
+    return {"outside": {"paths": list(outside.paths), **names}}
 
 
 def _encoded_earlier(target: Target) -> dict[str, Any]:
@@ -102,6 +123,11 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     # The identity it claims: a manifest stored under another key, or edited, is refused by name.
     if not _is_key_of(key, parts) or (expected is not None and key != expected):
         raise CorruptError(f"snapshot manifest {expected or key} does not match its fingerprint")
+    is_verified = "digest" in document
+    if is_verified and not _is_digest_of(document):
+        raise CorruptError(
+            f"snapshot manifest {key} does not match its digest: it is damaged, or was edited"
+        )
     targets = document.get("targets")
     if not isinstance(targets, list) or not 0 < len(targets) <= TARGETS_MAX:
         raise CorruptError("a snapshot manifest has no usable list of targets")
@@ -120,13 +146,36 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
         node=_text(document, "node"),
         name=name,
         version=_text(document, "bootseer"),
+        outside=_outside(document.get("outside")),
+        is_verified=is_verified,
     )
+
+
+def _outside(table: Any) -> Outside:
+    if table is None:
+        return NOTHING_OUTSIDE
+    paths = table.get("paths") if isinstance(table, dict) else None
+    if (
+        not isinstance(paths, list)
+        or len(paths) > OUTSIDE_PATHS_MAX
+        or not all(isinstance(path, str) and len(path) <= PATH_BYTES_MAX for path in paths)
+    ):
+        raise CorruptError("a snapshot manifest has no usable 'outside'")
+    count = _number(table, "path_count", SIZE_BYTES_MAX)
+    return Outside(tuple(paths), table.get("is_complete") is True, count)
 
 
 def _is_key_of(key: str, parts: Sequence[Part]) -> bool:
     try:
         return fingerprint(parts) == key
     except UnicodeEncodeError:
+        return False
+
+
+def _is_digest_of(document: Mapping[str, Any]) -> bool:
+    try:
+        return bool(document["digest"] == _digest(document))
+    except RecursionError:
         return False
 
 

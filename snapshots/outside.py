@@ -2,29 +2,28 @@
 
 The kernel sets a file's ctime at every change and nobody can set it back, so one look afterwards
 tells what has changed since the command began, by whomever. Looked at are the places where set-ups
-usually write, for at most `_LOOK_S` seconds and `_NAMES_MAX` names: it is a hint for people, not a
-part of the snapshot. Stateless; any thread.
+usually write, for at most `_LOOK_S` seconds and `_NAMES_MAX` names: it is a hint for people. What
+other processes wrote meanwhile is left out as far as that can be told. Stateless; any thread.
 """
 
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
+from bootseer.snapshots.manifest import Outside
 from bootseer.store.paths import local_root
 
 # The clock that file times are taken from, some milliseconds behind the other (linux/time.h).
 _CLOCK_REALTIME_COARSE = 5
 _LOOK_S = 1.5
 _LOOK_SHORT_S = 0.1
+# Only where something was found.
+_OPEN_LOOK_S = 0.3
 _NAMES_MAX = 200_000
-_SHOWN_MAX = 5
 
 # The likeliest first: what comes after the bounds are reached is not looked at.
 _SYSTEM = (
@@ -50,33 +49,6 @@ _CACHE_VARIABLES = (
     "PDM_CACHE_DIR",
 )
 IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
-
-
-class Outside(Struct, frozen=True):
-    """What was found."""
-
-    paths: tuple[str, ...]
-    """Changed names, sorted."""
-    is_complete: bool
-    """Whether all of the places were looked at."""
-
-    def sentence(self) -> str:
-        """For people; empty where nothing was found."""
-        if not self.paths:
-            return ""
-        folders = Counter(os.path.dirname(path) for path in self.paths)
-        shown = [
-            f"{folder}/ ({count} names)"
-            if count > 1
-            else next(path for path in self.paths if os.path.dirname(path) == folder)
-            for folder, count in folders.most_common(_SHOWN_MAX)
-        ]
-        more = len(folders) - len(shown)
-        return (
-            f"changed during the set-up, but outside its targets and so not stored: "
-            f"{', '.join(shown)}{f' and {more} more folders' if more else ''}; if the job needs "
-            "that, name those folders with --target"
-        )
 
 
 def now_ns() -> int:
@@ -110,13 +82,23 @@ def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
 
 
 def changed_since(
-    since_ns: int, places: Iterable[str], ignored: Iterable[Path], *, look_s: float = _LOOK_S
+    since_ns: int,
+    places: Iterable[str],
+    ignored: Iterable[Path],
+    *,
+    until_ns: int | None = None,
+    job_id: str = "",
+    look_s: float = _LOOK_S,
 ) -> Outside:
-    """The names in `places` that changed at `since_ns` or later, but for `ignored` directories.
+    """The names in `places` that changed at `since_ns` or later, but for `ignored` directories, and
+    for what others than the set-up write: what changed after `until_ns` as well, where this
+    process's output goes, the output of Slurm's job `job_id`, what a process has open to write.
 
     Never raises: what cannot be read is left out.
     """
     end = time.monotonic() + look_s
+    output = {_identity(f"/proc/self/fd/{number}") for number in (1, 2)}
+    until_ns = time.time_ns() if until_ns is None else until_ns
     skipped = {*IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
     seen: set[tuple[int, int]] = set()
     found = []
@@ -138,11 +120,50 @@ def changed_since(
                 # Its own times move with its entries, which are looked at.
                 if info.st_dev == own[0]:
                     stack.append(path)
-            elif info.st_ctime_ns >= since_ns and not path.endswith(".pyc"):
+            elif (
+                since_ns <= info.st_ctime_ns <= until_ns
+                and not path.endswith((".pyc", ".log"))
+                and (info.st_dev, info.st_ino) not in output
+                and not _is_job_output(os.path.basename(path), job_id)
+            ):
                 found.append(path)
         if count > _NAMES_MAX or time.monotonic() > end:
-            return Outside(tuple(sorted(found)), False)
-    return Outside(tuple(sorted(found)), True)
+            return Outside(_not_open(found), False)
+    return Outside(_not_open(found), True)
+
+
+def _is_job_output(name: str, job_id: str) -> bool:
+    """Whether a file is what Slurm writes a job's output to: through a pipe, so that the job does
+    not have it open. "slurm-%j.out", or another name with the number in it."""
+    if name.startswith("slurm-") and name.endswith(".out"):
+        return True
+    return bool(job_id) and job_id in name and name.endswith((".out", ".err", ".txt"))
+
+
+def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
+    """Those that no process has open to write, as far as we may see that. Sorted."""
+    left = set(paths)
+    end = time.monotonic() + _OPEN_LOOK_S
+    for folder in _process_folders() if left else ():
+        if time.monotonic() > end:
+            break
+        try:
+            for number in os.listdir(f"{folder}/fd"):
+                if (path := os.readlink(f"{folder}/fd/{number}")) in left:
+                    text = Path(f"{folder}/fdinfo/{number}").read_text(encoding="ascii")
+                    flags = int(text.partition("flags:")[2].split()[0], 8)
+                    if flags & os.O_ACCMODE != os.O_RDONLY:
+                        left.discard(path)
+        except (OSError, ValueError, IndexError):
+            continue  # gone, or somebody else's
+    return tuple(sorted(left))
+
+
+def _process_folders() -> list[str]:
+    try:
+        return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
 
 
 def _identity(folder: str) -> tuple[int, int] | None:
@@ -172,10 +193,12 @@ def look(
     targets: Sequence[Path],
 ) -> Outside:
     """What changed outside of `targets` since a set-up began in `directory` on this host, which
-    took `setup_s`: a short one is not worth a long look."""
+    took `setup_s` and ends now: a short one is not worth a long look."""
     return changed_since(
         since_ns,
         usual_places(environ, directory),
         [*targets, *own_places(settings), *caches(environ, directory)],
+        until_ns=time.time_ns(),
+        job_id=environ.get("SLURM_JOB_ID", ""),
         look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
     )

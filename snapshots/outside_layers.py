@@ -12,7 +12,8 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots.outside import IGNORED_NAMES, IGNORED_PATHS, Outside, caches
+from bootseer.snapshots.manifest import Outside
+from bootseer.snapshots.outside import IGNORED_NAMES, IGNORED_PATHS, caches
 from bootseer.snapshots.upper_layer import WHITEOUT, Layers, Written, written
 
 _NAMES_MAX = 200_000
@@ -61,7 +62,7 @@ class OutsideLayers:
             b"/" in self._ignored
             or b"/" + path in self._ignored
             or path.rpartition(b"/")[2] in _IGNORED
-            or path.endswith(b".pyc")
+            or path.endswith((b".pyc", b".log"))
         )
 
     def _lower(self, path: bytes) -> os.stat_result | None:

@@ -111,6 +111,7 @@ def restore_stored(
         content_bytes=manifest.content_bytes,
         moved_bytes=done.moved_bytes,
         setup_s=manifest.setup_ns / 1e9,
+        changed_outside=manifest.outside.paths,
     )
     waited = f"; waited {attempt.waited_s:.1f} s for it" if attempt.waited_s else ""
     attempt.report(
@@ -118,6 +119,8 @@ def restore_stored(
         f"{result.seconds - attempt.waited_s:.1f} s instead of {result.setup_seconds:.1f} s, "
         f"{done.choice.sentence()}{waited}"
     )
+    if sentence := manifest.outside.restored_sentence(manifest.node):
+        attempt.report(f"warning: {sentence}")
     return replace(
         result,
         mode=done.choice.mode,

@@ -18,6 +18,9 @@ from bootseer.store import Store
 _DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)
 
 
+NO_DIGEST = "an earlier release wrote its manifest, without a digest of all that it says"
+
+
 class Verdict(Struct, frozen=True):
     """What was found of one snapshot."""
 
@@ -25,6 +28,8 @@ class Verdict(Struct, frozen=True):
     name: str
     problems: tuple[str, ...]
     """A sentence each; none: it is whole."""
+    note: str = ""
+    """What could not be checked, or empty."""
 
 
 class Verifier:
@@ -57,7 +62,8 @@ class Verifier:
         if manifest is None:
             return Verdict(fingerprint, "", ("it is gone",))
         problems = tuple(problem for target in manifest.targets if (problem := self._check(target)))
-        return Verdict(fingerprint, manifest.name, problems)
+        note = "" if manifest.is_verified else NO_DIGEST
+        return Verdict(fingerprint, manifest.name, problems, note)
 
     def _check(self, target: Target) -> str:
         known = target.index.digest

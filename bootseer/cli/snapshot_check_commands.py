@@ -145,6 +145,7 @@ def verify(keys: tuple[str, ...], every: bool, quick: bool, as_json: bool) -> No
                     "name": verdict.name,
                     "ok": not verdict.problems,
                     "problems": list(verdict.problems),
+                    "note": verdict.note,
                 }
                 for verdict in verdicts
             ]
@@ -153,7 +154,11 @@ def verify(keys: tuple[str, ...], every: bool, quick: bool, as_json: bool) -> No
         emit_table(
             ("key", "name", "found"),
             (
-                (verdict.fingerprint[:12], verdict.name, "; ".join(verdict.problems) or "ok")
+                (
+                    verdict.fingerprint[:12],
+                    verdict.name,
+                    "; ".join(verdict.problems) or f"ok{verdict.note and f', but {verdict.note}'}",
+                )
                 for verdict in verdicts
             ),
         )

@@ -1,13 +1,15 @@
 import copy
+import hashlib
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.manifest import Manifest, Stored, Target, target_path
+from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, target_path
 from bootseer.snapshots.manifest_codec import decode, encode
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
@@ -31,6 +33,7 @@ _MANIFEST = Manifest(
     node="node-1",
     name="base",
     version="0.1.0",
+    outside=Outside(("/etc/x", "/usr/bin/y"), True, 7),
 )
 
 
@@ -40,13 +43,60 @@ def test_a_manifest_survives_encoding() -> None:
     assert encode(decode(data)) == data
 
 
-def _changed(path: tuple[Any, ...], value: Any) -> bytes:
-    document = json.loads(encode(_MANIFEST))
-    at = document
+def _sealed(document: dict[str, Any]) -> bytes:
+    """The document with the digest of what it says, as docs/format/snapshot.md has it."""
+    document.pop("digest", None)
+    data = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    digest = "sha256:" + hashlib.sha256(data.encode()).hexdigest()
+    return json.dumps({**document, "digest": digest}).encode()
+
+
+def _edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(encode(_MANIFEST))
+    at: Any = document
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    return json.dumps(document).encode()
+    return document
+
+
+def _changed(path: tuple[Any, ...], value: Any) -> bytes:
+    return _sealed(_edited(path, value))
+
+
+def test_the_digest_is_the_one_of_the_format() -> None:
+    assert json.loads(_sealed(json.loads(encode(_MANIFEST)))) == json.loads(encode(_MANIFEST))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("targets", 0, "deletions", 0), "lib/another.py"),
+        (("targets", 0, "deletions"), []),
+        (("targets", 0, "path"), "/etc"),
+        (("targets", 0, "whole"), True),
+        (("targets", 0, "index", "digest"), "sha256:" + "ef" * 32),
+        (("created_ns",), 5),
+        (("name",), "another"),
+        (("outside", "paths"), []),
+        (("of a later release",), 1),
+        (("digest",), "sha256:" + "0" * 64),
+        (("digest",), None),
+    ],
+)
+def test_nothing_can_change_without_being_noticed(path: tuple[Any, ...], value: Any) -> None:
+    """A changed deletion deleted another file, and verify said ok."""
+    data = json.dumps(_edited(path, value)).encode()
+    with pytest.raises(CorruptError, match=f"manifest {_MANIFEST.fingerprint} does not match"):
+        decode(data, _MANIFEST.fingerprint)
+
+
+def test_manifests_of_earlier_releases_are_read_as_not_verified() -> None:
+    document = json.loads(encode(_MANIFEST))
+    del document["digest"]
+    found = decode(json.dumps(document).encode(), _MANIFEST.fingerprint)
+    assert found == replace(_MANIFEST, is_verified=False)
+    assert decode(encode(_MANIFEST)).is_verified
 
 
 @pytest.mark.parametrize(
@@ -75,6 +125,10 @@ def _changed(path: tuple[Any, ...], value: Any) -> bytes:
         (("name",), "../x"),
         (("created_ns",), True),
         (("format",), "tar"),
+        (("outside",), []),
+        (("outside", "paths"), [1]),
+        (("outside", "paths"), ["x"] * 101),
+        (("outside", "path_count"), -1),
     ],
 )
 def test_what_makes_no_sense_is_refused(path: tuple[Any, ...], value: Any) -> None:
@@ -117,7 +171,7 @@ def test_any_one_change_is_refused_or_harmless(data: st.DataObject) -> None:
             break
         at = at[key]
     try:
-        manifest = decode(json.dumps(document).encode(), _MANIFEST.fingerprint)
+        manifest = decode(_sealed(document), _MANIFEST.fingerprint)
     except BootseerError:
         return
     assert all(b".." not in path.split(b"/") for t in manifest.targets for path in t.deletions)

@@ -1,13 +1,18 @@
 """What a set-up changed outside of its targets is said."""
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from bootseer.snapshots import outside
-from bootseer.snapshots.outside import Outside, changed_since, now_ns, usual_places
+from bootseer.snapshots.commands import restore_snapshot
+from bootseer.snapshots.manifest import Outside
+from bootseer.snapshots.outside import changed_since, now_ns, usual_places
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
@@ -88,3 +93,72 @@ def test_the_look_is_bounded_and_follows_no_links(
 def test_places_are_absolute_and_never_the_root() -> None:
     assert usual_places({"HOME": "/", "VIRTUAL_ENV": "relative"}, "/")[0] == "/.local"
     assert "/etc" in usual_places({}, "/")
+
+
+def _outside_request(tmp_path: Path) -> Request:
+    (tmp_path / "work").mkdir(exist_ok=True)
+    script = f"""
+        mkdir env; echo x > env/file
+        mkdir -p {tmp_path}/home/bin; touch {tmp_path}/home/bin/tool
+        touch slurm-77.out train-4711.err install.log
+    """
+    return Request(
+        command=["sh", "-ec", script],
+        targets=["env"],
+        directory=str(tmp_path / "work"),
+        environ={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "SLURM_JOB_ID": "4711",
+        },
+    )
+
+
+def test_nodes_that_restore_are_told_what_they_lack(tmp_path: Path, make_node: MakeNode) -> None:
+    """Only the node that ran the set-up was: the others lacked the files in silence."""
+    said: list[str] = []
+    tool = f"{tmp_path}/home/bin/tool"
+    done = run_setup(make_node("a"), _outside_request(tmp_path), report=said.append)
+    assert [path for path in done.changed_outside if path.startswith(str(tmp_path))] == [tool]
+    shutil.rmtree(tmp_path / "work/env")
+    said.clear()
+    result = run_setup(make_node("b"), _outside_request(tmp_path), report=said.append)
+    assert result.how == "restored"
+    assert tool in result.changed_outside
+    (warning,) = (sentence for sentence in said if "outside the targets changed on a" in sentence)
+    assert tool in warning
+    assert "--target" in warning
+    shutil.rmtree(tmp_path / "work/env")
+    said.clear()
+    restore_snapshot(make_node("c"), done.fingerprint, report=said.append)
+    assert any("outside the targets changed on a" in sentence for sentence in said)
+
+
+def test_what_others_write_is_no_change_of_the_set_up(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    since = now_ns()
+    for name in ("slurm-1.out", "job-99.out", "job-98.out", "x.log", "ours"):
+        (place / name).touch()
+    with (place / "others").open("wb") as written, (place / "ours").open("rb"):
+        written.write(b"x")
+        written.flush()
+        found = changed_since(since, [str(place)], [], job_id="99")
+        assert found.paths == (f"{place}/job-98.out", f"{place}/ours")
+    until = time.time_ns()
+    _wait_for_tick()
+    (place / "later").touch()
+    found = changed_since(since, [str(place)], [], until_ns=until, job_id="99")
+    assert found.paths == (f"{place}/job-98.out", f"{place}/others", f"{place}/ours")
+
+
+def test_the_output_of_the_set_up_is_no_change_of_it(tmp_path: Path) -> None:
+    output = tmp_path / "what-the-job-says"
+    program = (
+        "from bootseer.snapshots.outside import changed_since\n"
+        f"print(changed_since(0, [{str(tmp_path)!r}], []).paths)"
+    )
+    with output.open("wb") as file:
+        done = subprocess.run([sys.executable, "-c", program], stdout=file, check=True)
+    assert done.returncode == 0
+    assert output.read_text() == "()\n"

@@ -12,6 +12,7 @@ from bootseer.errors import SetupFailedError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.verify import Verifier
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.counted import counted_request, runs
@@ -48,6 +49,37 @@ def test_a_corrupt_snapshot_is_replaced(tmp_path: Path, make_node: MakeNode) -> 
     shutil.rmtree(tmp_path / "env")
     assert run_setup(make_node("c"), request).how == "restored"
     assert runs(tmp_path) == 2
+
+
+def test_a_manifest_that_was_changed_is_refused_and_replaced(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Its deletions removed another file of the user's, and verify said ok."""
+    env = tmp_path / "env"
+
+    def prepare() -> None:
+        env.mkdir()
+        (env / "old").write_text("1")
+        (env / "precious").write_text("2")
+
+    prepare()
+    request = Request(["rm", str(env / "old")], targets=[str(env)])
+    first = run_setup(make_node("a"), request)
+    file = tmp_path / f"store/snapshots/{first.fingerprint}.json"
+    file.chmod(0o600)
+    file.write_text(file.read_text().replace('"old"', '"precious"'))
+    with open_store(make_node("a").store_url) as store:
+        (problem,) = Verifier(store).check(first.fingerprint).problems
+    assert f"{first.fingerprint} does not match its digest" in problem
+    shutil.rmtree(env)
+    prepare()
+    said: list[str] = []
+    result = run_setup(make_node("b"), request, report=said.append)
+    assert (result.how, result.fingerprint) == ("captured", first.fingerprint)
+    assert len([one for one in said if "does not match its digest" in one]) == 1
+    assert os.listdir(env) == ["precious"]
+    with open_store(make_node("a").store_url) as store:
+        assert Verifier(store).check(first.fingerprint).problems == ()
 
 
 def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
