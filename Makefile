@@ -36,7 +36,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test test-containerd-2 lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
@@ -49,6 +49,13 @@ test-containerd-2: system-test $(VENV)/ready
 	set -e; found=$$($(BIN)/python -c 'import pathlib, bench.containers.packages as p; \
 		print(p.Packages(pathlib.Path("$(VENV)/packages").absolute()).unpacked("forky", "containerd"))'); \
 	BOOTSEER_TEST_CONTAINERD="$$found/usr/bin" $(BIN)/python -m pytest tests/prefetch/snapshotter
+
+# Jobs of several users while processes are killed, disks fill and stores vanish. It goes on where an
+# earlier one was stopped: SOAK_FOLDER keeps its state.
+SOAK_MINUTES ?= 60
+SOAK_FOLDER ?= $(or $(TMPDIR),/tmp)/bootseer-soak
+soak: system-test $(VENV)/ready
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --folder $(SOAK_FOLDER)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

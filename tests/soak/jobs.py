@@ -1,0 +1,166 @@
+"""What users of the soak start: each job is a real command that checks the bytes it was given."""
+
+import random
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.soak.site import CHECK_IMAGE, VERSIONS, Site, User
+
+MOUNT_PREFIX = "image-"
+"""Of folders on which a job mounts an image by itself."""
+JOB_S = 150.0
+"""Far above any deadline of ours: a job that takes longer hangs."""
+
+# Imports all, may write, then reads again for a while: others of this node come and go meanwhile.
+CHECK_ENVIRONMENT = """
+import importlib, os, sys, time
+target, version, writes, ends = *sys.argv[1:4], time.monotonic() + float(sys.argv[4])
+sys.path.insert(0, target)
+for number in range(150):
+    part = importlib.import_module(f"soaked.part_{number:03}")
+    if part.VERSION != version or part.TEXT != "x" * 3000:
+        sys.exit(f"WRONG BYTES: {part.__file__} is of version {part.VERSION}")
+if writes == "writes":
+    with open(f"{target}/soaked/written-by-{os.getpid()}", "w") as file:
+        file.write("something")
+wanted = f"VERSION = {version!r}\\nTEXT = {'x' * 3000!r}\\n"
+while time.monotonic() < ends:
+    for number in range(150):
+        path = f"{target}/soaked/part_{number:03}.py"
+        if open(path).read() != wanted:
+            sys.exit(f"WRONG BYTES: {path} is another one now")
+    time.sleep(0.1)
+print("right", flush=True)
+"""
+
+# Each checkpoint says what it holds, so that half of one cannot be taken for a whole.
+CHECK_AND_SAVE = """
+import hashlib, os, random, sys, time
+folder, number, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for name in sorted(os.listdir(folder)):
+    if name.startswith("step-") and not name.endswith(".tmp"):
+        data = open(f"{folder}/{name}", "rb").read()
+        if hashlib.sha256(data[64:]).hexdigest().encode() != data[:64]:
+            sys.exit(f"WRONG BYTES in checkpoint {name} of {len(data)} bytes")
+body = random.Random(number).randbytes(size)
+path = f"{folder}/step-{number % 4:05}"
+with open(path + ".tmp", "wb") as file:
+    file.write(hashlib.sha256(body).hexdigest().encode())
+    for begin in range(0, size, 1 << 20):
+        file.write(body[begin : begin + (1 << 20)])
+        time.sleep(0.02)
+    os.fsync(file.fileno())
+os.replace(path + ".tmp", path)
+print("right", flush=True)
+"""
+
+
+@dataclass
+class Job:
+    """A job that runs."""
+
+    user: User
+    name: str
+    process: "subprocess.Popen[str]"
+    ends_s: float
+
+    def result(self) -> str:
+        """`right`, `failed: ...` for an error that is said, or a finding in capitals."""
+        try:
+            out, err = self.process.communicate(timeout=max(1, self.ends_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left = "; ".join(self.user.node._waiting())
+            self.process.kill()
+            # Who inherited its pipes may live on.
+            return f"HANGS: {self.name}: {left}"
+        if "WRONG BYTES" in err + out:
+            return f"WRONG BYTES: {err.strip()[-500:]}"
+        if "internal error" in err or ("Traceback" in err and "/bootseer/" in err):
+            return f"TRACEBACK: {err.strip()[-1500:]}"
+        if self.process.returncode == 0 and out.strip().endswith("right"):
+            return "right"
+        return f"failed: {self.process.returncode} {err.strip()[-300:]!r}"
+
+
+def start_job(site: Site, user: User, generator: random.Random) -> Job:
+    """One of the kinds of jobs, as `generator` draws."""
+    kinds = [_image_run, _image_mount, _environment, _environment, _checkpoint, _several]
+    words, name = generator.choice(kinds)(site, user, generator)
+    process = subprocess.Popen(
+        words,
+        env=user.node.environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return Job(user, f"{user.uid} {name}", process, time.monotonic() + JOB_S)
+
+
+def _source(site: Site, generator: random.Random) -> str:
+    layout = f"oci:{site.image}:train"
+    return generator.choice([layout, f"registry://{site.registry.host}/soak/train:v1"])
+
+
+def _image_run(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+    seed = generator.randrange(10**6)
+    source = _source(site, generator)
+    check = ("python3", "/data/check.py", "", seed)
+    return user.bootseer("run", "--image", source, "--", *check), f"run --image {source[:8]}"
+
+
+def _image_mount(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+    """Mounts, reads and unmounts, whatever the reading came to."""
+    directory = user.node.base / f"{MOUNT_PREFIX}{generator.randrange(10**6)}"
+    ours = shlex.join([sys.executable, "-m", "bootseer"])
+    check = shlex.join([sys.executable, "-c", CHECK_IMAGE, str(directory), "seed"])
+    script = (
+        f"mkdir {directory} && {ours} image mount oci:{site.image}:train {directory} || exit; "
+        f"timeout 100 {check}; code=$?; "
+        f"{ours} image unmount {directory} >&2; ended=$?; rmdir {directory}; "
+        "[ $code = 0 ] && exit $ended; exit $code"
+    )
+    return user.command("sh", "-c", script), "image mount"
+
+
+def _set_up(site: Site, user: User, generator: random.Random) -> tuple[list[str], list[str]]:
+    version = generator.choice(VERSIONS)
+    target = user.node.base / f"env-{generator.randrange(2)}"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-compile"]
+    pip += ["--disable-pip-version-check", "--find-links", str(site.wheels)]
+    pip += ["--upgrade", "--target", str(target), f"soaked=={version}"]
+    options = ["--setup", shlex.join(pip), "--target", str(target)]
+    options += ["--mode", generator.choice(["auto", "mount", "link", "extract"])]
+    writes, lasts_s = generator.choice(["writes", "reads"]), generator.uniform(0, 4)
+    check = [sys.executable, "-c", CHECK_ENVIRONMENT, str(target), version, writes, str(lasts_s)]
+    return options, check
+
+
+def _environment(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+    options, check = _set_up(site, user, generator)
+    target, version, writes, _ = check[3:]
+    name = f"run --setup {version} in {Path(target).name} by {options[-1]}, {writes}"
+    return user.bootseer("run", *options, "--", *check), name
+
+
+def _saving(user: User, generator: random.Random) -> tuple[list[str], list[str]]:
+    directory = user.node.base / f"ckpt-{generator.randrange(10**6)}"
+    url = (user.store.parent / "checkpoints").as_uri()
+    number, size = generator.randrange(10**6), generator.randrange(1 << 16, 24 << 20)
+    check = [sys.executable, "-c", CHECK_AND_SAVE, str(directory), str(number), str(size)]
+    return ["--checkpoint", f"{url}:{directory}"], check
+
+
+def _checkpoint(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+    options, check = _saving(user, generator)
+    return user.bootseer("run", *options, "--", *check), "run --checkpoint"
+
+
+def _several(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+    """An environment and a checkpoint in one start."""
+    options, check = _set_up(site, user, generator)
+    more, save = _saving(user, generator)
+    script = f"{shlex.join(check)} && {shlex.join(save)}"
+    words = user.bootseer("run", *options, *more, "--", "sh", "-c", script)
+    return words, f"run --setup --checkpoint by {options[-1]}"

@@ -1,0 +1,104 @@
+"""What jobs leave behind: found by the kernel's own lists, not by Bootseer's."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from tests.soak.jobs import MOUNT_PREFIX
+from tests.soak.site import Site, User
+
+SETTLE_S = 120.0
+"""Servers end after their jobs, publishers when all is stored; each within its deadlines."""
+_COMMAND_S = 120.0
+_IN_USE = ("run/mounts", "run/checkpoint-mounts", "cache/containers")
+
+
+def settle(user: User) -> list[str]:
+    """Wait until nothing of this user's jobs lives; unmount as an operator would what a job that
+    was killed has mounted by itself, and what servers that were killed with their supervisors have
+    left. Returns findings."""
+    findings = []
+    for point in user.mounts():
+        if Path(point).name.startswith(MOUNT_PREFIX):
+            findings += _unmounted(user, point)
+    ends_s = time.monotonic() + SETTLE_S
+    while (left := _alive(user)) and time.monotonic() < ends_s:
+        dead = [] if user.node.processes() else user.mounts()
+        for point in reversed(dead):
+            findings += _unmounted(user, point)
+        time.sleep(0.1)
+    if left:
+        findings.append(f"LEFT: {left} {user.node._waiting()}")
+        user.node.sweep()
+    return findings
+
+
+def _alive(user: User) -> list[str]:
+    processes = [f"{pid} {line[:120]}" for pid, line in user.node.processes().items()]
+    return processes + [f"mount {point}" for point in user.mounts()]
+
+
+def _unmounted(user: User, point: str) -> list[str]:
+    """Take off a dead mount by the commands that the documents name for it."""
+    said = []
+    for command in (("image", "unmount"), ("unmount",), ("snapshot", "unmount")):
+        done = run(user, *command, point)
+        said.append(f"{command}: {done.returncode} {done.stderr.strip()[-150:]}")
+        if point not in user.mounts():
+            return []
+    user.node.sweep()
+    subprocess.run(user.command("umount", "-l", point), check=False, timeout=30)
+    return [f"LEFT: no command takes off the dead mount {point}: {said}"]
+
+
+def run(user: User, *words: object) -> "subprocess.CompletedProcess[str]":
+    """A command of Bootseer's as this user, waited for."""
+    try:
+        return subprocess.run(
+            user.bootseer(*words),
+            env=user.node.environment,
+            capture_output=True, text=True, timeout=_COMMAND_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess([], -1, "", f"HANGS: {words}")
+
+
+def final_findings(site: Site) -> list[str]:
+    """What is left when all is over and each user's store has been collected."""
+    return [finding for user in site.users for finding in _final(user)]
+
+
+def _final(user: User) -> list[str]:
+    findings = settle(user)
+    # The next command on a node removes what dead ones left in its folders.
+    status = run(user, "image", "status", "--json")
+    if status.returncode or json.loads(status.stdout):
+        findings.append(f"LEFT: image status says {status.stdout[:300]} {status.stderr[-300:]}")
+    verified = run(user, "image", "cache", "--verify")
+    if verified.returncode:
+        findings.append(f"WRONG BYTES: in the cache: {verified.stdout[-300:]} {verified.stderr}")
+    if not user.store.exists():
+        return findings
+    for name in _snapshots(user):
+        checked = run(user, "snapshot", "verify", name)
+        if checked.returncode:
+            findings.append(f"WRONG BYTES: snapshot verify {name}: {checked.stderr[-300:]}")
+    collected = run(user, "store", "gc", "--yes", "--grace", "0s")
+    if collected.returncode:
+        findings.append(f"LEFT: store gc: {collected.stderr[-300:]}")
+    for path in user.store.rglob("*"):
+        if path.is_file() and path.relative_to(user.store).parts[0] in (".tmp", "leases"):
+            age_s = time.time() - path.stat().st_mtime
+            findings.append(f"LEFT: {path.relative_to(user.store)}, {age_s:.0f} s old")
+    for folder in _IN_USE:
+        # Its cache may lie in a file system of the user's namespace.
+        seen = Path(f"/proc/{user.holder.pid}/root{user.node.base}/{folder}")
+        if seen.exists():
+            findings += [f"LEFT: {folder}/{name}" for name in os.listdir(seen)]
+    return findings
+
+
+def _snapshots(user: User) -> list[str]:
+    return [path.stem for path in user.store.glob("snapshots/*.json")]

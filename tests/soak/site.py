@@ -1,0 +1,188 @@
+"""Where the soak happens: one image in a registry, wheels, and users with a store and a node each.
+
+Each user has a mount namespace of its own that lives as long as the site, so that jobs of one user
+meet on their node and nothing is left on the machine however the soak ends.
+"""
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.launch.harness import MARK, Node
+from tests.support.images import Layout
+from tests.support.registry import Registry, running_registry
+from tests.support.rootfs import python_root
+from tests.support.wheels import make_wheel
+
+USER_IDS = (0, 65534, 1)
+"""Root, nobody and daemon: fusermount3 mounts for nobody who has no name."""
+CACHE_BYTES = 96 << 20
+"""Of the root user's node, whose cache is a small file system that can be filled."""
+VERSIONS = ("1", "2", "3")
+_FILE_COUNT = 300
+_PACKAGE_FILE_COUNT = 150
+_NEEDED = ("unshare", "nsenter", "setpriv", "mount", "fusermount3", "skopeo", "docker-registry")
+
+# Prints `right` if each named file has the content that its name and the seed decide.
+CHECK_IMAGE = """
+import random, sys
+root, seed = sys.argv[1], sys.argv[2]
+names = [line.strip() for line in open(root + "/data/NAMES")]
+for name in random.Random(seed).sample(names, 120):
+    content = open(f"{root}/data/{name}", "rb").read()
+    wanted = random.Random(name).randbytes(random.Random(name + "size").randrange(200_000))
+    if content != wanted:
+        sys.exit(f"WRONG BYTES in {name}")
+print("right", flush=True)
+"""
+
+# A mount of ordinary users needs a device that they may open.
+_HOLD = """
+mount --make-rprivate / &&
+mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
+mount --bind /mnt/fuse /dev/fuse && umount -l /mnt &&
+if [ "$1" = 0 ]; then mount -t tmpfs -o size="$3",mode=700 cache "$2/cache"; fi &&
+echo ready && exec sleep infinity
+"""
+
+
+@dataclass
+class User:
+    """One user's node, its store and the process that holds its mount namespace."""
+
+    uid: int
+    node: Node
+    store: Path
+    holder: "subprocess.Popen[str]"
+
+    def command(self, *words: object) -> list[str]:
+        """A command line that this user runs on its node."""
+        enter = ["nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", "--"]
+        if self.uid:
+            enter += ["setpriv", "--reuid", str(self.uid), "--regid", str(self.uid)]
+            # The interpreter may lie where only root looks.
+            enter += ["--clear-groups", "--inh-caps", "+dac_read_search"]
+            enter += ["--ambient-caps", "+dac_read_search"]
+        return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.node.base), *map(str, words)]
+
+    def bootseer(self, *words: object) -> list[str]:
+        """A command of Bootseer's as this user."""
+        return self.command(sys.executable, "-m", "bootseer", *words)
+
+    def mounts(self) -> list[str]:
+        """What is mounted below this node's folder, in its namespace, but the cache itself."""
+        lines = Path(f"/proc/{self.holder.pid}/mountinfo").read_text().splitlines()
+        points = [line.split(" ")[4] for line in lines]
+        below = f"{self.node.base}/"
+        return [one for one in points if one.startswith(below) and one != f"{below}cache"]
+
+
+@dataclass
+class Site:
+    """All that jobs work with."""
+
+    folder: Path
+    users: Sequence[User]
+    image: Path
+    """An OCI layout with the tag `train`."""
+    registry: Registry
+    registry_pid: int
+    wheels: Path
+    generator: random.Random = field(default_factory=random.Random)
+
+
+def missing_tools() -> list[str]:
+    """What this machine lacks for a soak."""
+    missing = [name for name in _NEEDED if not shutil.which(name)]
+    if os.geteuid() != 0:
+        missing.append("root")
+    if not Path("/dev/fuse").exists():
+        missing.append("/dev/fuse")
+    return missing
+
+
+@contextlib.contextmanager
+def open_site(folder: Path) -> Iterator[Site]:
+    """Make what is not there from an earlier soak; end every process of it afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+    image, wheels = folder / "image", folder / "wheels"
+    if not (folder / "made").exists():
+        shutil.rmtree(image, ignore_errors=True)
+        _make_image(folder / "root", image)
+        _make_wheels(wheels)
+        (folder / "made").touch()
+    with contextlib.ExitStack() as stack:
+        registry = stack.enter_context(running_registry(folder / "registry"))
+        registry.push_layout(image, "train", "soak/train:v1")
+        users = [stack.enter_context(_user(folder, uid)) for uid in USER_IDS]
+        yield Site(folder, users, image, registry, _pid_of(registry), wheels)
+
+
+def _pid_of(registry: Registry) -> int:
+    wanted = os.fsencode(str(registry.root / "config.yml"))
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    raise AssertionError("the registry has no process")
+
+
+def _make_image(root: Path, layout: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    python_root(root)
+    data = root / "data"
+    data.mkdir()
+    names = [f"file-{number:04}" for number in range(_FILE_COUNT)]
+    for name in names:
+        size = random.Random(name + "size").randrange(200_000)
+        (data / name).write_bytes(random.Random(name).randbytes(size))
+    (data / "NAMES").write_text("\n".join(names) + "\n")
+    (data / "check.py").write_text(CHECK_IMAGE)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(root, ".")
+    path = "/usr/local/bin:/usr/bin:/bin"
+    Layout(layout).add_image(
+        [buffer.getvalue()], tag="train", compression="zstd", run={"Env": [f"PATH={path}"]}
+    )
+
+
+def _make_wheels(folder: Path) -> None:
+    for version in VERSIONS:
+        files = {
+            f"soaked/part_{number:03}.py": f"VERSION = {version!r}\nTEXT = {'x' * 3000!r}\n"
+            for number in range(_PACKAGE_FILE_COUNT)
+        }
+        make_wheel(folder, "soaked", version, {"soaked/__init__.py": "", **files})
+
+
+@contextlib.contextmanager
+def _user(folder: Path, uid: int) -> Iterator[User]:
+    base = folder / f"user-{uid}"
+    store = base / "store"
+    node = Node(base / "node", store.as_uri())
+    for path in (base, node.base, node.base / "cache"):
+        path.mkdir(parents=True, exist_ok=True)
+        os.chown(path, uid, uid)
+    holder = subprocess.Popen(
+        [*("unshare", "--mount", "sh", "-c", _HOLD, "sh"), str(uid), node.base, str(CACHE_BYTES)],
+        env={name: value for name, value in os.environ.items() if name != MARK},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n", "the namespace of a user cannot be made"
+        yield User(uid, node, store, holder)
+    finally:
+        node.sweep()
+        holder.kill()
+        holder.wait(30)
