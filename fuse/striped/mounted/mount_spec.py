@@ -31,6 +31,9 @@ from bootseer.redact import public_url
 from bootseer.structs import asdict
 
 _MAX_STATE_BYTES = 1 << 20
+_ENDED_KEPT = 20
+_ENDED_KEPT_S = 3600.0
+"""So long the end of any mount can be asked for, and its log read."""
 SHUTDOWN_S = 10.0
 
 
@@ -160,6 +163,19 @@ def states(run_dir: Path) -> Iterator[MountState]:
             state = _read(path)
             if state is not None:
                 yield state
+
+
+def forget_ended(run_dir: Path) -> None:
+    """Remove what mounts that ended have left, but for the latest ones. Raises nothing."""
+    before_s = time.time() - _ENDED_KEPT_S
+    with contextlib.suppress(OSError):
+        paths = list((run_dir / "checkpoint-mounts").glob("*.json"))
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime)[:-_ENDED_KEPT]:
+            with contextlib.suppress(BootseerError):
+                state = _read(path)
+                if state and not state.is_running and path.stat().st_mtime < before_s:
+                    path.with_suffix(".log").unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
 
 def write_state(run_dir: Path, state: MountState) -> None:

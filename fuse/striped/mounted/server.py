@@ -30,6 +30,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
     MountSpec,
     MountState,
     control_path,
+    forget_ended,
     journal_path,
     read_state,
     write_state,
@@ -120,6 +121,7 @@ def _note_end(run_dir: Path, directory: Path) -> list[str]:
     if state is None:
         return []
     write_state(run_dir, replace(state, ended=True))
+    forget_ended(run_dir)
     return list(state.unwritten)
 
 

@@ -9,7 +9,13 @@ import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.striped.mounted.control import ask
-from bootseer.fuse.striped.mounted.mount_spec import control_path
+from bootseer.fuse.striped.mounted.mount_spec import (
+    MountState,
+    control_path,
+    log_path,
+    states,
+    write_state,
+)
 from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 from tests.fuse.striped.mounting import checkpoints, shell
 from tests.hdfs.cluster import MiniHdfs
@@ -92,3 +98,24 @@ def test_owner_and_umask_decide_who_may_write(
         ]
         shell(f"{as_group} cat {{d}}/sub/f; ! {as_group} touch {{d}}/sub/g", d=mountpoint)
         shell(f"! {as_other} ls {{d}}", d=mountpoint)
+
+
+def test_mounts_that_ended_long_ago_are_forgotten(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    """Jobs mount on folders of their own: each left a state and a log on the node for good."""
+    run_dir = tmp_path / "run"
+    for number in range(40):
+        directory = tmp_path / f"job-{number}"
+        is_recent, is_ended = number < 5, number != 20
+        write_state(run_dir, MountState(local_url, str(directory), 1, 0, ended=is_ended))
+        log_path(run_dir, directory).touch()
+        path = log_path(run_dir, directory).with_suffix(".json")
+        os.utime(path, (number, number) if not is_recent else None)
+    (tmp_path / "stored").mkdir()
+    with checkpoints(tmp_path, mountpoint, local_url):
+        pass
+    kept = {Path(state.directory).name for state in states(run_dir)}
+    # The newest twenty are this mount, those of the last hour, and fourteen more.
+    assert kept == {mountpoint.name, *(f"job-{n}" for n in (0, 1, 2, 3, 4, *range(26, 40)))}
+    assert len(list((run_dir / "checkpoint-mounts").glob("*.log"))) == len(kept)
