@@ -22,11 +22,7 @@ from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.errors import (
-    BootseerError,
     InvalidInputError,
-    NotFoundError,
-    PermissionDeniedError,
-    SetupFailedError,
     UnsupportedError,
     from_oserror,
 )
@@ -40,10 +36,11 @@ from bootseer.prefetch.obtained import ObtainedImage
 from bootseer.prefetch.process_spec import (
     ProcessSpec,
     arguments_of,
-    find_program,
+    execute,
     image_environment,
     job_environment,
     resolve_user,
+    take_identity,
 )
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
@@ -275,30 +272,13 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
     Raises: SetupFailedError with 127 or 126, as shells have it, where the program is missing or
     may not be run; BootseerError.
     """
-    user = spec.user
     try:
         os.makedirs(spec.working_dir, exist_ok=True)
         os.chdir(spec.working_dir)
-        if rootless:
-            if user.uid:
-                _log.warning("without root every process of a container runs as its root user")
-        elif (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
-            os.setgroups(user.groups)
-            os.setgid(user.gid)
-            os.setuid(user.uid)
+        if not rootless:
+            take_identity(spec.user)
+        elif spec.user.uid:
+            _log.warning("without root every process of a container runs as its root user")
     except OSError as error:
         raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
-    try:
-        path = spec.environment.get("PATH", "")
-        program = find_program(spec.arguments[0], path, spec.working_dir)
-        os.execve(program, spec.arguments, dict(spec.environment))
-    except NotFoundError as error:
-        raise SetupFailedError(str(error), 127) from error
-    except PermissionDeniedError as error:
-        raise SetupFailedError(str(error), 126) from error
-    except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
-        raise SetupFailedError(
-            f"cannot run {spec.arguments[0]} of the image: {error.strerror}", 126
-        ) from error
+    execute(spec)

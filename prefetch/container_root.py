@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.prefetch import namespaces
-from bootseer.prefetch.namespaces import MS_BIND, MS_RDONLY, MS_REC, MS_REMOUNT
+from bootseer.prefetch.namespaces import MS_BIND, MS_REC
 from bootseer.prefetch.overlay import mount_layers
 from bootseer.rooted import resolve_in_root
 
@@ -32,6 +32,12 @@ class Bind(Struct, frozen=True):
     source: Path
     target: str
     read_only: bool = False
+
+
+def host_binds() -> list[Bind]:
+    """The files of the host that every container sees. Nothing that it does changes them."""
+    files = [(name, Path(name)) for name in _HOST_FILES]
+    return [Bind(path.resolve(), name, read_only=True) for name, path in files if path.exists()]
 
 
 def parse_bind(text: str) -> Bind:
@@ -119,10 +125,7 @@ def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:
         if not tmp.exists():
             tmp.mkdir(parents=True)
             tmp.chmod(0o1777)
-        for name in _HOST_FILES:
-            if Path(name).exists():
-                bind_into(root, Bind(Path(name).resolve(), name))
-        for bind in binds:
+        for bind in (*host_binds(), *binds):
             bind_into(root, bind)
     except OSError as error:
         if isinstance(error, UnsupportedError):
@@ -138,8 +141,7 @@ _PROC_FLAGS = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
 def bind_into(root: Path, bind: Bind) -> None:
     """Show `bind.source` at `bind.target` of the root. Raises: OSError, InvalidInputError."""
     target = _make_target(root, bind.target, is_dir=bind.source.is_dir())
-    namespaces.mount(bind.source, target, flags=MS_BIND | MS_REC)
     if bind.read_only:
-        # A bind takes its flags only when mounted again; those of the source are locked on.
-        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
-        namespaces.mount("none", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
+        namespaces.bind_read_only(bind.source, target)
+    else:
+        namespaces.mount(bind.source, target, flags=MS_BIND | MS_REC)

@@ -5,8 +5,10 @@ state. Everything here acts on the calling process.
 """
 
 import ctypes
+import errno
 import os
 import signal
+import struct
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +30,14 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
+# mount_setattr(2), Linux 5.12: one number on every architecture. AT_FDCWD and the flags of fcntl.h.
+_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MOUNT_ATTR_RDONLY = 1
+
 _PR_SET_PDEATHSIG = 1
+_PTRACE_TRACEME = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,6 +71,32 @@ def mount(
         options.encode("utf-8", "surrogateescape") or None,
     )
     _check(result, os.fsdecode(target))
+
+
+def bind_read_only(source: PathLike, target: PathLike) -> None:
+    """Show `source`, and what is mounted below it, at `target`: nothing of it can be written there.
+
+    Before Linux 5.12 what is mounted below it is left out. Raises: OSError naming the target.
+    """
+    mount(source, target, flags=MS_BIND | MS_REC)
+    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    result = _libc.syscall(
+        ctypes.c_long(_MOUNT_SETATTR),
+        ctypes.c_int(_AT_FDCWD),
+        os.fsencode(target),
+        ctypes.c_uint(_AT_RECURSIVE),
+        attributes,
+        ctypes.c_size_t(len(attributes)),
+    )
+    if result == 0:
+        return
+    if ctypes.get_errno() != errno.ENOSYS:
+        _check(result, os.fsdecode(target))
+    unmount(target)
+    mount(source, target, flags=MS_BIND)
+    # A bind takes its flags only when mounted again; those of the source are locked on.
+    kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
+    mount("none", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
 
 
 def unmount(target: PathLike) -> None:
@@ -98,3 +133,13 @@ def die_with_parent(parent: int) -> None:
     if os.getppid() not in (parent, 0):
         # It ended before we asked. (0: it is outside our PID namespace.)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_traced() -> None:
+    """Let the parent be told of each signal of this process, and of its becoming a program.
+
+    Raises: OSError where this machine allows no tracing.
+    """
+    # As its prototype has it: the parent, an address and data, none of which count here.
+    result = _libc.ptrace(ctypes.c_long(_PTRACE_TRACEME), ctypes.c_long(0), None, None)
+    _check(result, "ptrace")

@@ -1,145 +1,167 @@
-"""Running a container with runc: its configuration, and becoming it.
+"""Running a container with runc: making its bundle, becoming it, and saying why it did not start.
 
-`runtime_config` is pure. The rest acts in the child that `run` forked.
+What runc is told is in `runtime_config`. All but `Log` acts in the child that `run` forked.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
-from bootseer.errors import SetupFailedError, UnsupportedError, from_oserror
-from bootseer.prefetch import signals
-from bootseer.prefetch.container_root import Bind
-from bootseer.prefetch.process_spec import ProcessSpec
-from bootseer.rooted import resolve_in_root
+from bootseer.errors import BootseerError, SetupFailedError, UnsupportedError, from_oserror
+from bootseer.prefetch import namespaces, signals
+from bootseer.prefetch.child import try_in_child
+from bootseer.prefetch.container_root import Bind, bind_into, host_binds
+from bootseer.prefetch.process_spec import ProcessSpec, execute, take_identity
+from bootseer.prefetch.runtime_config import (
+    BOUND_SYSFS,
+    FRESH_SYSFS,
+    BoundPath,
+    Device,
+    runtime_config,
+)
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from bootseer.prefetch.container import Container
 
-# What docker gives by default.
-_CAPABILITIES = (
-    *("CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL"),
-    *("CAP_MKNOD", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID"),
-    *("CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT"),
-)
-_MASKED = (
-    "/proc/acpi",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/sched_debug",
-    "/proc/scsi",
-    "/sys/firmware",
-)
-_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _DELETE_S = 20
+_LOG_BYTES_MAX = 1 << 20
 
 
-def runtime_config(
-    spec: ProcessSpec, root: Path, binds: Sequence[Bind], *, terminal: bool, host_name: str
-) -> dict[str, Any]:
-    """config.json of the OCI runtime specification 1.0: host network, all else separate. Pure."""
-    return {
-        "ociVersion": "1.0.2",
-        "process": {
-            "terminal": terminal,
-            "user": {
-                "uid": spec.user.uid,
-                "gid": spec.user.gid,
-                "additionalGids": list(spec.user.groups),
-            },
-            "args": list(spec.arguments),
-            "env": [f"{name}={value}" for name, value in spec.environment.items()],
-            "cwd": spec.working_dir,
-            "capabilities": {
-                kind: list(_CAPABILITIES) for kind in ("bounding", "effective", "permitted")
-            },
-            "noNewPrivileges": False,
-        },
-        "root": {"path": str(root), "readonly": False},
-        "hostname": host_name,
-        "mounts": [
-            _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
-            _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=65536k"),
-            _mount("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", "gid=5"),
-            _mount("/dev/shm", "tmpfs", "shm", "nosuid", "noexec", "nodev", "mode=1777"),
-            _mount("/dev/mqueue", "mqueue", "mqueue", "nosuid", "noexec", "nodev"),
-            _mount("/sys", "bind", "/sys", "rbind", "nosuid", "noexec", "nodev", "ro"),
-            *(
-                _mount(
-                    bind.target, "bind", str(bind.source), "rbind", "ro" if bind.read_only else "rw"
-                )
-                for bind in binds
-            ),
-        ],
-        "linux": {
-            "namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount")],
-            "maskedPaths": list(_MASKED),
-            "readonlyPaths": list(_READ_ONLY),
-            "resources": {"devices": [{"allow": False, "access": "rwm"}]},
-        },
-    }
+class Log:
+    """What runc says of itself, in memory: the container's folder goes before it can be read."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("runc-log", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: "TracebackType | None",
+    ) -> None:
+        os.close(self._fd)
+
+    def raise_failure(self, program: str) -> None:
+        """Raises: SetupFailedError with 126 where runc could not start `program`."""
+        for line in os.pread(self._fd, _LOG_BYTES_MAX, 0).splitlines():
+            with contextlib.suppress(ValueError, AttributeError):
+                entry = json.loads(line)
+                if entry.get("level") not in ("error", "fatal"):
+                    continue
+                # Its last clause is the reason; the ones before say in which of its steps.
+                reason = str(entry.get("msg", "it did not say why")).strip()
+                if "exec" in reason:
+                    reason = reason.rpartition(": ")[2]
+                raise SetupFailedError(f"runc cannot run {program} of the image: {reason}", 126)
 
 
-def _mount(target: str, kind: str, source: str, *options: str) -> Mapping[str, Any]:
-    return {"destination": target, "type": kind, "source": source, "options": list(options)}
+def exec_runc(container: "Container", spec: ProcessSpec, log: Log) -> NoReturn:
+    """Build the root in a mount namespace and become `runc run` over it.
 
-
-def exec_runc(container: "Container", spec: ProcessSpec) -> NoReturn:
-    """Build the root in a mount namespace and become `runc run` over it."""
+    Raises: SetupFailedError with 126 or 127 where there is no such program; BootseerError.
+    """
     container.unshare()
     container.build(own_pids=False, furnished=False)
-    if not container.binds:  # what those show is not in the root yet
-        _check_program(container.root, spec)
+    try_in_child(lambda: _become_program(container, spec))
     state_dir = container.image.state_dir
-    hosts = [
-        Bind(Path(name).resolve(), name)
-        for name in ("/etc/resolv.conf", "/etc/hosts")
-        if Path(name).exists()
-    ]
-    config = runtime_config(
-        spec,
-        container.root,
-        [*hosts, *container.binds],
-        terminal=sys.stdin.isatty() and sys.stdout.isatty(),
-        host_name=state_dir.name[:12],
-    )
     runc = shutil.which("runc")
     if runc is None:
         raise UnsupportedError("runc is not installed; use --runtime chroot")
     try:
         bundle = state_dir / "bundle"
         bundle.mkdir(mode=0o700)
+        config = runtime_config(
+            spec,
+            str(container.root),
+            _bound_paths([*host_binds(), *container.binds], bundle),
+            terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+            host_name=state_dir.name[:12],
+            sysfs=_sysfs(bundle),
+        )
         (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
         signals.restore()
-        arguments = [runc, "--root", str(state_dir / "runc"), "run"]
-        arguments += ["--bundle", str(bundle), _name(state_dir)]
+        arguments = [runc, "--root", str(state_dir / "runc"), "--log", log.path]
+        arguments += ["--log-format", "json", "run", "--bundle", str(bundle), _name(state_dir)]
         os.execv(runc, arguments)
     except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
         raise from_oserror(error, f"run {runc}") from error
 
 
-def _check_program(root: Path, spec: ProcessSpec) -> None:
-    """runc exits with 1 for a program that is not there, which could be the program's own.
+def _bound_paths(binds: Sequence[Bind], bundle: Path) -> list[BoundPath]:
+    """What runc is to bind. Its "ro" leaves writable what is mounted below a bind's source, so it
+    gets read-only views, which lie in `bundle`. Raises: OSError."""
+    found = []
+    for number, bind in enumerate(binds):
+        source = bind.source
+        if bind.read_only:
+            view = bundle / f"bind-{number}"
+            if source.is_dir():
+                view.mkdir()
+            else:
+                view.touch()
+            namespaces.bind_read_only(source, view)
+            source = view
+        found.append(BoundPath(str(source), bind.target, bind.read_only, _device(bind.source)))
+    return found
 
-    Raises: SetupFailedError with 127 or 126, as shells have it.
+
+def _device(path: Path) -> Device | None:
+    status = path.stat()
+    if not (stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)):
+        return None
+    kind = "c" if stat.S_ISCHR(status.st_mode) else "b"
+    return Device(kind, os.major(status.st_rdev), os.minor(status.st_rdev))
+
+
+def _sysfs(bundle: Path) -> str:
+    """Whether the kernel makes a new sysfs here: not for a network of another user namespace, as
+    in a container that is itself in one. Raises: OSError."""
+    probe = bundle / "sysfs"
+    probe.mkdir()
+    try:
+        namespaces.mount("sysfs", probe, "sysfs", namespaces.MS_RDONLY)
+    except PermissionError:
+        return BOUND_SYSFS
+    namespaces.unmount(probe)
+    return FRESH_SYSFS
+
+
+def _become_program(container: "Container", spec: ProcessSpec) -> NoReturn:
+    """In a child, and not for long: what runc will do, which exits with 1 where it cannot. That
+    could be the program's own code.
+
+    Raises: as `execute`; BootseerError.
     """
-    name = spec.arguments[0]
-    folders = [""] if "/" in name else spec.environment.get("PATH", "").split(":")
-    found = [
-        resolve_in_root(root, os.path.join(spec.working_dir, folder, name)) for folder in folders
-    ]
-    files = [path for path in found if path.is_file()]
-    if not files:
-        raise SetupFailedError(f"the image has no command {name!r}", 127)
-    if not any(path.stat().st_mode & 0o111 for path in files):
-        raise SetupFailedError(f"{name} in the image is not executable", 126)
+    try:
+        if container.binds:
+            namespaces.unshare(namespaces.CLONE_NEWNS)
+            namespaces.make_private()
+            for bind in container.binds:
+                bind_into(container.root, bind)
+        os.chroot(container.root)
+        # As root, which need not be able to enter it.
+        os.chdir(spec.working_dir)
+        take_identity(spec.user)
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, f"look for {spec.arguments[0]} in the container") from error
+    execute(spec)
 
 
 def _name(state_dir: Path) -> str:

@@ -1,17 +1,19 @@
 """What runs in a container: arguments, environment, folder and user, as docker would derive them
 from an image's configuration.
 
-Pure, but for `resolve_user` and `find_program`, which look into the container's root.
+`resolve_user` looks into the container's root, `find_program` and what is below it acts in it; the
+rest is pure.
 """
 
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from msgspec import Struct
 
-from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.prefetch.records import ImageConfig
 from bootseer.rooted import resolve_in_root
 
@@ -131,27 +133,57 @@ def resolve_user(root: Path, text: str) -> User:
     return User(uid, gid, supplementary, home)
 
 
+def execute(spec: ProcessSpec) -> NoReturn:
+    """Replace this process by the program, in the current root and as the current user.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or cannot be
+    run.
+    """
+    program = find_program(spec)
+    try:
+        os.execve(program, spec.arguments, dict(spec.environment))
+    except OSError as error:
+        raise SetupFailedError(
+            f"cannot run {spec.arguments[0]} of the image: {error.strerror}", 126
+        ) from error
+
+
+def take_identity(user: User) -> None:
+    """Become `user`; as root. Raises: OSError."""
+    if (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
+        os.setgroups(user.groups)
+        os.setgid(user.gid)
+        os.setuid(user.uid)
+
+
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32 - 1:
         raise InvalidInputError(f"{text!r} in the image is no user or group number")
     return int(text)
 
 
-def find_program(name: str, path: str, working_dir: str) -> str:
-    """Where execvp would find `name`, in the current root.
+def find_program(spec: ProcessSpec) -> str:
+    """Where execvp would find the program, in the current root and as the current user.
 
-    Raises: NotFoundError, PermissionDeniedError.
+    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or may not be
+    run.
     """
+    name, path = spec.arguments[0], spec.environment.get("PATH", "")
     candidates = [name]
     if "/" not in name:
         candidates = [f"{folder or '.'}/{name}" for folder in path.split(":")]
     refused = False
     for candidate in candidates:
-        full = os.path.join(working_dir, candidate)
-        if os.path.isfile(full):
-            if os.access(full, os.X_OK):
+        full = os.path.join(spec.working_dir, candidate)
+        try:
+            if stat.S_ISREG(os.stat(full).st_mode) and os.access(full, os.X_OK):
                 return full
             refused = True
+        except PermissionError:
+            refused = True
+        except OSError:
+            continue
     if refused:
-        raise PermissionDeniedError(f"{name} in the image is not executable")
-    raise NotFoundError(f"the image has no command {name!r} in {path}")
+        raise SetupFailedError(f"user {os.geteuid()} may not execute {name} in the image", 126)
+    where = "" if "/" in name else f" in {path}"
+    raise SetupFailedError(f"the image has no command {name!r}{where}", 127)

@@ -1,43 +1,58 @@
 """Running a command in an image: `bootseer image run`.
 
-Two runtimes over the same root (`container`): runc where it is installed, with its isolation, or
-namespaces and a new root made here ("chroot"): own files, processes, host name and IPC; network,
-devices and privileges are the host's. Main thread only; forks.
+Two runtimes over the same root (`container`): runc where it is installed, which isolates
+(`runtime_config`), or namespaces and a new root made here ("chroot"), which do not: files,
+processes, host name and IPC are the container's own; network, devices and privileges the host's.
+Main thread only; forks.
 """
 
-import json
+import logging
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.prefetch import namespaces, signals
+from bootseer.prefetch.child import run_in_child
 from bootseer.prefetch.container import Container, become, prepare_container
 from bootseer.prefetch.mount_state import wait_released
-from bootseer.prefetch.oci_runtime import exec_runc
+from bootseer.prefetch.oci_runtime import Log, exec_runc
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
-from bootseer.reported import error_from_json, error_to_json
 
 RUNTIMES = ("auto", "runc", "chroot")
 _SERVER_END_S = 15.0
-_REPORT_BYTES_MAX = 1 << 16
+
+_log = logging.getLogger(__name__)
 
 
 def choose_runtime(wanted: str) -> str:
-    """ "runc" or "chroot". Raises: InvalidInputError, UnsupportedError."""
+    """ "runc" or "chroot"; with a warning where "auto" finds no better one.
+
+    Raises: InvalidInputError, UnsupportedError.
+    """
     if wanted not in RUNTIMES:
         raise InvalidInputError(f"runtime is {wanted!r}; use one of {', '.join(RUNTIMES)}")
     usable = os.geteuid() == 0 and shutil.which("runc") is not None
     if wanted == "runc" and not usable:
         raise UnsupportedError("the runtime runc must be installed, and needs root; use chroot")
-    if wanted == "auto":
-        return "runc" if usable and os.access("/sys/fs/cgroup", os.W_OK) else "chroot"
-    return wanted
+    if wanted != "auto":
+        return wanted
+    if not usable:
+        lacking = "runc is not installed" if os.geteuid() == 0 else "runc needs root"
+    elif not os.access("/sys/fs/cgroup", os.W_OK):
+        lacking = "runc needs /sys/fs/cgroup, which cannot be written here"
+    else:
+        return "runc"
+    _log.warning(
+        "%s: the command runs without isolation, with this host's network, devices and privileges; "
+        "--runtime chroot asks for that, --runtime runc refuses it",
+        lacking,
+    )
+    return "chroot"
 
 
 def run_image(
@@ -67,49 +82,17 @@ def run_image(
     try:
         spec = container.spec(command, variables, user)
         if chosen == "runc":
-            return _fork(lambda: exec_runc(container, spec))
-        return _fork(lambda: _namespaced(container, command, variables, user))
+            with Log() as log:
+                code = run_in_child(lambda: exec_runc(container, spec, log))
+                if code:
+                    log.raise_failure(spec.arguments[0])
+                return code
+        return run_in_child(lambda: _namespaced(container, command, variables, user))
     finally:
         if container.image.state_dir.exists():
             container.close()
             # The namespace is gone: the server notices, and takes its folders with it.
             wait_released(container.image.state_dir, _SERVER_END_S)
-
-
-def _fork(child: Callable[[], int]) -> int:
-    """Run `child` in a process; its exit code. Raises what it raised before it was under way."""
-    parent = os.getpid()
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    signals.block()
-    try:
-        pid = os.fork()
-        if not pid:
-            os.close(read_fd)
-            _child(child, parent, write_fd)
-        os.close(write_fd)
-        code = signals.forward_until_exit(pid)
-        with os.fdopen(read_fd, "rb") as pipe:
-            report = pipe.read(_REPORT_BYTES_MAX)
-        if report:
-            raise error_from_json(json.loads(report))
-        return code
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _child(work: Callable[[], int], parent: int, report_fd: int) -> None:
-    """Never returns."""
-    code = 1
-    try:
-        namespaces.die_with_parent(parent)
-        code = work()
-    except BaseException as error:
-        os.write(report_fd, json.dumps(error_to_json(error, "the run")).encode())
-    finally:
-        os._exit(code)
 
 
 def _namespaced(
@@ -134,6 +117,6 @@ def _namespaced(
             signals.restore()
             become(spec, rootless=container.rootless)
 
-        return _fork(program)
+        return run_in_child(program)
 
-    return _fork(first_process)
+    return run_in_child(first_process)

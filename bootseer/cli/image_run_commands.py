@@ -142,14 +142,15 @@ def unmount(directory: Path, timeout_s: float) -> None:
     "--runtime",
     type=click.Choice(("auto", "runc", "chroot")),
     default="auto",
-    help="runc isolates; chroot has the host's network, devices and privileges.",
+    help="runc isolates all but the network; chroot has the host's network, devices and "
+    "privileges. By default runc, where root finds it installed.",
 )
 @click.option(
     "--bind",
     "binds",
     multiple=True,
     metavar="SRC:DST[:ro]",
-    help="Show a path of this host in the image.",
+    help="Show a path of this host in the image. A device node that is named may be used.",
 )
 @click.option(
     "--env",
@@ -181,7 +182,7 @@ def run(
     """Run CMD (default: the image's own command) in the image REF, an indexed one or its source.
 
     The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
-    is the command's own; 126 and 127 where it cannot be started.
+    is the command's own; 127 where there is no such command, 126 where it cannot be run.
     """
     from bootseer.prefetch.server_process import begin_server
 

@@ -113,15 +113,35 @@ def test_no_folder_waits_for_an_image_that_is_still_being_pulled(node: Node) -> 
     assert list(mounts_dir(node.settings).glob("*")) == before
 
 
-def test_a_command_that_cannot_be_started(node: Node) -> None:
-    missing = node.run("--runtime", "chroot", "py:1", "--", "no-such-program")
+def test_a_command_that_cannot_be_started(node: Node, runtime: str, tmp_path: Path) -> None:
+    missing = node.run("--runtime", runtime, "py:1", "--", "no-such-program")
     assert missing.returncode == 127
     assert "no-such-program" in missing.stderr
-    refused = node.run("--runtime", "chroot", "py:1", "--", "/etc/passwd")
+    refused = node.run("--runtime", runtime, "py:1", "--", "/etc/passwd")
     assert refused.returncode == 126
-    empty = node.run("--runtime", "chroot", "py:1")
+    empty = node.run("--runtime", runtime, "py:1")
     assert empty.returncode == 2
     assert "--" in empty.stderr
+    (tmp_path / "script").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "script").chmod(0o755)
+    (tmp_path / "other-machine").write_bytes(b"\x7fELF" + bytes(100))
+    (tmp_path / "other-machine").chmod(0o755)
+    (tmp_path / "for-root").write_text("#!/bin/sh\n")
+    (tmp_path / "for-root").chmod(0o700)
+    for program, options, code in (
+        ("no-such-program", (), 127),
+        ("script", (), 126),
+        ("other-machine", (), 126),
+        ("for-root", ("--user", "worker"), 126),
+        ("", (), 126),
+    ):
+        bind = ("--bind", f"{tmp_path}:/programs", *options)
+        done = node.run("--runtime", runtime, *bind, "py:1", "--", f"/programs/{program}")
+        assert done.returncode == code, (program, done.stderr)
+        # One sentence of ours, and nothing of runc's log.
+        (line,) = done.stderr.splitlines()
+        assert f"/programs/{program}" in line
+        assert "level=" not in line
 
 
 def test_environment_user_and_folder(node: Node, runtime: str) -> None:

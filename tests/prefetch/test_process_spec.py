@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
 from bootseer.prefetch.container_root import Bind, parse_bind
-from bootseer.prefetch.oci_runtime import runtime_config
 from bootseer.prefetch.process_spec import (
     DEFAULT_PATH,
     ProcessSpec,
@@ -19,6 +18,7 @@ from bootseer.prefetch.process_spec import (
     resolve_user,
 )
 from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.runtime_config import BOUND_SYSFS, BoundPath, runtime_config
 
 
 def config(**changes: object) -> ImageConfig:
@@ -128,20 +128,26 @@ def test_programs_are_found_as_execvp_finds_them(tmp_path: Path) -> None:
     (tmp_path / "a/tool").write_text("")
     (tmp_path / "a/tool").chmod(0o644)
     path = f"{tmp_path}/a:{tmp_path}/b"
-    with pytest.raises(PermissionDeniedError, match="not executable"):
-        find_program("tool", path, "/")
+
+    def found(name: str, folder: str = "/") -> str:
+        return find_program(ProcessSpec((name,), {"PATH": path}, folder, User(0, 0, (), "/")))
+
+    with pytest.raises(SetupFailedError, match="not executable") as refused:
+        found("tool")
+    assert refused.value.exit_code == 126
     (tmp_path / "b/tool").write_text("")
     (tmp_path / "b/tool").chmod(0o755)
-    assert find_program("tool", path, "/") == f"{tmp_path}/b/tool"
-    assert find_program("b/tool", path, str(tmp_path)) == f"{tmp_path}/b/tool"
-    with pytest.raises(NotFoundError, match="no command"):
-        find_program("other", path, "/")
+    assert found("tool") == f"{tmp_path}/b/tool"
+    assert found("b/tool", str(tmp_path)) == f"{tmp_path}/b/tool"
+    with pytest.raises(SetupFailedError, match="no command") as missing:
+        found("other")
+    assert missing.value.exit_code == 127
 
 
 def test_runtime_configuration() -> None:
     spec = ProcessSpec(("x", "y"), {"A": "1"}, "/w", User(5, 6, (7,), "/"))
     found = runtime_config(
-        spec, Path("/r"), [Bind(Path("/s"), "/t", True)], terminal=True, host_name="h"
+        spec, "/r", [BoundPath("/s", "/t", True)], terminal=True, host_name="h", sysfs=BOUND_SYSFS
     )
     assert found["process"]["args"] == ["x", "y"]
     assert found["process"]["env"] == ["A=1"]
@@ -150,8 +156,11 @@ def test_runtime_configuration() -> None:
         "destination": "/t",
         "type": "bind",
         "source": "/s",
-        "options": ["rbind", "ro"],
+        "options": ["rbind", "rprivate", "ro"],
     }
+    # Not recursively: what the host has mounted below its /sys, such as cgroups, could be written.
+    (system,) = [one for one in found["mounts"] if one["destination"] == "/sys"]
+    assert system["options"] == ["bind", "nosuid", "noexec", "nodev", "ro"]
     kinds = [namespace["type"] for namespace in found["linux"]["namespaces"]]
     assert "network" not in kinds
     assert "pid" in kinds
