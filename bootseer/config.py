@@ -41,8 +41,11 @@ class Settings(Struct, frozen=True):
     """Where each start's timeline is written."""
     job: str
     """The job's name: the same on every node and at every attempt."""
+    submission: str
+    """Tells two submissions of one job apart: the scheduler's id, the same on every node; empty
+    where nothing says it."""
     attempt: int
-    """Which start of the job this is, from 0."""
+    """Which start of the submission this is, from 0."""
     node: str
     rank: int
     workload: str
@@ -106,6 +109,15 @@ def parse_name(text: str) -> str:
     return text
 
 
+def _as_name(text: str) -> str:
+    """What a scheduler calls something, as `parse_name` wants it; may be empty. Pure."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
+
+
+def _name_or_none(text: str) -> str:
+    return "" if text == "none" else parse_name(text)
+
+
 def _count(text: str) -> int:
     try:
         value = int(text)
@@ -157,6 +169,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "run_dir": _path,
     "timeline_dir": _path,
     "job": parse_name,
+    "submission": _name_or_none,
     "attempt": _count,
     "node": parse_name,
     "rank": _count,
@@ -191,6 +204,23 @@ def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """The first of these variables that says something; empty where none does. Pure."""
+    return next(filter(None, map(environ.get, names)), "")
+
+
+def _submission(environ: Mapping[str, str]) -> str:
+    """The scheduler's id of this submission, the same on all of its nodes. Pure.
+
+    Each task of an array is a submission, as is a heterogeneous job with all its components.
+    (torchrun's id is "none" where nobody gave one.)
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if task:
+        return f"{_first(environ, 'SLURM_ARRAY_JOB_ID', 'SLURM_JOB_ID')}_{task}"
+    return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+
 def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
     home = Path(environ.get("HOME") or "/")
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
@@ -201,16 +231,16 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
         run = runtime / "bootseer"
     else:
         run = Path("/run/bootseer") if os.geteuid() == 0 else cache / "run"
-    node = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "node"
     return {
         "store_url": (data / "store").as_uri(),
         "cache_dir": str(cache),
         "run_dir": str(run),
         "timeline_dir": str(state / "timeline"),
-        "job": environ.get("SLURM_JOB_NAME") or environ.get("JOB_NAME") or "default",
-        "attempt": environ.get("SLURM_RESTART_COUNT") or "0",
-        "node": node,
-        "rank": environ.get("RANK") or environ.get("SLURM_PROCID") or "0",
+        "job": _as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
+        "submission": _as_name(_submission(environ)) or "none",
+        "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
+        "node": _as_name(socket.gethostname()) or "node",
+        "rank": _first(environ, "RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") or "0",
         "workload": "default",
         "deadline_s": "60",
         "cache_limit_bytes": "100GB",

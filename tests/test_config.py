@@ -59,6 +59,36 @@ def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
         load_config({}, {"HOME": str(tmp_path), "BOOTSEER_CONFIG": str(file)})
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("", 0, 0)),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"}, ("7", 2, 3)),
+        (
+            {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"},
+            ("7_0", 0, 0),
+        ),
+        ({"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, ("7", 0, 0)),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, ("", 1, 0)),
+        ({"TORCHELASTIC_RUN_ID": "run/of me", "RANK": "5"}, ("run-of-me", 0, 5)),
+        ({"JOB_COMPLETION_INDEX": "4", "BOOTSEER_SUBMISSION": "0b-1"}, ("0b-1", 0, 4)),
+        ({"SLURM_JOB_ID": "7", "BOOTSEER_ATTEMPT": "0", "SLURM_RESTART_COUNT": "3"}, ("7", 0, 0)),
+    ],
+)
+def test_the_scheduler_says_which_start_it_is(
+    environ: dict[str, str], expected: tuple[str, int, int]
+) -> None:
+    settings = load_config(
+        {}, {"HOME": "/home/u", "BOOTSEER_CONFIG": "/dev/null", **environ}
+    ).settings
+    assert (settings.submission, settings.attempt, settings.rank) == expected
+
+
+def test_a_scheduler_s_name_that_cannot_be_a_file_s_is_made_one() -> None:
+    environ = {"HOME": "/home/u", "BOOTSEER_CONFIG": "/dev/null", "SLURM_JOB_NAME": "../my job"}
+    assert load_config({}, environ).settings.job == "my-job"
+
+
 def test_variables_have_short_names() -> None:
     assert variable_of("store_url") == "BOOTSEER_STORE"
     assert variable_of("deadline_s") == "BOOTSEER_DEADLINE"

@@ -22,6 +22,7 @@ def show(source: SettingsSource, as_json: bool) -> None:
     values = asdict(loaded.settings)
     # Its user name and password are for the store, not for whoever reads this in a ticket.
     values["store_url"] = redact(loaded.settings.store_url)
+    values["submission"] = loaded.settings.submission or "none"
     values["metrics_dir"] = loaded.settings.metrics_dir or "off"
     values["auto_index"] = "on" if loaded.settings.auto_index else "off"
     if as_json:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from bootseer.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_UNIT = re.compile(r"( s|/s|%|^(bytes|size|files|nodes|ratio|moved|first|second|share|count))$")
+_UNIT = re.compile(
+    r"( s|/s|%|^(bytes|size|files|nodes|ranks|ratio|moved|first|second|share|count))$"
+)
 
 
 class SettingsSource(Struct, dict=True):
@@ -40,10 +42,15 @@ class SettingsSource(Struct, dict=True):
         return load_config(self.flags)
 
 
+def current_config() -> Config:
+    """The settings of the command that is running, and where each came from."""
+    source = click.get_current_context().find_object(SettingsSource)
+    return (source or SettingsSource({})).config
+
+
 def current_settings() -> Settings:
     """The settings of the command that is running."""
-    source = click.get_current_context().find_object(SettingsSource)
-    return (source or SettingsSource({})).config.settings
+    return current_config().settings
 
 
 def open_current_store() -> "Store":

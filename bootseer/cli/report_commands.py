@@ -6,12 +6,18 @@ from typing import Any
 
 import click
 
-from bootseer.cli.output import current_settings, emit_json, emit_table, human_bytes, json_option
+from bootseer.cli.output import current_config, emit_json, emit_table, human_bytes, json_option
 from bootseer.errors import NotFoundError, from_oserror
 from bootseer.report.breakdown import Breakdown, StageRow, break_down
 from bootseer.report.chrome_trace import to_chrome_trace
 from bootseer.report.files import read_start
 from bootseer.structs import asdict
+
+_COLUMNS = (
+    *("stage", "nodes", "ranks", "begins s", "median s", "max s", "ratio", "slowest", "moved"),
+    "notes",
+)
+_NAMED_MAX = 5
 
 
 def _seconds(value: float | None) -> str:
@@ -21,16 +27,19 @@ def _seconds(value: float | None) -> str:
 def _cells(row: StageRow) -> tuple[object, ...]:
     ratio = row.max_over_median
     notes = list(row.notes)
-    if row.open_count:
-        notes.insert(0, f"open on {row.open_count}")
+    if row.open_on:
+        names = ", ".join(row.open_on[:_NAMED_MAX])
+        more = len(row.open_on) - _NAMED_MAX
+        notes.insert(0, f"open on {names}" + (f" and {more} more" if more > 0 else ""))
     return (
         row.name,
         row.node_count,
+        row.rank_count,
         _seconds(row.begins_s),
         _seconds(row.median_s),
         _seconds(row.max_s),
         "" if ratio is None else f"{ratio:.2f}",
-        row.slowest_node if row.node_count > 1 else "",
+        row.slowest_node if row.rank_count > 1 else "",
         human_bytes(row.bytes_moved) if row.bytes_moved else "",
         "; ".join(notes),
     )
@@ -38,16 +47,28 @@ def _cells(row: StageRow) -> tuple[object, ...]:
 
 def _as_json(breakdown: Breakdown) -> dict[str, Any]:
     result = asdict(breakdown)
-    for row, encoded in zip(breakdown.stages, result["stages"], strict=True):
+    rows = [(row, result["stages"][number]) for number, row in enumerate(breakdown.stages)]
+    rows += [(row, result[key]) for key in ("total", "ready") if (row := getattr(breakdown, key))]
+    for row, encoded in rows:
         encoded["max_over_median"] = row.max_over_median
-    if breakdown.total is not None:
-        result["total"]["max_over_median"] = breakdown.total.max_over_median
     return result
+
+
+def _title(breakdown: Breakdown) -> str:
+    parts = [f"job {breakdown.job}"]
+    parts += [f"submission {breakdown.submission}"] if breakdown.submission else []
+    parts += [f"attempt {breakdown.attempt}", f"{breakdown.node_count} node(s)"]
+    if breakdown.rank_count > breakdown.node_count:
+        parts.append(f"{breakdown.rank_count} ranks")
+    if breakdown.restart_count:
+        parts.append(f"workers restarted {breakdown.restart_count} time(s) since: not shown")
+    return ", ".join(parts)
 
 
 @click.command(epilog="Example: bootseer report llama-70b --json")
 @click.argument("job", required=False)
 @click.option("--attempt", "wanted", type=click.IntRange(min=0), help="Which start; default: last.")
+@click.option("--submission", metavar="ID", help="Which submission; default: last.")
 @click.option(
     "--trace",
     "trace_file",
@@ -55,14 +76,24 @@ def _as_json(breakdown: Breakdown) -> dict[str, Any]:
     help="Also write a Chrome trace, to open in Perfetto.",
 )
 @json_option
-def report(job: str | None, wanted: int | None, trace_file: Path | None, as_json: bool) -> None:
+def report(
+    job: str | None,
+    wanted: int | None,
+    submission: str | None,
+    trace_file: Path | None,
+    as_json: bool,
+) -> None:
     """Print the stages of the last start of JOB (default: the configured job) as a table.
 
-    A stage that is "open" has begun and never ended: it hangs, or its process was killed.
+    A stage that is "open" has begun and never ended: it hangs, or its process was killed. Times
+    count from the start of the same node.
     """
-    settings = current_settings()
+    config = current_config()
+    settings = config.settings
     job = job or settings.job
-    stages = read_start(settings.timeline_dir, job, wanted)
+    if wanted is None and config.sources["attempt"] == "flag":
+        wanted = settings.attempt
+    stages = read_start(settings.timeline_dir, job, wanted, submission)
     breakdown = break_down(stages)
     if breakdown is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
@@ -77,8 +108,6 @@ def report(job: str | None, wanted: int | None, trace_file: Path | None, as_json
     rows = [_cells(row) for row in breakdown.stages]
     if breakdown.total is not None:
         rows.append(_cells(breakdown.total))
-    emit_table(
-        ("stage", "nodes", "begins s", "median s", "max s", "ratio", "slowest", "moved", "notes"),
-        rows,
-        title=f"job {breakdown.job}, attempt {breakdown.attempt}, {breakdown.node_count} node(s)",
-    )
+    if breakdown.ready is not None:
+        rows.append(("until ready", *_cells(breakdown.ready)[1:]))
+    emit_table(_COLUMNS, rows, title=_title(breakdown))

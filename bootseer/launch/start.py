@@ -23,8 +23,8 @@ from bootseer.config import Settings
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
-from bootseer.report.breakdown import START
 from bootseer.scripts import execute
+from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class _Start:
         timeline = Timeline.start(
             settings.timeline_dir,
             job=settings.job,
+            submission=settings.submission,
             attempt=settings.attempt,
             node=settings.node,
             rank=settings.rank,
@@ -197,6 +198,7 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
         **({FILE_VARIABLE: str(timeline.path)} if timeline.is_written else {}),
         "TRACEPARENT": start.traceparent,
         "BOOTSEER_JOB": settings.job,
+        **({"BOOTSEER_SUBMISSION": settings.submission} if settings.submission else {}),
         "BOOTSEER_ATTEMPT": str(settings.attempt),
         "BOOTSEER_NODE": settings.node,
         "BOOTSEER_RANK": str(settings.rank),

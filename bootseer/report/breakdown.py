@@ -1,14 +1,14 @@
-"""The breakdown of one start over all its nodes. Pure (no I/O)."""
+"""The breakdown of one start over all its nodes. Pure (no I/O).
+
+Times count from the first stage of the same node, by that node's clock: clocks of nodes differ.
+"""
 
 import statistics
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from bootseer.timeline.otlp import Stage
-
-# The span that covers a whole start on one node; its children are the stages.
-START = "start"
+from bootseer.timeline.otlp import READY, START, Stage
 
 
 class StageRow(Struct, frozen=True):
@@ -16,14 +16,19 @@ class StageRow(Struct, frozen=True):
 
     name: str
     node_count: int
+    rank_count: int
+    """Processes that have the stage: a launcher's one per node, or all the training processes."""
     open_count: int
-    """Nodes on which the stage began and never ended."""
+    """Ranks on which the stage began and never ended."""
+    open_on: tuple[str, ...]
+    """Those, as NODE/RANK."""
     failed_count: int
     begins_s: float
     """Median offset from the node's own start."""
     median_s: float | None
     max_s: float | None
     slowest_node: str | None
+    """As NODE/RANK."""
     bytes_moved: int
     """Sum of `bootseer.bytes` over the nodes."""
     notes: tuple[str, ...]
@@ -31,8 +36,8 @@ class StageRow(Struct, frozen=True):
 
     @property
     def max_over_median(self) -> float | None:
-        """Straggler ratio; None with fewer than two finished nodes."""
-        if self.median_s is None or self.max_s is None or self.node_count - self.open_count < 2:
+        """Straggler ratio; None with fewer than two finished ranks."""
+        if self.median_s is None or self.max_s is None or self.rank_count - self.open_count < 2:
             return None
         return self.max_s / self.median_s if self.median_s > 0 else None
 
@@ -41,15 +46,31 @@ class Breakdown(Struct, frozen=True):
     """One start: its stages in the order in which they began, and the whole."""
 
     job: str
+    submission: str
     attempt: int
     trace_id: str
     node_count: int
+    rank_count: int
+    """Of the stage that most have: a launcher is counted by its node, not by its workers."""
+    restart_count: int
+    """How often workers were started again in place since; their later stages are left out."""
     total: StageRow | None
+    """Until the command started."""
+    ready: StageRow | None
+    """Until the training code said that it is ready; None where it did not."""
     stages: tuple[StageRow, ...]
 
 
-def _node(stage: Stage) -> str:
-    return f"{stage.resource.get('host.name', '?')}/{stage.resource.get('bootseer.rank', 0)}"
+def _host(stage: Stage) -> str:
+    return str(stage.resource.get("host.name", "?"))
+
+
+def _rank(stage: Stage) -> str:
+    return f"{_host(stage)}/{stage.resource.get('bootseer.rank', 0)}"
+
+
+def _restart(stage: Stage) -> int:
+    return int(stage.resource.get("bootseer.restart", 0))
 
 
 def _row(name: str, stages: Sequence[Stage], origin_ns: dict[str, int]) -> StageRow:
@@ -61,17 +82,20 @@ def _row(name: str, stages: Sequence[Stage], origin_ns: dict[str, int]) -> Stage
         for note in (str(fallback) if fallback else "", stage.message):
             if note:
                 notes[note] = None
+    still_open = [_rank(stage) for stage in stages if stage.end_ns is None]
     return StageRow(
         name=name,
-        node_count=len({_node(stage) for stage in stages}),
-        open_count=len(stages) - len(finished),
+        node_count=len({_host(stage) for stage in stages}),
+        rank_count=len({_rank(stage) for stage in stages}),
+        open_count=len(still_open),
+        open_on=tuple(dict.fromkeys(still_open)),
         failed_count=sum(stage.failed for stage in stages),
         begins_s=statistics.median(
-            (stage.start_ns - origin_ns.get(_node(stage), stage.start_ns)) / 1e9 for stage in stages
+            (stage.start_ns - origin_ns[_host(stage)]) / 1e9 for stage in stages
         ),
         median_s=statistics.median(ns for ns, _ in finished) / 1e9 if finished else None,
         max_s=slowest[0] / 1e9 if slowest else None,
-        slowest_node=_node(slowest[1]) if slowest else None,
+        slowest_node=_rank(slowest[1]) if slowest else None,
         bytes_moved=sum(int(stage.attributes.get("bootseer.bytes", 0)) for stage in stages),
         notes=tuple(notes),
     )
@@ -82,19 +106,33 @@ def break_down(stages: Iterable[Stage]) -> Breakdown | None:
     everything = sorted(stages, key=lambda stage: stage.start_ns)
     if not everything:
         return None
-    origin_ns: dict[str, int] = {}
+    origins: dict[str, Stage] = {}
     for stage in everything:
-        origin_ns.setdefault(_node(stage), stage.start_ns)
+        origins.setdefault(_host(stage), stage)
+    origin_ns = {host: stage.start_ns for host, stage in origins.items()}
+    restarts = [_restart(stage) - _restart(origins[_host(stage)]) for stage in everything]
     by_name: dict[str, list[Stage]] = {}
-    for stage in everything:
-        by_name.setdefault(stage.name, []).append(stage)
+    for stage, restart in zip(everything, restarts, strict=True):
+        if restart <= 0:
+            by_name.setdefault(stage.name, []).append(stage)
+    # It says when, not how long: what is asked is how long that took.
+    ready = [
+        stage._replace(start_ns=origin_ns[_host(stage)], end_ns=stage.start_ns)
+        for stage in by_name.pop(READY, ())
+    ]
     rows = {name: _row(name, found, origin_ns) for name, found in by_name.items()}
+    total = rows.pop(START, None)
+    ready_row = _row(READY, ready, origin_ns) if ready else None
     first = everything[0]
     return Breakdown(
         job=str(first.resource.get("bootseer.job", "")),
+        submission=str(first.resource.get("bootseer.submission", "")),
         attempt=int(first.resource.get("bootseer.attempt", 0)),
         trace_id=first.trace_id,
-        node_count=len(origin_ns),
-        total=rows.pop(START, None),
+        node_count=len(origins),
+        rank_count=max(row.rank_count for row in [*rows.values(), total, ready_row] if row),
+        restart_count=max(restarts),
+        total=total,
+        ready=ready_row,
         stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
     )

@@ -18,6 +18,8 @@ Value: TypeAlias = str | int | float | bool
 # Longer values (a command line, an error) are cut: the timeline is no place for payload.
 _MAX_TEXT = 1000
 START_EVENT = "bootseer.stage.start"
+# The stage that covers a whole start on one node, and the one that says that a rank trains now.
+START, READY = "start", "ready"
 _SEVERITY_INFO = 9
 _STATUS_OK = 1
 _STATUS_ERROR = 2
@@ -42,9 +44,10 @@ class Stage(NamedTuple):
     resource: Mapping[str, Value] = _NOTHING
 
 
-def trace_id_of(job: str, attempt: int) -> str:
-    """The same 16 bytes (hex) on every node of a start, without anybody talking."""
-    return hashlib.sha256(f"bootseer\0{job}\0{attempt}".encode()).hexdigest()[:32]
+def trace_id_of(job: str, attempt: int, submission: str = "") -> str:
+    """The same 16 bytes (hex) on every node of a start, without anybody talking. Pure."""
+    parts = ["bootseer", job, str(attempt), *filter(None, [submission])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def parse_traceparent(text: str) -> tuple[str, str] | None:

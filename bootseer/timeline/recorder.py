@@ -19,6 +19,7 @@ from typing import Self
 from bootseer.private import make_private_directory
 from bootseer.redact import redact
 from bootseer.timeline.otlp import (
+    READY,
     Stage,
     Value,
     encode_end,
@@ -30,6 +31,8 @@ from bootseer.timeline.otlp import (
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "BOOTSEER_TIMELINE"
 READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
+# torchrun starts failed workers again in place: in a timeline that was begun before.
+_RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 class Span:
@@ -92,24 +95,20 @@ class Timeline:
         self._warned = False
 
     @classmethod
-    def start(cls, directory: Path, *, job: str, attempt: int, node: str, rank: int) -> "Timeline":
+    def start(
+        cls, directory: Path, *, job: str, submission: str, attempt: int, node: str, rank: int
+    ) -> "Timeline":
         """A new file for one start of `job` on this node, private to the user.
 
-        A `TRACEPARENT` in the environment wins over the trace id derived from job and attempt.
+        A `TRACEPARENT` in the environment wins over the trace id derived from job, submission and
+        attempt.
         """
         outer = parse_traceparent(os.environ.get("TRACEPARENT", ""))
-        trace_id, parent_id = outer or (trace_id_of(job, attempt), "")
-        resource: dict[str, Value] = {
-            "service.name": "bootseer",
-            "bootseer.job": job,
-            "bootseer.attempt": attempt,
-            "host.name": node,
-            "bootseer.rank": rank,
-            "bootseer.boot_id": _boot_id(),
-        }
+        trace_id, parent_id = outer or (trace_id_of(job, attempt, submission), "")
+        resource = _resource(job, submission, attempt, node, rank)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         name = f"{stamp}-{os.getpid()}-{node}-{rank}.jsonl"
-        path = directory / job / str(attempt) / name
+        path = directory / job / str(attempt) / submission / name
         timeline = cls(path, trace_id=trace_id, parent_id=parent_id, resource=resource)
         try:
             make_private_directory(path.parent)
@@ -175,11 +174,26 @@ def _boot_id() -> str:
         return ""
 
 
-def _number(variable: str) -> int:
-    try:
-        return int(os.environ.get(variable) or 0)
-    except ValueError:
-        return 0
+def _number(*variables: str) -> int:
+    """The number that the first of these variables has which is set; 0 where that is none."""
+    text = next((os.environ[name] for name in variables if os.environ.get(name)), "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> dict[str, Value]:
+    resource: dict[str, Value] = {
+        "service.name": "bootseer",
+        "bootseer.job": job,
+        "bootseer.attempt": attempt,
+        "host.name": node,
+        "bootseer.rank": rank,
+        "bootseer.boot_id": _boot_id(),
+    }
+    if submission:
+        resource["bootseer.submission"] = submission
+    if os.environ.get(_RESTART_VARIABLE):
+        resource["bootseer.restart"] = _number(_RESTART_VARIABLE)
+    return resource
 
 
 _inherited: tuple[str, Timeline] | None = None
@@ -192,17 +206,15 @@ def current() -> Timeline | None:
     if not name:
         return None
     if _inherited is None or _inherited[0] != name:
+        job = os.environ.get("BOOTSEER_JOB", "default")
+        submission = os.environ.get("BOOTSEER_SUBMISSION", "")
+        attempt = _number("BOOTSEER_ATTEMPT")
+        node = os.environ.get("BOOTSEER_NODE") or socket.gethostname()
+        resource = _resource(job, submission, attempt, node, _number("RANK", "BOOTSEER_RANK"))
         trace_id, parent_id = parse_traceparent(os.environ.get("TRACEPARENT", "")) or (
-            trace_id_of(os.environ.get("BOOTSEER_JOB", "default"), 0),
+            trace_id_of(job, attempt, submission),
             "",
         )
-        resource: dict[str, Value] = {
-            "service.name": "bootseer",
-            "bootseer.job": os.environ.get("BOOTSEER_JOB", "default"),
-            "bootseer.attempt": _number("BOOTSEER_ATTEMPT"),
-            "host.name": os.environ.get("BOOTSEER_NODE") or socket.gethostname(),
-            "bootseer.rank": _number("RANK") or _number("BOOTSEER_RANK"),
-        }
         timeline = Timeline(Path(name), trace_id=trace_id, parent_id=parent_id, resource=resource)
         _inherited = (name, timeline)
     return _inherited[1]
@@ -227,7 +239,7 @@ def ready() -> None:
     """
     timeline = current()
     if timeline is not None:
-        timeline.span("ready").end()
+        timeline.span(READY).end()
     for name in filter(None, os.environ.get(READY_VARIABLE, "").split(",")):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer:

@@ -17,7 +17,7 @@ from bootseer.timeline import Timeline, otlp
 
 
 def _start(directory: Path) -> Timeline:
-    return Timeline.start(directory, job="train", attempt=2, node="n1", rank=3)
+    return Timeline.start(directory, job="train", submission="", attempt=2, node="n1", rank=3)
 
 
 def test_a_stage_is_on_disk_from_its_start(tmp_path: Path) -> None:
@@ -48,6 +48,9 @@ def test_a_failed_stage_says_why(tmp_path: Path) -> None:
 def test_nodes_agree_on_the_trace_without_talking(tmp_path: Path) -> None:
     assert otlp.trace_id_of("train", 2) == otlp.trace_id_of("train", 2)
     assert otlp.trace_id_of("train", 2) != otlp.trace_id_of("train", 3)
+    assert otlp.trace_id_of("train", 2, "7") == otlp.trace_id_of("train", 2, "7")
+    ids = {otlp.trace_id_of("train", 2, submission) for submission in ("", "7", "8")}
+    assert len(ids) == 3
     span = _start(tmp_path).span("x")
     assert otlp.parse_traceparent(span.traceparent) is not None
     assert span.traceparent.split("-")[1] == otlp.trace_id_of("train", 2)
@@ -88,6 +91,23 @@ def test_training_code_writes_to_the_same_timeline(
     assert set(stages) == {"start", "load data", "ready"}
     assert stages["load data"].parent_id == stages["start"].span_id
     assert stages["load data"].trace_id == stages["start"].trace_id
+
+
+def test_each_worker_has_its_own_rank_and_says_when_it_was_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline.start(tmp_path, job="j", submission="7_1", attempt=0, node="n1", rank=1)
+    assert timeline.path.parent == tmp_path / "j" / "0" / "7_1"
+    code = "import bootseer\nbootseer.stage('load').end()"
+    environ = {"BOOTSEER_TIMELINE": str(timeline.path), "BOOTSEER_NODE": "n1"}
+    environ |= {"BOOTSEER_RANK": "1", "BOOTSEER_SUBMISSION": "7_1", "BOOTSEER_JOB": "j"}
+    for worker in ({}, {"RANK": "0"}, {"RANK": "9", "TORCHELASTIC_RESTART_COUNT": "2"}):
+        subprocess.run([sys.executable, "-c", code], env=environ | worker, check=True, timeout=60)
+    resources = [stage.resource for stage in otlp.decode(timeline.path.read_bytes())]
+    assert [resource["bootseer.rank"] for resource in resources] == [1, 0, 9]
+    assert [resource.get("bootseer.restart") for resource in resources] == [None, None, 2]
+    assert {resource["bootseer.submission"] for resource in resources} == {"7_1"}
+    assert all(resource["bootseer.boot_id"] for resource in resources)
 
 
 def test_nothing_happens_outside_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
