@@ -16,9 +16,11 @@ from typing import BinaryIO, NamedTuple
 import zstandard
 from msgspec import Struct
 
+from bootseer.blob.zstd_frame import expand
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.sector_marks import SectorMarks
 
 FRAME_STREAM_BYTES = 512 * 1024
 """Raw bytes of a frame: a fault that waits for one waits a few milliseconds, and larger frames
@@ -42,6 +44,11 @@ HEADER_BYTES_MAX = 64 * 2**20
 _FRAME = struct.Struct("<III32s")
 _EXTENT = struct.Struct("<QII")
 _FRAME_STREAM_BYTES_MAX = 16 * 2**20
+EXTENT_COUNT_MAX = 2**20
+"""Of 4 KiB each that is 4 GiB in pieces; a start reads some thousands. As objects they take ten
+times what their table does."""
+FRAME_COUNT_MAX = 2**17
+"""64 GiB in frames as they are written."""
 _FRAME_STORED_BYTES_MAX = 2 * _FRAME_STREAM_BYTES_MAX
 
 
@@ -96,30 +103,35 @@ def plan_frames(
 
     `ranges` are (blob, offset, length) in order of use. They are widened to whole sectors (the
     unit of the node cache; tar pads with zeros, so this costs nothing), and no sector comes twice.
+    What comes behind the first `EXTENT_COUNT_MAX` extents is left out.
     """
-    seen = [bytearray(-(-length // SECTOR_BYTES)) for length in stream_lengths]
+    seen = [SectorMarks() for _ in stream_lengths]
     frames: list[tuple[BundleExtent, ...]] = []
     current: list[BundleExtent] = []
     room = frame_bytes
+    extent_count = 0
     for blob, offset, length in ranges:
-        first, stop = sectors_of(offset, length)
-        marks = seen[blob]
-        while (first := marks.find(0, first, stop)) >= 0:
-            end = marks.find(1, first, stop)
-            end = min(stop if end < 0 else end, first + room // SECTOR_BYTES)
-            marks[first:end] = b"\1" * (end - first)
-            start = first * SECTOR_BYTES
-            piece = min(end * SECTOR_BYTES, stream_lengths[blob]) - start
-            last = current[-1] if current else None
-            if last and last.blob == blob and last.offset + last.length == start:
-                current[-1] = BundleExtent(blob, last.offset, last.length + piece)
-            else:
-                current.append(BundleExtent(blob, start, piece))
-            room -= piece
-            if room < SECTOR_BYTES:
-                frames.append(tuple(current))
-                current, room = [], frame_bytes
-            first = end
+        sectors = sectors_of(offset, length)
+        gaps = seen[blob].gaps(*sectors)
+        seen[blob].take(*sectors)
+        for first, stop in gaps:
+            while first < stop:
+                end = min(stop, first + room // SECTOR_BYTES)
+                start = first * SECTOR_BYTES
+                piece = min(end * SECTOR_BYTES, stream_lengths[blob]) - start
+                last = current[-1] if current else None
+                if last and last.blob == blob and last.offset + last.length == start:
+                    current[-1] = BundleExtent(blob, last.offset, last.length + piece)
+                elif extent_count == EXTENT_COUNT_MAX:
+                    return [*frames, tuple(current)] if current else frames
+                else:
+                    current.append(BundleExtent(blob, start, piece))
+                    extent_count += 1
+                room -= piece
+                if room < SECTOR_BYTES:
+                    frames.append(tuple(current))
+                    current, room = [], frame_bytes
+                first = end
     if current:
         frames.append(tuple(current))
     return frames
@@ -183,11 +195,15 @@ def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int
         raise CorruptError("the bundle has an impossible number of parts")
     if raw_length != frame_count * _FRAME.size + extent_count * _EXTENT.size:
         raise CorruptError("the bundle's tables have a wrong length")
-    if raw_length > HEADER_BYTES_MAX:
+    if frame_count > FRAME_COUNT_MAX or extent_count > EXTENT_COUNT_MAX:
         raise CorruptError("the bundle's tables are absurdly large")
-    packed = header[_HEAD.size : -_CHECK_BYTES]
-    raw = _decompress(packed, raw_length)
+    raw = expand(header[_HEAD.size : -_CHECK_BYTES], "the bundle's tables", HEADER_BYTES_MAX)
+    if len(raw) != raw_length:
+        raise CorruptError("the bundle's tables have a wrong length")
     frames = tuple(_frames(raw, frame_count, extent_count, part_count, stream_lengths))
+    # No sector comes twice, so there cannot be more.
+    if sum(frame.stream_length for frame in frames) > sum(stream_lengths):
+        raise CorruptError("the bundle has more bytes than the image")
     return Bundle(index_digest, len(header), frames)
 
 
@@ -239,19 +255,10 @@ def _frames(
 def decode_frame(frame: BundleFrame, stored: bytes | memoryview) -> bytes:
     """The frame's content. `stored` must have been checked against the digest already (the
     transfer does). Raises: CorruptError."""
-    return _decompress(stored, frame.stream_length)
-
-
-def _decompress(data: bytes | memoryview, length: int) -> bytes:
-    try:
-        # The announced size is checked first, so that it bounds what is allocated.
-        if zstandard.frame_content_size(data) != length:
-            raise CorruptError("a part of the bundle announces a wrong length")
-        content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"a part of the bundle cannot be decompressed: {error}") from error
-    if len(content) != length:
-        raise CorruptError("a part of the bundle has a wrong length")
+    # Of its own size the frame's table says what it may be, so zeros may be as small as they like.
+    content = expand(stored, "a frame of the bundle", frame.stream_length, frame.stream_length)
+    if len(content) != frame.stream_length:
+        raise CorruptError("a frame of the bundle has a wrong length")
     return content
 
 

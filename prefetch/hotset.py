@@ -4,13 +4,15 @@ Alone owns how traces are merged and the Parquet table that stores the result
 (docs/format/hotset.md). Everything here is pure; pyarrow is imported only by the codec.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from bootseer.blob.tree import Tree
+from bootseer.blob.zstd_frame import FREE_BYTES, RATIO_MAX
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.trace import Trace, TracedFile
 
@@ -24,13 +26,10 @@ TOUCH_COUNT_MAX = 2**20
 """Pages of one trace that count, 4 GiB: what comes after is no start. Also bounds what a trace that
 claims absurd lengths can cost."""
 
-# A touch as an integer: file, page (offsets end at 2**63, pages of them at 2**51), position.
-_PAGE_SHIFT = 20
-_FILE_SHIFT = _PAGE_SHIFT + 52
-_PAGE_MASK = (1 << _FILE_SHIFT - _PAGE_SHIFT) - 1
-
 _VERSION = b"1"
 _RANGE_COUNT_MAX = 2**22
+_COLUMN_BYTES_MAX = 2**29
+_COLUMNS = ("path", "digest", "offset", "length", "trace_count")
 
 
 class HotRange(Struct, frozen=True):
@@ -53,20 +52,65 @@ class HotSet(Struct, frozen=True):
     ranges: tuple[HotRange, ...]
 
 
-def first_touches(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Each page of the trace once, as (file's number in the trace, page number), in order; at most
-    `TOUCH_COUNT_MAX`. Pure."""
-    seen: set[tuple[int, int]] = set()
-    for access in trace.accesses:
-        first = access.offset // PAGE_BYTES
+class Touched(NamedTuple):
+    """`page_count` pages of file number `file` of a trace, from page `first` on, which a start
+    touched one after the other: the first of them as its touch number `position`."""
+
+    file: int
+    first: int
+    page_count: int
+    position: int
+
+
+def first_touches(trace: Trace) -> list[Touched]:
+    """Each page of the trace once, as runs in order; at most `TOUCH_COUNT_MAX` pages. Pure.
+
+    Takes time by the accesses, not by the pages that they claim.
+    """
+    by_file: dict[int, list[tuple[int, int, int]]] = {}
+    for number, access in enumerate(trace.accesses):
         end = -(-(access.offset + access.length) // PAGE_BYTES)
-        for page in range(first, end):
-            key = (access.file, page)
-            if key not in seen:
-                if len(seen) == TOUCH_COUNT_MAX:
-                    return
-                seen.add(key)
-                yield key
+        by_file.setdefault(access.file, []).append((access.offset // PAGE_BYTES, end, number))
+    runs = [
+        (number, file, first, end)
+        for file, spans in by_file.items()
+        for first, end, number in _earliest(spans)
+    ]
+    runs.sort()
+    found: list[Touched] = []
+    position = 0
+    for _, file, first, end in runs:
+        count = min(end - first, TOUCH_COUNT_MAX - position)
+        if count <= 0:
+            break
+        found.append(Touched(file, first, count, position))
+        position += count
+    return found
+
+
+def _earliest(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Which of `spans` (first, end, number) covers each part first, by its number: the same pages
+    as disjoint spans."""
+    spans.sort()
+    # Those that begin at or before `position`, the earliest on top, ended ones among them.
+    active: list[tuple[int, int]] = []
+    position = following = 0
+    while active or following < len(spans):
+        if not active:
+            position = max(position, spans[following][0])
+        while following < len(spans) and spans[following][0] <= position:
+            _, end, number = spans[following]
+            heappush(active, (number, end))
+            following += 1
+        number, end = active[0]
+        if end <= position:
+            heappop(active)
+            continue
+        stop = end
+        if following < len(spans) and spans[following][0] < end:
+            stop = spans[following][0]
+        yield position, stop, number
+        position = stop
 
 
 def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
@@ -76,59 +120,70 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
     median of those that touched it: positions are compared, not times, since a record over a
     slow network and a replay differ in seconds but not in order.
     """
-    files = sorted({file for trace in traces for file in trace.files}, key=_file_order)
-    numbers = {file: number for number, file in enumerate(files)}
-    # Every touch of every trace is one integer, of file, page and position from the left: millions
-    # of them take a fourth of the time and memory that lists of positions by page would.
-    touches: list[int] = []
+    by_file: dict[TracedFile, list[tuple[int, int, int]]] = {}
     for trace in traces:
-        shifted = [numbers[file] << _FILE_SHIFT for file in trace.files]
-        touches += [
-            shifted[file] | page << _PAGE_SHIFT | position
-            for position, (file, page) in enumerate(first_touches(trace))
-        ]
-    touches.sort()
+        for file, first, count, position in first_touches(trace):
+            run = first, first + count, position - first
+            by_file.setdefault(trace.files[file], []).append(run)
     least = 2 if len(traces) >= SHARED_TRACE_COUNT else 1
-    ranked: list[tuple[int, int, int]] = []
-    start, count = 0, len(touches)
-    while start < count:
-        page_key = touches[start] >> _PAGE_SHIFT
-        end = start + 1
-        while end < count and touches[end] >> _PAGE_SHIFT == page_key:
-            end += 1
-        if end - start >= least:
-            # The lower median of positions, which are sorted.
-            median = touches[(start + end - 1) // 2] & (1 << _PAGE_SHIFT) - 1
-            ranked.append((median, page_key, end - start))
-        start = end
+    ranked = [
+        (median, file.path, file.digest, first, end, count)
+        for file, runs in by_file.items()
+        for median, first, end, count in _medians(runs)
+        if count >= least
+    ]
     ranked.sort()
-    return HotSet(index_digest, workload, len(traces), tuple(_joined(ranked, files)))
+    return HotSet(index_digest, workload, len(traces), tuple(_joined(ranked)))
 
 
-def _joined(
-    ranked: Iterable[tuple[int, int, int]], files: Sequence[TracedFile]
-) -> Iterator[HotRange]:
-    """Ranges of pages that follow each other; each of `ranked`: (median, file and page, count)."""
-    last = first = touched = -1
-    for _, key, count in ranked:
-        if key == last + 1 and key & _PAGE_MASK:
-            last, touched = key, max(touched, count)
+def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Of runs (first page, end, position of the first less its page) of one file, those of a trace
+    disjoint: parts of equally many, as (median position of the first page, first, end, count).
+
+    Within a part all positions grow by one from page to page, so the order of the traces, and with
+    it the median, is the same for each page of it.
+    """
+    begins = sorted((first, shift) for first, _, shift in runs)
+    ends = sorted((end, shift) for _, end, shift in runs)
+    active: list[int] = []
+    """The shifts of those that cover `position`, sorted: at most one of each trace."""
+    position = begun = ended = 0
+    while ended < len(ends):
+        while begun < len(begins) and begins[begun][0] == position:
+            insort(active, begins[begun][1])
+            begun += 1
+        while ended < len(ends) and ends[ended][0] == position:
+            active.remove(ends[ended][1])
+            ended += 1
+        if ended == len(ends):
+            return
+        stop = ends[ended][0]
+        if begun < len(begins):
+            stop = min(stop, begins[begun][0])
+        if active:
+            # The lower median.
+            shift = active[(len(active) - 1) // 2]
+            yield position + shift, position, stop, len(active)
+        position = stop
+
+
+def _joined(ranked: Iterable[tuple[int, bytes, bytes, int, int, int]]) -> Iterator[HotRange]:
+    """Ranges of parts that follow each other, in rank and in their file; each of `ranked`: median,
+    path and digest of the file, first page, end, count."""
+    last: tuple[bytes, bytes, int, int, int] | None = None
+    for _, path, digest, first, end, count in ranked:
+        if last and last[:2] == (path, digest) and last[3] == first:
+            last = path, digest, last[2], end, max(last[4], count)
             continue
-        if last >= 0:
-            yield _range_of(first, last, touched, files)
-        first, last, touched = key, key, count
-    if last >= 0:
-        yield _range_of(first, last, touched, files)
+        if last:
+            yield _range_of(*last)
+        last = path, digest, first, end, count
+    if last:
+        yield _range_of(*last)
 
 
-def _range_of(first: int, last: int, count: int, files: Sequence[TracedFile]) -> HotRange:
-    file = files[first >> _FILE_SHIFT - _PAGE_SHIFT]
-    offset = (first & _PAGE_MASK) * PAGE_BYTES
-    return HotRange(file.path, file.digest, offset, (last - first + 1) * PAGE_BYTES, count)
-
-
-def _file_order(file: TracedFile) -> tuple[bytes, bytes]:
-    return file.path, file.digest
+def _range_of(path: bytes, digest: bytes, first: int, end: int, count: int) -> HotRange:
+    return HotRange(path, digest, first * PAGE_BYTES, (end - first) * PAGE_BYTES, count)
 
 
 def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
@@ -153,6 +208,32 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
             last = min(end, extent.file_offset + extent.length)
             if first < last:
                 yield extent.blob, extent.blob_offset + first - extent.file_offset, last - first
+
+
+def _check_sizes(metadata: Any, file_bytes: int) -> None:
+    """Raises CorruptError for columns that expand beyond all measure, or are none of ours."""
+    total = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if group.num_columns != len(_COLUMNS):
+            raise CorruptError("a hot set has other columns than it must")
+        total += sum(group.column(i).total_uncompressed_size for i in range(len(_COLUMNS)))
+    if total > min(_COLUMN_BYTES_MAX, max(FREE_BYTES, RATIO_MAX * file_bytes)):
+        raise CorruptError(f"a hot set expands from {file_bytes} to {total} bytes")
+
+
+def _values(column: Any) -> list[Any]:
+    """The column as Python's objects; of paths each once."""
+    if column.null_count:
+        raise CorruptError("a hot set has gaps")
+    found: list[Any] = []
+    for chunk in column.chunks:
+        if not hasattr(chunk, "dictionary"):
+            found += chunk.to_pylist()
+            continue
+        values = chunk.dictionary.to_pylist()
+        found += [values[i] for i in chunk.indices.to_pylist()]
+    return found
 
 
 def encode(hot: HotSet) -> bytes:
@@ -196,22 +277,20 @@ def decode(data: bytes) -> HotSet:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        metadata = file.schema_arrow.metadata or {}
+        footer = pq.read_metadata(pa.BufferReader(data))
+        metadata = footer.schema.to_arrow_schema().metadata or {}
         if b"bootseer.hotset" not in metadata:
             raise UnknownFormatError("this Parquet file is no hot set of Bootseer")
         if metadata[b"bootseer.hotset"] != _VERSION:
             version = metadata[b"bootseer.hotset"].decode("ascii", "replace")
             raise UnknownFormatError(f"the hot set has version {version}; this release reads 1")
-        if file.metadata.num_rows > _RANGE_COUNT_MAX:
+        if footer.num_rows > _RANGE_COUNT_MAX:
             raise CorruptError("a hot set has absurdly many ranges")
-        table = file.read()
-        columns = [
-            table.column(name).to_pylist()
-            for name in ("path", "digest", "offset", "length", "trace_count")
-        ]
-        if any(value is None for value in chain.from_iterable(columns)):
-            raise CorruptError("a hot set has gaps")
+        _check_sizes(footer, len(data))
+        # As dictionaries: a path of a megabyte that a million rows share is stored once.
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["path", "digest"])
+        table = file.read(use_threads=False)
+        columns = [_values(table.column(name)) for name in _COLUMNS]
         ranges = tuple(HotRange(*row) for row in zip(*columns, strict=True))
         if any(r.offset < 0 or r.length <= 0 or r.offset + r.length >= 2**63 for r in ranges):
             raise CorruptError("a hot set has an impossible range")

@@ -18,11 +18,16 @@ from msgspec.structs import replace
 from bootseer.blob.tree import Blob, Tree
 from bootseer.prefetch.bundle import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.sector_marks import SectorMarks
 from bootseer.prefetch.stream_contents import StreamContents
 
 EXTENT_COUNT_MAX = 100_000
 """So much of a bundle is translated; the rest is left out. A second's work in a process that has
 a start to serve, and far more than a start needs; what comes first was wanted first."""
+
+STEP_COUNT_MAX = 2**22
+"""So many pairs of an old content and a new extent are looked at, some forty for each extent of a
+bundle: a tree may claim that millions of files share their bytes."""
 
 _SHARE = 8
 """A frame is used if at least this fraction (1 / 8) of its content has a place. Otherwise faults
@@ -72,7 +77,8 @@ class _Places:
         self._old = old
         self._new = new
         self._shared = shared_streams(old.blobs, new.blobs)
-        self._taken = [bytearray(-(-blob.stream_length // SECTOR_BYTES)) for blob in new.blobs]
+        self._taken = [SectorMarks() for _ in new.blobs]
+        self._steps_left = STEP_COUNT_MAX
         # Tar has none: sectors of the new streams in whose middle other contents begin.
         self._crowded = {
             (blob, offset // SECTOR_BYTES)
@@ -96,9 +102,9 @@ class _Places:
         """Mark sectors as brought; False if some are already."""
         first, end = sectors_of(offset, length)
         taken = self._taken[blob]
-        if taken.find(1, first, end) >= 0:
+        if taken.gaps(first, end) != [(first, end)]:
             return False
-        taken[first:end] = b"\1" * (end - first)
+        taken.take(first, end)
         return True
 
     def _add_contents(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
@@ -106,7 +112,8 @@ class _Places:
         starts, numbers = self._contents.layout(extent.blob)
         offset, extent_end = extent.offset, extent.offset + extent.length
         i = max(bisect_right(starts, offset) - 1, 0)
-        while i < len(starts) and starts[i] < extent_end:
+        while i < len(starts) and starts[i] < extent_end and self._steps_left > 0:
+            self._steps_left -= 1
             number = numbers[i]
             start = starts[i]
             end = start + columns.extent_length[number]
@@ -124,6 +131,7 @@ class _Places:
             one = columns.extent_start[inode + 1] - columns.extent_start[inode] == 1
             targets = self._target(inode)
             shift = columns.extent_file_offset[number] - start
+            self._steps_left -= len(targets)
             for file_offset, blob, blob_offset, length in targets:
                 low = max(first + shift, file_offset)
                 high = min(last + shift, file_offset + length)

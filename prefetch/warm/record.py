@@ -13,7 +13,9 @@ import zstandard
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.blob.zstd_frame import expand
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.prefetch.checked_json import parse
 from bootseer.store import Store
 
 _FORMAT = "bootseer-warm"
@@ -22,6 +24,8 @@ FILE_COUNT_MAX = 2**18
 RANGE_COUNT_MAX = 2**20
 ENCODED_BYTES_MAX = 32 * 2**20
 _DECODED_BYTES_MAX = 128 * 2**20
+_LINE_BYTES_MAX = 2**23
+"""A file in as many ranges as it is ever stored with takes a hundredth of that."""
 _PATH_BYTES_MAX = 4096
 _RANGES_OF_A_FILE_MAX = 2**16
 
@@ -183,15 +187,13 @@ def decode(data: bytes, identity: str, workload: str) -> WarmRecord:
 
     Raises: CorruptError, also for the record of another directory; UnknownFormatError.
     """
-    try:
-        size = zstandard.frame_content_size(data)
-        if not 0 <= size <= _DECODED_BYTES_MAX or len(data) > ENCODED_BYTES_MAX:
-            raise CorruptError("a warm record announces no size, or an absurd one")
-        text = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-        lines = text.decode("ascii").split("\n")
-        header = json.loads(lines[0])
-    except (zstandard.ZstdError, ValueError, RecursionError) as error:
-        raise CorruptError(f"a warm record cannot be read: {error}") from error
+    if len(data) > ENCODED_BYTES_MAX:
+        raise CorruptError(f"a warm record of {len(data)} bytes is absurdly large")
+    text = expand(data, "a warm record", _DECODED_BYTES_MAX)
+    if text.count(b"\n") > FILE_COUNT_MAX + 1:
+        raise CorruptError("a warm record has more lines than any record")
+    lines = text.split(b"\n")
+    header = parse(lines[0], _LINE_BYTES_MAX, "a warm record")
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise UnknownFormatError("this is no warm record of Bootseer")
     if header.get("version") != _VERSION:
@@ -204,10 +206,12 @@ def decode(data: bytes, identity: str, workload: str) -> WarmRecord:
     try:
         return _decode_lines(header, lines)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CorruptError):
+            raise
         raise CorruptError(f"a warm record makes no sense: {error!r}") from error
 
 
-def _decode_lines(header: dict[str, Any], lines: list[str]) -> WarmRecord:
+def _decode_lines(header: dict[str, Any], lines: list[bytes]) -> WarmRecord:
     file_count = _number(header["file_count"])
     if file_count > FILE_COUNT_MAX or len(lines) != file_count + 2 or lines[-1]:
         raise ValueError("its line count is wrong")
@@ -216,7 +220,9 @@ def _decode_lines(header: dict[str, Any], lines: list[str]) -> WarmRecord:
     files = []
     range_count = 0
     for line in lines[1:-1]:
-        text, size_bytes, mtime_ns, numbers = json.loads(line)
+        text, size_bytes, mtime_ns, numbers = parse(
+            line, _LINE_BYTES_MAX, "a file of a warm record"
+        )
         if not isinstance(text, str) or not isinstance(numbers, list):
             raise TypeError("a file is no path with ranges")
         path = text.encode("utf-8", "surrogateescape")

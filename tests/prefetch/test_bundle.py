@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bootseer.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
+from bootseer.prefetch import bundle as bundle_format
 from bootseer.prefetch.bundle import (
     Bundle,
     Placement,
@@ -20,6 +21,7 @@ from bootseer.prefetch.bundle import (
     write_bundle,
 )
 from bootseer.prefetch.cache import SECTOR_BYTES
+from tests.support.bounded import run_bounded
 
 INDEX = "sha256:" + "12" * 32
 LENGTHS = (40 * 512 + 77, 9 * 512)
@@ -182,3 +184,39 @@ def test_a_frame_that_announces_another_length_is_refused() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(50_000_000))
     with pytest.raises(CorruptError):
         decode_frame(bundle.frames[0], bomb)
+
+
+@pytest.mark.parametrize(
+    ("frame_count", "extent_count"), [(1_500_000, 1_500_000), (2**17, 2**17), (1, 2**22)]
+)
+def test_a_small_header_makes_few_objects(frame_count: int, extent_count: int) -> None:
+    each = extent_count // frame_count
+    header = forged([(10, 512 * each, each)] * frame_count, [(0, 0, 512)] * extent_count)
+    assert len(header) < 30_000
+
+    def read() -> None:
+        decode_header(header, INDEX, LENGTHS)
+
+    assert not run_bounded(read, (CorruptError,), memory_bytes=2**26)
+
+
+def test_a_bundle_holds_no_more_than_the_image() -> None:
+    with pytest.raises(CorruptError, match="more bytes"):
+        decode_header(forged([(10, 512, 1)] * 100, [(0, 0, 512)] * 100), INDEX, LENGTHS)
+
+
+def test_a_stream_that_says_it_has_a_terabyte_costs_nothing_to_plan() -> None:
+    def planned() -> None:
+        ranges = [(0, 2**39, 4096), (1, 0, 512), (0, 2**39 - 512, 8192)]
+        frames = plan_frames(ranges, [2**40, 2**40])
+        assert [extent.length for extent in frames[0]] == [4096, 512, 512, 3584]
+
+    assert run_bounded(planned, memory_bytes=2**24)
+
+
+def test_what_is_behind_the_last_extent_of_a_bundle_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bundle_format, "EXTENT_COUNT_MAX", 2)
+    frames = plan_frames([(0, 0, 512), (0, 4096, 512), (0, 8192, 512)], LENGTHS)
+    assert [extent.offset for frame in frames for extent in frame] == [0, 4096]

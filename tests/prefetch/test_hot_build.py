@@ -246,8 +246,8 @@ def test_hostile_traces_are_left_out_or_bounded(
     # It claims to have read all of the largest file that there can be.
     endless = replace(good, node="x", accesses=(Access(0, 0, 2**62 - 1, 0), *good.accesses))
     hot_store.publish_trace(site.store, endless)
-    unknown = TracedFile(b"../../etc/passwd", b"d" * 32)
-    hot_store.publish_trace(site.store, replace(good, node="y", files=(unknown,) * 2))
+    unknown = tuple(TracedFile(path, b"d" * 32) for path in (b"../../etc/passwd", b"/etc/passwd"))
+    hot_store.publish_trace(site.store, replace(good, node="y", files=unknown))
     assert site.add(replace(good, node="z")) is not None
     assert site.hot_files().count(b"f2") == 1
     assert caplog.text.count("is left out") == 2

@@ -11,14 +11,17 @@ from bootseer.blob.tree import Blob, Extent, Frame, Inode
 from bootseer.errors import BootseerError, UnknownFormatError
 from bootseer.prefetch.hotset import (
     PAGE_BYTES,
+    TOUCH_COUNT_MAX,
     HotRange,
     HotSet,
     decode,
     encode,
+    first_touches,
     merge,
     stream_ranges,
 )
 from bootseer.prefetch.trace import Access, Trace, TracedFile
+from tests.support.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
 A, B, C = (TracedFile(name, name * 32) for name in (b"a", b"b", b"c"))
@@ -157,3 +160,60 @@ def test_only_files_with_the_same_content_are_used() -> None:
     )
     # b has other content, c is gone; of a: the rest of the first extent, and all of the second.
     assert list(stream_ranges(hot, tree)) == [(0, 4608, 904), (0, 10240, 11808)]
+
+
+def test_a_trace_costs_by_its_accesses_not_by_the_pages_that_it_claims() -> None:
+    """One access of 2**62 bytes took seconds, and many that overlap would have taken days."""
+    accesses = [Access(0, PAGE_BYTES * i, 2**61, i) for i in range(20_000)]
+    accesses += [Access(1, PAGE_BYTES * 2 * i, PAGE_BYTES, i) for i in range(20_000)]
+    trace = Trace(INDEX, "w", "n", 0, "ready", 0, FILES, tuple(accesses))
+
+    def merged() -> None:
+        hot = merge(INDEX, "w", [trace] * 3)
+        assert len(hot.ranges) == 1
+        assert hot.ranges[0].length == TOUCH_COUNT_MAX * PAGE_BYTES
+
+    assert run_bounded(merged, memory_bytes=2**26, cpu_s=5)
+
+
+@settings(max_examples=80)
+@given(trace_lists)
+def test_first_touches_against_a_model(traces: list[Trace]) -> None:
+    for trace in traces:
+        seen: dict[tuple[int, int], None] = {}
+        for access in trace.accesses:
+            first = access.offset // PAGE_BYTES
+            for page in range(first, first + access.length // PAGE_BYTES):
+                seen.setdefault((access.file, page))
+        runs = first_touches(trace)
+        touched = [
+            (run.file, run.first + i, run.position + i)
+            for run in runs
+            for i in range(run.page_count)
+        ]
+        assert touched == [(file, page, n) for n, (file, page) in enumerate(seen)]
+
+
+def test_a_path_that_a_million_ranges_share_is_stored_once() -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count = 2**17
+    one = pq.read_table(pa.BufferReader(encode(HotSet(INDEX, "w", 1, ()))))
+    columns = [
+        pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), [b"p" * 2**16]),
+        pa.array([b""] * count),
+        pa.array([0] * count, pa.int64()),
+        pa.array([4096] * count, pa.int64()),
+        pa.array([1] * count, pa.int32()),
+    ]
+    table = pa.table(columns, names=one.schema.names, metadata=one.schema.metadata)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    data = sink.getvalue().to_pybytes()
+    assert len(data) < 100_000
+
+    def read() -> None:
+        assert len(decode(data).ranges) == count
+
+    assert run_bounded(read, memory_bytes=2**28)

@@ -21,6 +21,7 @@ from bootseer.prefetch.trace import (
     encode,
     renumbered,
 )
+from tests.support.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
 
@@ -36,7 +37,7 @@ number = st.integers(0, 2**61)
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    files = draw(st.lists(traced, min_size=1, max_size=5))
+    files = draw(st.lists(traced, min_size=1, max_size=5, unique=True))
     access = st.builds(
         Access, st.integers(0, len(files) - 1), number, st.integers(1, 2**40), number
     )
@@ -88,7 +89,7 @@ def test_a_trace_of_empty_lines_takes_no_memory() -> None:
     # Would be a list of 2 GB.
     bomb = zstandard.ZstdCompressor().compress(b"\n" * (250 * 2**20))
     assert len(bomb) < 100_000
-    with pytest.raises(CorruptError, match="more lines"):
+    with pytest.raises(CorruptError, match="absurd"):
         decode(bomb)
 
 
@@ -150,3 +151,45 @@ def test_a_log_of_another_numbering_is_of_the_same_files() -> None:
     found = renumbered(old, new, entries)
     named = [(new.path(inode), *rest) for inode, *rest in found]
     assert named == [(b"a", 0, 10, 1), (b"b", 5, 10, 3), (b"a", 10, 10, 4)]
+
+
+def compressed(*lines: str) -> bytes:
+    return zstandard.ZstdCompressor().compress("".join(f"{line}\n" for line in lines).encode())
+
+
+def header(file_count: int, access_count: int) -> str:
+    trace = trace_of([], [])
+    text = zstandard.ZstdDecompressor().decompress(encode(trace)).decode().splitlines()[0]
+    return json.dumps(json.loads(text) | {"file_count": file_count, "access_count": access_count})
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [header(1, 1), '["a",""]', "[" + "[]," * 3_000_000 + "[]]"],
+        [header(1, 1), "[" + "{}," * 2_000_000 + "{}]", "[0,0,1,0]"],
+        [header(1, 1), '["a",""]', "[0,0,1,0]" * 1_000_000],
+        [header(0, 0)[:-1] + ', "x": [' + "[]," * 2_000_000 + "[]]}"],
+    ],
+    ids=["access", "file", "many in a line", "header"],
+)
+def test_a_small_trace_makes_few_objects(lines: list[str]) -> None:
+    data = compressed(*lines)
+    assert len(data) < 10_000
+
+    def read() -> None:
+        decode(data)
+
+    assert not run_bounded(read, (CorruptError,), memory_bytes=2**25)
+
+
+def test_a_trace_names_each_file_once() -> None:
+    data = compressed(header(2, 0), '["a",""]', '["a",""]')
+    with pytest.raises(CorruptError, match="twice"):
+        decode(data)
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1", "null", '"1"', "1.5"])
+def test_numbers_of_a_header_are_whole(value: str) -> None:
+    with pytest.raises(CorruptError):
+        decode(compressed(header(0, 0).replace('"started_ns": 5', f'"started_ns": {value}')))
