@@ -1,20 +1,36 @@
 """Settings: from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
 
 Owns the list of settings, their defaults and where each value came from. Reading is pure but for
-`load_settings`, which looks at the environment and at one file. Settings are immutable.
+`load_config`, which looks at the environment, at one file and at the folders that are set. Settings
+are immutable.
 """
 
+import functools
+import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.config_file import read_config_file
+from bootseer.default_settings import default_settings
+from bootseer.errors import InvalidInputError
+from bootseer.nearest import nearest
+from bootseer.trust import parse_owners
+from bootseer.trusted_folders import TRUSTED, trusted_folders
 
+_log = logging.getLogger(__name__)
+
+_PREFIX = "BOOTSEER_"
+# Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
+_OTHER_VARIABLES = frozenset(
+    _PREFIX + name for name in ("CONFIG", "DISABLE", "IMAGE", "READY_SOCKETS", "TIMELINE")
+)
+# Of the tests; and what Kubernetes gives every pod beside a service called bootseer.
+_NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|(.*_)?(SERVICE|PORT)(_.*)?)")
 RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -68,6 +84,8 @@ class Settings(Struct, frozen=True):
     """An older snapshot is made anew by the set-up that would use it; 0: none is too old."""
     restore_mode: str
     """How snapshots are put in place: one of `RESTORE_MODES`."""
+    trusted_owners: str
+    """Whose folders and configuration are trusted besides ours and root's; see `trust`."""
 
 
 class Config(Struct, frozen=True):
@@ -75,6 +93,8 @@ class Config(Struct, frozen=True):
 
     settings: Settings
     sources: Mapping[str, str]
+    overridden: Mapping[str, str]
+    """What the configuration file says otherwise, where a variable is stronger."""
 
 
 def parse_size(text: str) -> int:
@@ -93,8 +113,10 @@ def parse_age(text: str) -> float:
     """Seconds from "7d", "12h", "30m", "2w" or "3600"; 0 from "off". Raises: InvalidInputError."""
     if text == "off":
         return 0.0
-    match = _AGE.fullmatch(text.strip().lower())
-    seconds = float(match[1]) * _AGE_UNITS_S[match[2]] if match else -1.0
+    try:
+        seconds = parse_duration(text)
+    except InvalidInputError:
+        seconds = -1.0
     if not 0 <= seconds <= _AGE_MAX_S:
         raise InvalidInputError(f"{text!r} is not an age; write for example 12h, 7d, 4w or off")
     return seconds
@@ -107,11 +129,6 @@ def parse_name(text: str) -> str:
             f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
     return text
-
-
-def _as_name(text: str) -> str:
-    """What a scheduler calls something, as `parse_name` wants it; may be empty. Pure."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
 
 
 def _name_or_none(text: str) -> str:
@@ -128,11 +145,16 @@ def _count(text: str) -> int:
     return value
 
 
+def parse_duration(text: str) -> float:
+    """Seconds from "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None:
+        raise InvalidInputError(f"{text!r} is not a duration; write for example 30, 30s or 10m")
+    return float(match[1]) * _AGE_UNITS_S[match[2]]
+
+
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise InvalidInputError(f"{text!r} is not a number of seconds") from None
+    value = parse_duration(text)
     if not 0 < value < 86_400:
         raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
     return value
@@ -163,6 +185,11 @@ def _restore_mode(text: str) -> str:
     return text
 
 
+def _owners(text: str) -> str:
+    parse_owners(text)
+    return text
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store_url": absolute_url,
     "cache_dir": _path,
@@ -183,113 +210,17 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_age,
     "restore_mode": _restore_mode,
+    "trusted_owners": _owners,
 }
 
 
 def variable_of(setting: str) -> str:
     """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
-    short = re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
-    return "BOOTSEER_" + short.upper()
+    return _PREFIX + _short(setting).upper()
 
 
-def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
-    """The login's folder for sockets, if it is this user's. `su` and `sudo -E` keep the variable of
-    whoever was logged in, who could then do with it as they like, and whose logout removes it."""
-    named = environ.get("XDG_RUNTIME_DIR")
-    try:
-        if named and os.stat(named).st_uid == os.geteuid():
-            return Path(named)
-    except OSError:
-        pass
-    return None
-
-
-def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first of these variables that says something; empty where none does. Pure."""
-    return next(filter(None, map(environ.get, names)), "")
-
-
-def _submission(environ: Mapping[str, str]) -> str:
-    """The scheduler's id of this submission, the same on all of its nodes. Pure.
-
-    Each task of an array is a submission, as is a heterogeneous job with all its components.
-    (torchrun's id is "none" where nobody gave one.)
-    """
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    if task:
-        return f"{_first(environ, 'SLURM_ARRAY_JOB_ID', 'SLURM_JOB_ID')}_{task}"
-    return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
-
-
-def _defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    home = Path(environ.get("HOME") or "/")
-    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
-    data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share") / "bootseer"
-    state = Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "bootseer"
-    runtime = _own_runtime_dir(environ)
-    if runtime is not None:
-        run = runtime / "bootseer"
-    else:
-        run = Path("/run/bootseer") if os.geteuid() == 0 else cache / "run"
-    return {
-        "store_url": (data / "store").as_uri(),
-        "cache_dir": str(cache),
-        "run_dir": str(run),
-        "timeline_dir": str(state / "timeline"),
-        "job": _as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
-        "submission": _as_name(_submission(environ)) or "none",
-        "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
-        "node": _as_name(socket.gethostname()) or "node",
-        "rank": _first(environ, "RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") or "0",
-        "workload": "default",
-        "deadline_s": "60",
-        "cache_limit_bytes": "100GB",
-        "memory_bytes": "512MiB",
-        # A thousand nodes then ask 5 GB/s of the store at most.
-        "fill_bytes_per_s": "5MB",
-        "metrics_dir": "off",
-        "auto_index": "on",
-        "registry_hosts_dir": "/etc/containerd/certs.d",
-        "snapshot_max_age_s": "off",
-        "restore_mode": "auto",
-    }
-
-
-def _config_file(environ: Mapping[str, str]) -> Path | None:
-    explicit = environ.get("BOOTSEER_CONFIG")
-    if explicit:
-        return Path(explicit)
-    home = Path(environ.get("HOME") or "/")
-    config_home = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
-    candidates = (
-        Path("bootseer.toml"),
-        config_home / "bootseer" / "bootseer.toml",
-        Path("/etc/bootseer/bootseer.toml"),
-    )
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _read_file(path: Path) -> dict[str, str]:
-    # Here: most nodes have no file, and every command loads this module.
-    import tomllib
-
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise from_oserror(error, f"read the configuration {path}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path} is not valid TOML: {error}") from error
-    short_names = {variable_of(name).removeprefix("BOOTSEER_").lower(): name for name in _PARSERS}
-    values: dict[str, str] = {}
-    for key, value in table.items():
-        name = short_names.get(key, key)
-        if name not in _PARSERS:
-            known = ", ".join(sorted(short_names))
-            raise InvalidInputError(f"{path}: unknown setting {key!r}; known are {known}")
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise InvalidInputError(f"{path}: {key} must be a string or a number")
-        values[name] = str(value)
-    return values
+def _short(setting: str) -> str:
+    return re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
 
 
 def resolve(
@@ -302,6 +233,7 @@ def resolve(
     """The strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    overridden: dict[str, str] = {}
     for name in Settings.__struct_fields__:
         variable = variable_of(name)
         for source, text in (
@@ -316,18 +248,65 @@ def resolve(
                 except InvalidInputError as error:
                     raise InvalidInputError(f"{name} ({source}): {error}") from error
                 sources[name] = source
+                if source.startswith("variable") and file.get(name, text) != text:
+                    overridden[name] = file[name]
                 break
-    return Config(Settings(**values), sources)
+    return Config(Settings(**values), sources, overridden)
 
 
 def load_config(
-    flags: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
+    flags: Mapping[str, str | None] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    checks_folders: bool = True,
 ) -> Config:
-    """Settings as this process sees them, and their sources."""
+    """Settings as this process sees them, and their sources. Folders that cannot be trusted are
+    replaced, with a warning, unless not `checks_folders`: a dead file system hangs who looks.
+
+    Raises: BootseerError.
+    """
     environ = os.environ if environ is None else environ
-    path = _config_file(environ)
-    file = _read_file(path) if path else {}
-    return resolve(flags or {}, environ, file, str(path or ""), _defaults(environ))
+    flags = flags or {}
+    short_names = {_short(name): name for name in _PARSERS}
+    # Only the environment can say whose file is believed.
+    owners = parse_owners(environ.get(variable_of("trusted_owners"), ""))
+    path, file = read_config_file(environ, owners, short_names)
+    defaults = default_settings(environ)
+    config = resolve(flags, environ, file, path, defaults)
+    _warn_of_unknown(environ)
+    return _with_trusted_folders(config, defaults) if checks_folders else config
+
+
+def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config:
+    settings = config.settings
+    replaced = trusted_folders(
+        {name: getattr(settings, name) for name in TRUSTED},
+        {name: _path(defaults[name]) for name in TRUSTED},
+        parse_owners(settings.trusted_owners),
+    )
+    if not replaced:
+        return config
+    sources = {name: f"instead of {getattr(settings, name)}" for name in replaced}
+    return structs.replace(
+        config,
+        settings=structs.replace(settings, **replaced),
+        sources={**config.sources, **sources},
+    )
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """A misspelt variable is not left out in silence."""
+    known = {variable_of(name) for name in _PARSERS} | _OTHER_VARIABLES
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
+            _warn_of(name, nearest(name, known))
+
+
+@functools.cache  # once in a process
+def _warn_of(name: str, close: str) -> None:
+    # Without its value, which may be a secret.
+    hint = f"; is {close} meant?" if close else "; `bootseer config show` lists those there are"
+    _log.warning("warning: the variable %s is unknown%s", name, hint)
 
 
 def load_settings(flags: Mapping[str, str | None] | None = None) -> Settings:

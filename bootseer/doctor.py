@@ -22,6 +22,8 @@ from msgspec import Struct
 from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.private import make_private_directory
+from bootseer.trust import parse_owners
+from bootseer.trusted_folders import TRUSTED, fault_of_setting
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
 _KERNEL_MINIMUM = (5, 4)
@@ -136,6 +138,20 @@ def _folder(name: str, path: Path, advice: str) -> Finding:
     return Finding(name, Status.OK, seen)
 
 
+def _trust(settings: Settings) -> Iterator[Finding]:
+    owners = parse_owners(settings.trusted_owners)
+    faults = {
+        name: fault
+        for name in TRUSTED
+        if (fault := fault_of_setting(name, getattr(settings, name), owners))
+    }
+    advice = "make it this user's own (chown, chmod go-w), or name its owner in trusted_owners"
+    for name, fault in faults.items():
+        yield Finding("trust", Status.WARN, f"{name} is not used: {fault}", advice)
+    if not faults:
+        yield Finding("trust", Status.OK, "nobody else can write to the folders that are set")
+
+
 def _folders(settings: Settings) -> Iterator[Finding]:
     cache = _folder("cache", settings.cache_dir, "set --cache-dir to a writable local folder")
     if cache.status is Status.OK and shutil.disk_usage(settings.cache_dir).free < (
@@ -196,6 +212,7 @@ _CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (
     ("/dev/fuse", _fuse),
     ("containers", _containers),
     ("limits", _limits),
+    ("trust", _trust),
     ("folders", _folders),
     ("store", _store),
 )

@@ -1,13 +1,18 @@
 """Files and folders for this user alone, whatever the umask says. Stateless; any thread."""
 
+import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.errors import from_oserror
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-def make_private_directory(path: Path) -> None:
-    """Make `path`, and the parents that are missing, with mode 0700. Raises: OSError.
+
+def make_directory(path: Path) -> None:
+    """Make `path`, and the parents that are missing, with mode 0700; it may be there already, and
+    be anybody's. Raises: OSError.
 
     `Path.mkdir(parents=True)` gives the mode to the last one only.
     """
@@ -16,8 +21,55 @@ def make_private_directory(path: Path) -> None:
     except FileNotFoundError:
         if path.parent == path:
             raise
-        make_private_directory(path.parent)
+        make_directory(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_private_directory(path: Path) -> None:
+    """As `make_directory`, but one that is there already must be this user's, root's, or belong to
+    whom its own folder belongs to: nobody else can then have put anything into it.
+
+    Raises: OSError; of a folder of another user PermissionError.
+    """
+    make_directory(path)
+    # Of a link both count: whose it is, and what it leads to.
+    for status in (path.lstat(), path.stat()):
+        if not _is_trusted(status) and status.st_uid != path.parent.stat().st_uid:
+            raise _foreign(path, status)
+
+
+def open_private_directory(root: Path, names: Sequence[str]) -> int:
+    """A descriptor of the folder `names` below `root`, which many users may share. What is missing
+    is made, with mode 0700; no symbolic link is followed, and every folder below `root` is this
+    user's or root's. The caller closes it. Raises: OSError.
+    """
+    make_directory(root)
+    fd = os.open(root, _DIRECTORY & ~os.O_NOFOLLOW)
+    path = root
+    for name in names:
+        path /= name
+        try:
+            try:
+                os.mkdir(name, 0o700, dir_fd=fd)
+            except FileExistsError:
+                pass
+            below = os.open(name, _DIRECTORY, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = below
+        status = os.fstat(fd)
+        if not _is_trusted(status):
+            os.close(fd)
+            raise _foreign(path, status)
+    return fd
+
+
+def _foreign(path: Path, status: os.stat_result) -> PermissionError:
+    return PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(path))
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return is_own(status) or status.st_uid == 0
 
 
 def private_directory(path: Path) -> Path:

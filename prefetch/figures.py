@@ -21,9 +21,9 @@ class _Sample(Struct, frozen=True):
     suffix: str = ""
 
 
-def render(figures: LaunchFigures) -> str:
-    """The whole file."""
-    own = (("image", figures.image), ("workload", figures.workload), ("mount", figures.mount))
+def render(figures: LaunchFigures, slot: int) -> str:
+    """The whole file; `slot` tells mounts of one image and workload apart that run at once."""
+    own = (("image", figures.image), ("workload", figures.workload), ("slot", str(slot)))
     lines: list[str] = []
     for name, kind, text, samples in _families(figures):
         lines.append(f"# HELP {_PREFIX}{name} {text}")

@@ -31,7 +31,6 @@ class Keeper:
     def __init__(
         self,
         settings: Settings,
-        mount: str,
         streams: BlobStreams,
         start_is_over: Callable[[], bool],
         note_use: Callable[[], None],
@@ -45,7 +44,7 @@ class Keeper:
         self._room = CacheRoom(settings.cache_dir, settings.cache_limit_bytes)
         self._file = None
         if settings.metrics_dir is not None:
-            self._file = FiguresFile(settings.metrics_dir, mount)
+            self._file = FiguresFile(settings.metrics_dir)
         self._fill = None
         if self._rate:
             self._fill = Fill(streams, start_is_over, self._room.make)

@@ -77,8 +77,6 @@ class FillFigures(Struct, frozen=True):
 class LaunchFigures(Struct, frozen=True):
     """One mount's figures, at one moment."""
 
-    mount: str
-    """Its identity."""
     image: str
     workload: str
     started_ns: int

@@ -68,9 +68,7 @@ class ImageServer:
             repair=second_source(plan.settings, plan.state.reference),
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
-        self._keeper = Keeper(
-            plan.settings, plan.state.id, self._streams, self._start_is_over, self._note_use
-        )
+        self._keeper = Keeper(plan.settings, self._streams, self._start_is_over, self._note_use)
         commands = {
             "status": self.status,
             "ready": self._ready_command,
@@ -224,7 +222,6 @@ class ImageServer:
         state, streams = self._plan.state, self._streams
         cached_bytes = streams.cached_bytes
         return LaunchFigures(
-            mount=state.id,
             image=state.reference,
             workload=state.workload,
             started_ns=state.started_ns,

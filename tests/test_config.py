@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import _defaults, load_config, parse_size, resolve, variable_of
+from bootseer.config import load_config, parse_size, resolve, variable_of
+from bootseer.default_settings import default_settings
 from bootseer.errors import InvalidInputError
 
 
@@ -48,7 +49,7 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 def test_bad_values_name_the_setting_and_its_source(name: str, value: str) -> None:
     flags = {name: value or " "}
     with pytest.raises(InvalidInputError, match=rf"{name} \(flag\)"):
-        resolve(flags, {}, {}, "", _defaults({"HOME": "/home/u"}))
+        resolve(flags, {}, {}, "", default_settings({"HOME": "/home/u"}))
 
 
 @pytest.mark.parametrize("text", ["= broken", 'unknown = "x"', "job = true", "[job]\na = 1"])
@@ -106,13 +107,13 @@ def test_metrics_are_off_unless_they_have_a_folder() -> None:
 def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     """`su` and `sudo -E` keep the variable of who was logged in."""
     environ = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
-    assert _defaults(environ)["run_dir"] == str(tmp_path / "bootseer")
-    without = _defaults({"HOME": str(tmp_path)})["run_dir"]
+    assert default_settings(environ)["run_dir"] == str(tmp_path / "bootseer")
+    without = default_settings({"HOME": str(tmp_path)})["run_dir"]
     gone = {**environ, "XDG_RUNTIME_DIR": str(tmp_path / "gone")}
-    assert _defaults(gone)["run_dir"] == without
+    assert default_settings(gone)["run_dir"] == without
     # This folder is root's, or of another user than root.
     others = Path("/")
     if os.geteuid() == 0:
         others = tmp_path
         os.chown(tmp_path, 4321, 4321)
-    assert _defaults({**environ, "XDG_RUNTIME_DIR": str(others)})["run_dir"] == without
+    assert default_settings({**environ, "XDG_RUNTIME_DIR": str(others)})["run_dir"] == without

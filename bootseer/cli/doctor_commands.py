@@ -2,7 +2,8 @@
 
 import click
 
-from bootseer.cli.output import current_settings, emit_json, emit_table, json_option
+from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
+from bootseer.config import load_config
 from bootseer.doctor import Status, examine
 from bootseer.structs import asdict
 
@@ -15,7 +16,9 @@ def doctor(context: click.Context, /, as_json: bool) -> None:
 
     Exits with 1 if something is broken; what merely costs speed is a warning.
     """
-    findings = examine(current_settings())
+    source = context.find_object(SettingsSource) or SettingsSource({})
+    # It looks at the folders itself, in a thread that may hang.
+    findings = examine(load_config(source.flags, checks_folders=False).settings)
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:

@@ -29,7 +29,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.launch.signals import STOPS
-from bootseer.private import make_private_directory
+from bootseer.private import make_directory
 from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
 from bootseer.waiting import wait_readable
@@ -145,7 +145,7 @@ class CheckpointMounts:
         # Before the folder is made: a dead mount answers nobody, mkdir included.
         take_off_dead_mounts(directory)
         try:
-            make_private_directory(directory)
+            make_directory(directory)
         except OSError as error:
             raise from_oserror(error, f"make the mount point {directory}") from error
         is_shared = self._aside is not None and os.geteuid() == 0

@@ -59,7 +59,8 @@ def open_image(
             say(f"warning: starting from an extracted image, since none can be mounted: {error}")
             span.set("bootseer.fallback", "extracted")
             container = prepare_extracted(settings, obtained, binds=binds)
-        _show_timeline(container, timeline.path)
+        if timeline.is_written:
+            _show_timeline(container, timeline.path)
         return container, obtained.store_is_silent
 
 
@@ -92,12 +93,10 @@ def _show_timeline(container: "Container", path: Path) -> None:
     """Let training code in the container write to the timeline, whichever user it runs as."""
     from bootseer.prefetch.process_spec import resolve_user
 
-    if not path.exists():
-        return
     container.bind(path, _TIMELINE)
     user = resolve_user(container.image.directory, container.config.user)
     if user.uid and not container.rootless:
         try:
-            os.chown(path, user.uid, -1)
+            os.chown(path, user.uid, -1, follow_symlinks=False)
         except OSError as error:
             _log.debug("stages of the job itself will not be on the timeline: %s", error)

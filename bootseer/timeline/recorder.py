@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bootseer.private import make_private_directory
+from bootseer.private import open_private_directory
 from bootseer.redact import redact
 from bootseer.timeline.otlp import (
     READY,
@@ -33,6 +33,7 @@ FILE_VARIABLE = "BOOTSEER_TIMELINE"
 READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 # torchrun starts failed workers again in place: in a timeline that was begun before.
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Span:
@@ -111,7 +112,13 @@ class Timeline:
         path = directory / job / str(attempt) / submission / name
         timeline = cls(path, trace_id=trace_id, parent_id=parent_id, resource=resource)
         try:
-            make_private_directory(path.parent)
+            names = [name for name in (job, str(attempt), submission) if name]
+            folder = open_private_directory(directory, names)
+            try:
+                # From here on by its path: nobody else can put another one there.
+                os.close(os.open(name, _APPEND, 0o600, dir_fd=folder))
+            finally:
+                os.close(folder)
         except OSError as error:
             timeline.warn(error)
         return timeline
@@ -150,8 +157,7 @@ class Timeline:
         """Write one line. Never raises."""
         try:
             # Opened per line: spans are few, and no descriptor may leak into the training job.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.path, flags, 0o600)
+            descriptor = os.open(self.path, _APPEND, 0o600)
             try:
                 os.write(descriptor, line)
             finally:

@@ -41,7 +41,6 @@ def figures_of(recorder: FaultRecorder, image: str = "train:v1") -> LaunchFigure
         recall=0.5,
     )
     return LaunchFigures(
-        mount="0123",
         image=image,
         workload="train",
         started_ns=1_700_000_000_500_000_000,
@@ -80,7 +79,7 @@ def samples_of(text: str) -> dict[tuple[str, str], float]:
 
 
 def test_prometheus_reads_it(recorder: FaultRecorder) -> None:
-    text = render(figures_of(recorder))
+    text = render(figures_of(recorder), 0)
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert kinds["bootseer_image_fault_seconds"] == "histogram"
     assert kinds["bootseer_image_fetched_bytes"] == "counter"
@@ -98,7 +97,7 @@ def test_prometheus_reads_it(recorder: FaultRecorder) -> None:
 
 
 def test_the_histogram_is_cumulative(recorder: FaultRecorder) -> None:
-    found = samples_of(render(figures_of(recorder)))
+    found = samples_of(render(figures_of(recorder), 0))
     name = "bootseer_image_fault_seconds_bucket"
     assert found[name, "0.0005"] == 2
     assert found[name, "0.001"] == 2
@@ -110,17 +109,17 @@ def test_the_histogram_is_cumulative(recorder: FaultRecorder) -> None:
 
 def test_labels_are_escaped(recorder: FaultRecorder) -> None:
     image = 'a"b\\c\nd\udcff{}'
-    text = render(figures_of(recorder, image))
+    text = render(figures_of(recorder, image), 3)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             assert sample.labels["image"] == 'a"b\\c\nd?{}'
             assert sample.labels["workload"] == "train"
-            assert sample.labels["mount"] == "0123"
+            assert sample.labels["slot"] == "3"
 
 
 def test_without_a_bundle_there_are_no_figures_of_one(recorder: FaultRecorder) -> None:
     figures = replace(figures_of(recorder), prefetch=None)
-    assert "prefetch" not in render(figures)
+    assert "prefetch" not in render(figures, 0)
     assert "bootseer.recall" not in span_attributes(figures)
     assert status_of(figures)["prefetch"] is None
 
@@ -142,26 +141,72 @@ def test_files_are_readable_for_all_and_kept_for_a_while(
     figures = figures_of(recorder)
     old_umask = os.umask(0o077)
     try:
-        FiguresFile(folder, "old").write(figures)
-        FiguresFile(folder, "ended").write(replace(figures, is_mounted=False))
+        FiguresFile(folder).write(replace(figures, image="old"))
+        FiguresFile(folder).write(replace(figures, is_mounted=False))
     finally:
         os.umask(old_umask)
     (folder / "other.prom").write_text("another program's\n")
+    (old,) = (path for path in folder.glob("*-0.prom") if 'image="old"' in path.read_text())
     an_hour_ago_s = time.time() - 3700
-    for name in ("bootseer-image-old.prom", "other.prom"):
-        os.utime(folder / name, (an_hour_ago_s, an_hour_ago_s))
-    FiguresFile(folder, "new").write(figures)
-    names = ["bootseer-image-ended.prom", "bootseer-image-new.prom", "other.prom"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert stat.S_IMODE((folder / names[0]).stat().st_mode) == 0o644
-    assert samples_of((folder / names[0]).read_text())["bootseer_image_mounted", ""] == 0
+    for path in (old, folder / "other.prom"):
+        os.utime(path, (an_hour_ago_s, an_hour_ago_s))
+    FiguresFile(folder).write(replace(figures, image="new"))
+    assert not old.exists()
+    files = {path.name: path for path in folder.glob("*.prom")}
+    assert len(files) == 3
+    del files["other.prom"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o644}
+    assert sorted(
+        samples_of(path.read_text())["bootseer_image_mounted", ""] for path in files.values()
+    ) == [0, 1]
+
+
+def series_of(folder: Path) -> set[str]:
+    """The labels that are in any of the files."""
+    return {
+        line.partition("{")[2].partition("}")[0]
+        for path in folder.glob("*.prom")
+        for line in path.read_text().splitlines()
+        if line.startswith("bootseer_image_mounted{")
+    }
+
+
+def test_the_next_start_goes_on_with_the_series_of_the_last(
+    tmp_path: Path, recorder: FaultRecorder
+) -> None:
+    """A label that is new at each start would be a new series at each start."""
+    figures = figures_of(recorder)
+    first, second = FiguresFile(tmp_path), FiguresFile(tmp_path)
+    first.write(figures)
+    second.write(figures)  # At the same time: the collector wants them to differ.
+    both = {f'image="{figures.image}",workload="train",slot="{slot}"' for slot in "01"}
+    assert series_of(tmp_path) == both
+    first.close()
+    FiguresFile(tmp_path).write(replace(figures, started_ns=1))
+    assert series_of(tmp_path) == both
+    assert any(" 1e-09" in path.read_text() for path in tmp_path.glob("*-0.prom"))
+
+
+def test_no_link_in_the_folder_is_followed(tmp_path: Path, recorder: FaultRecorder) -> None:
+    metrics, victim = tmp_path / "metrics", tmp_path / "victim"
+    first = FiguresFile(metrics)
+    first.write(figures_of(recorder))
+    first.close()
+    names = [path.stem for path in metrics.glob("*.prom")]
+    victim.write_text("mine")
+    for name in (f"{names[0]}.prom", f"{names[0]}.tmp"):
+        (metrics / name).unlink(missing_ok=True)
+        (metrics / name).symlink_to(victim)
+    FiguresFile(metrics).write(figures_of(recorder))
+    assert victim.read_text() == "mine"
+    assert not (metrics / f"{names[0]}.prom").is_symlink()
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(
     tmp_path: Path, recorder: FaultRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics").write_text("in the way")
-    file = FiguresFile(tmp_path / "metrics", "new")
+    file = FiguresFile(tmp_path / "metrics")
     file.write(figures_of(recorder))
     file.write(figures_of(recorder))
     assert len(caplog.messages) == 1

@@ -1,0 +1,80 @@
+"""What every setting is where nobody has set it: for this user, this node and this job.
+
+Looks at the host's name and at the login's folder. Any thread.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
+    """The login's folder for sockets, if it is this user's. `su` and `sudo -E` keep the variable of
+    whoever was logged in, who could then do with it as they like, and whose logout removes it."""
+    named = environ.get("XDG_RUNTIME_DIR")
+    try:
+        if named and os.stat(named).st_uid == os.geteuid():
+            return Path(named)
+    except OSError:
+        pass
+    return None
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """The first of these variables that says something; empty where none does. Pure."""
+    return next(filter(None, map(environ.get, names)), "")
+
+
+def _submission(environ: Mapping[str, str]) -> str:
+    """The scheduler's id of this submission, the same on all of its nodes. Pure.
+
+    Each task of an array is a submission, as is a heterogeneous job with all its components.
+    (torchrun's id is "none" where nobody gave one.)
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if task:
+        return f"{_first(environ, 'SLURM_ARRAY_JOB_ID', 'SLURM_JOB_ID')}_{task}"
+    return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+
+def _as_name(text: str) -> str:
+    """What a scheduler calls something, as `parse_name` wants it; may be empty. Pure."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
+
+
+def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Each setting's value, as text, where nothing else says one."""
+    home = Path(environ.get("HOME") or "/")
+    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
+    data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share") / "bootseer"
+    state = Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "bootseer"
+    runtime = _own_runtime_dir(environ)
+    if runtime is not None:
+        run = runtime / "bootseer"
+    else:
+        run = Path("/run/bootseer") if os.geteuid() == 0 else cache / "run"
+    return {
+        "store_url": (data / "store").as_uri(),
+        "cache_dir": str(cache),
+        "run_dir": str(run),
+        "timeline_dir": str(state / "timeline"),
+        "job": _as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
+        "submission": _as_name(_submission(environ)) or "none",
+        "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
+        "node": _as_name(socket.gethostname()) or "node",
+        "rank": _first(environ, "RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") or "0",
+        "workload": "default",
+        "deadline_s": "60",
+        "cache_limit_bytes": "100GB",
+        "memory_bytes": "512MiB",
+        # A thousand nodes then ask 5 GB/s of the store at most.
+        "fill_bytes_per_s": "5MB",
+        "metrics_dir": "off",
+        "auto_index": "on",
+        "registry_hosts_dir": "/etc/containerd/certs.d",
+        "snapshot_max_age_s": "off",
+        "restore_mode": "auto",
+        "trusted_owners": "root",
+    }

@@ -1,0 +1,230 @@
+"""Whose folders and configuration are believed: ours and root's, and nobody else's."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.config import Config, load_config
+from bootseer.doctor import Status, examine
+from bootseer.errors import InvalidInputError
+from bootseer.private import make_private_directory, open_private_directory
+from bootseer.timeline.recorder import Timeline
+from bootseer.trust import Owners, fault_of_folder, parse_owners
+
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users: needs root")
+
+
+def loaded(home: Path, **variables: str) -> Config:
+    environ = {f"BOOTSEER_{name}": value for name, value in variables.items()}
+    return load_config({}, {"HOME": str(home), **environ})
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    path = tmp_path / "home"
+    path.mkdir(0o700)
+    return path
+
+
+@root_only
+def test_a_configuration_of_another_user_is_left_out(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / ".config/bootseer").mkdir(parents=True)
+    (home / ".config/bootseer/bootseer.toml").write_text('job = "mine"\n')
+    planted = tmp_path / "bootseer.toml"
+    planted.write_text('store = "file:///evil"\n')
+    os.chown(planted, NOBODY, NOBODY)
+    monkeypatch.chdir(tmp_path)
+    config = loaded(home)
+    assert config.settings.store_url == (home / ".local/share/bootseer/store").as_uri()
+    assert config.settings.job == "mine"
+    (message,) = caplog.messages
+    assert f"{planted} is not used: it belongs to user nobody" in message
+    # Whoever names it wants it.
+    assert loaded(home, CONFIG=str(planted)).settings.store_url == "file:///evil"
+    assert loaded(home, TRUSTED_OWNERS="nobody").settings.store_url == "file:///evil"
+
+
+def test_a_configuration_that_others_may_write_is_left_out(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = tmp_path / "bootseer.toml"
+    written.write_text('job = "x"\n')
+    monkeypatch.chdir(tmp_path)
+    assert loaded(home).settings.job == "x"
+    written.chmod(0o666)
+    assert loaded(home).settings.job != "x"
+    assert "can be changed by everybody" in caplog.text
+    # A pipe is none; nobody waits for what it would say.
+    written.unlink()
+    os.mkfifo(written)
+    assert loaded(home).settings.job != "x"
+
+
+@root_only
+@pytest.mark.parametrize("name", ["cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir"])
+@pytest.mark.parametrize("how", ["folder", "parent", "link", "entry", "writable"])
+def test_a_folder_that_another_user_can_change_is_not_used(
+    tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture, name: str, how: str
+) -> None:
+    if name == "timeline_dir" and how == "entry":
+        pytest.skip("each job has a folder of its own there, which is looked at when it is used")
+    folder = tmp_path / "parent" / "folder"
+    (folder / "streams").mkdir(parents=True)
+    wanted = folder
+    if how == "folder":
+        os.chown(folder, NOBODY, NOBODY)
+    elif how == "parent":
+        os.chown(folder.parent, NOBODY, NOBODY)
+    elif how == "entry":
+        os.chown(folder / "streams", NOBODY, NOBODY)
+    elif how == "writable":
+        folder.chmod(0o777)
+    else:
+        wanted = tmp_path / "link"
+        wanted.symlink_to(folder)
+        os.chown(wanted, NOBODY, NOBODY, follow_symlinks=False)
+    config = loaded(home, **{name.upper(): str(wanted)})
+    used = getattr(config.settings, name)
+    assert used not in (wanted, folder)
+    assert config.sources[name] == f"instead of {wanted}"
+    assert f"{name} {wanted} is not used, but {used}" in caplog.text
+    # Everything is ours again, or wanted so.
+    assert (
+        getattr(loaded(home, **{name.upper(): str(wanted), "TRUSTED_OWNERS": "all"}).settings, name)
+        == wanted
+    )
+
+
+@root_only
+def test_a_group_may_be_trusted_with_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    os.chown(folder, 0, 4321)
+    folder.chmod(0o2775)
+    assert "the group 4321" in fault_of_folder(folder, Owners())
+    assert fault_of_folder(folder, parse_owners("@4321")) == ""
+    # A group of one's own, as many systems make it.
+    os.chown(folder, 0, 0)
+    assert fault_of_folder(folder, Owners()) == ""
+
+
+def test_owners_are_names_numbers_and_groups() -> None:
+    assert parse_owners("root, 1000,@root,@77") == Owners(frozenset({0, 1000}), frozenset({0, 77}))
+    assert parse_owners("all").is_everybody
+    for text in ("no-such-user", "@no-such-group"):
+        with pytest.raises(InvalidInputError, match="is no "):
+            parse_owners(text)
+
+
+def test_of_a_folder_for_all_users_each_has_a_part(tmp_path: Path, home: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o1777)
+    settings = loaded(home, CACHE_DIR=str(scratch), TIMELINE_DIR=str(scratch)).settings
+    assert settings.cache_dir == scratch / f"bootseer-{os.geteuid()}"
+    assert stat.S_IMODE(settings.cache_dir.stat().st_mode) == 0o700
+    assert settings.timeline_dir == scratch
+
+
+@root_only
+def test_a_part_that_another_user_has_taken_is_not_used(tmp_path: Path, home: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o1777)
+    taken = scratch / f"bootseer-{os.geteuid()}"
+    taken.mkdir()
+    os.chown(taken, NOBODY, NOBODY)
+    assert loaded(home, CACHE_DIR=str(scratch)).settings.cache_dir == home / ".cache/bootseer"
+
+
+@root_only
+def test_a_folder_of_another_user_is_not_made_private(tmp_path: Path) -> None:
+    theirs = tmp_path / "streams"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="belongs to user 65534"):
+        make_private_directory(theirs)
+    os.chown(tmp_path, NOBODY, NOBODY)  # Who was trusted with all of it.
+    make_private_directory(theirs)
+
+
+@root_only
+@pytest.mark.parametrize("how", ["job is a link", "attempt is a link", "job is theirs"])
+def test_nothing_is_written_through_a_shared_timeline_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    shared, secret = tmp_path / "timelines", tmp_path / "secret"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (secret / "0").mkdir(parents=True)
+    if how == "job is a link":
+        (shared / "train").symlink_to(secret)
+    elif how == "attempt is a link":
+        (shared / "train").mkdir()
+        (shared / "train/0").symlink_to(secret / "0")
+    else:
+        (shared / "train/0").mkdir(parents=True)
+        os.chown(shared / "train", NOBODY, NOBODY)
+    timeline = Timeline.start(shared, job="train", submission="", attempt=0, node="n", rank=0)
+    assert not timeline.is_written
+    assert "no timeline for this start" in caplog.text
+    assert not list(secret.rglob("*.jsonl"))
+    assert not list(shared.rglob("*.jsonl"))
+
+
+def test_a_folder_below_a_shared_one_is_private(tmp_path: Path) -> None:
+    fd = open_private_directory(tmp_path / "shared", ["job", "0"])
+    os.close(fd)
+    for path in ("shared", "shared/job", "shared/job/0"):
+        assert stat.S_IMODE((tmp_path / path).stat().st_mode) == 0o700
+
+
+@root_only
+def test_doctor_says_whose_a_folder_is(tmp_path: Path, home: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    os.chown(cache, NOBODY, NOBODY)
+    environ = {"HOME": str(home), "BOOTSEER_CACHE_DIR": str(cache), "BOOTSEER_RUN_DIR": str(home)}
+    settings = load_config({}, environ, checks_folders=False).settings
+    (found,) = [one for one in examine(settings) if one.name == "trust"]
+    assert found.status is Status.WARN
+    assert f"cache_dir is not used: {cache} belongs to user nobody" in found.seen
+
+
+@root_only
+def test_a_start_goes_on_without_the_folders_of_others(tmp_path: Path, home: Path) -> None:
+    """One warning for each, and the command runs; nothing was put into them."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    (theirs / "bootseer.toml").write_text("= broken")
+    os.chown(theirs / "bootseer.toml", NOBODY, NOBODY)
+    environ = {**os.environ, "HOME": str(home), "XDG_RUNTIME_DIR": ""}
+    for name in ("CACHE_DIR", "RUN_DIR", "TIMELINE_DIR"):
+        environ[f"BOOTSEER_{name}"] = str(theirs / name.lower())
+    done = subprocess.run(
+        [sys.executable, "-m", "bootseer", "run", "--", "echo", "started"],
+        cwd=theirs,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    assert [line.split(" is not used")[0] for line in done.stderr.splitlines()] == [
+        f"bootseer: warning: {what}"
+        for what in (
+            f"the configuration {theirs}/bootseer.toml",
+            f"cache_dir {theirs}/cache_dir",
+            f"run_dir {theirs}/run_dir",
+            f"timeline_dir {theirs}/timeline_dir",
+        )
+    ]
+    assert os.listdir(theirs) == ["bootseer.toml"]
