@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bootseer.background import Report
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
+from bootseer.fuse.kernel.pulse import silence_for
 from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
@@ -76,6 +77,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             max_readahead_bytes=plan.readahead_bytes,
             invalidate_on_change=False,
             kernel_deadline_s=_kernel_deadline_s(plan),
+            worker_silence_s=silence_for(plan.settings.deadline_s),
         )
 
         def ready() -> None:

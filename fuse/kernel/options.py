@@ -50,6 +50,9 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     """A request older than this makes the kernel abort the connection, whatever became of us; 0:
     never. It looks every 15 seconds, and can from Linux 6.14 on. Only then may pages be stored
     (`Operations.store_pages`)."""
+    worker_silence_s: float = 15.0
+    """A supervised worker that does not answer its supervisor for so long is replaced; one that
+    waits for its storage does answer."""
     shutdown_s: float = 10.0
     """How long a stopping server waits for open files before it aborts the connection."""
 

@@ -6,6 +6,11 @@ worker dies, another takes over and makes the kernel repeat what was not answere
 do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
 hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
 
+A worker that runs but does not answer (it was stopped, or frozen with its cgroup; see `pulse`) is
+told to continue, and where that does not help it is killed and replaced as any that died. If the
+supervisor is stopped or frozen as well, nobody notices: readers wait until both go on, or until the
+kernel gives up (`MountOptions.kernel_deadline_s`).
+
 A worker that ends with `HANDED_OVER` wants another to take over, maybe with newer code: `hand_over`
 may then replace this process by one that calls `supervise` with the same `Attached`.
 
@@ -33,8 +38,16 @@ from bootseer.fuse.kernel import control, mounts
 from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.pulse import Pulse
 from bootseer.fuse.kernel.server import Attached, Server, attach
-from bootseer.fuse.kernel.worker_end import code_of, died_of, ends_within, is_stuck, reap
+from bootseer.fuse.kernel.worker_end import (
+    code_of,
+    died_of,
+    ends_within,
+    is_stuck,
+    reap,
+    reap_ended,
+)
 from bootseer.waiting import wait_readable
 
 log = logging.getLogger(__name__)
@@ -43,8 +56,10 @@ HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
-_LOOK_S = 2.0
-"""Between two looks whether a worker that was killed is stuck: so long may its readers wait."""
+_CONTINUE_SHARE = 0.5
+"""Of the silence after which a worker is killed: after so much it is told to continue."""
+_CANNOT_REPLACE_FACTOR = 4.0
+"""A worker that cannot be replaced is killed later by so much: that ends the mount."""
 
 
 class RestartPolicy:
@@ -137,6 +152,9 @@ class _Supervisor:
         self._connection = connection
         self._stop = stop
         self._restart = restart
+        self._pulse: Pulse | None = None
+        self._dying: set[int] = set()
+        """Workers that were killed and could not end yet."""
 
     def run(self, on_ready: Callable[[], None] | None, is_taken_over: bool) -> None:
         """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
@@ -154,6 +172,9 @@ class _Supervisor:
                 if self._await_death(worker):
                     return
                 code = code_of(worker)
+                if code is None:
+                    self._dying.add(worker)
+                    code = -signal.SIGKILL
                 worker = -1
                 if code == 0:
                     return
@@ -166,15 +187,23 @@ class _Supervisor:
     def _start(self, *, resend: bool) -> tuple[int, int]:
         """Fork a worker; its pid, and a pipe on which it says that it serves."""
         ready, tell = os.pipe2(os.O_CLOEXEC)
+        silence_s = self._options.worker_silence_s
+        if not self._attached.connection.resend:
+            silence_s *= _CANNOT_REPLACE_FACTOR
+        pulse = Pulse(max(_READY_DEADLINE_S, silence_s), silence_s)
         # A signal between the fork and the worker's own handlers would reach ours in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             pid = os.fork()
             if pid == 0:
-                _work(self._factory, self._options, self._attached, tell, resend)
+                _work(self._factory, self._options, self._attached, tell, resend, pulse)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.close(tell)
+        pulse.keep_asking()
+        if self._pulse is not None:
+            self._pulse.close()
+        self._pulse = pulse
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
@@ -196,16 +225,32 @@ class _Supervisor:
 
     def _await_death(self, worker: int) -> bool:
         """Until the worker ends (False) or we are told to stop (True)."""
+        assert self._pulse is not None
         pidfd = os.pidfd_open(worker)
         try:
             readable: list[int] = []
-            # This is the life of the mount. Only a worker that may store pages can be stuck.
-            look_s = _LOOK_S if self._attached.connection.times_out else None
+            # This is the life of the mount.
             while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self._stop.fileno()], look_s)
+                readable = wait_readable([pidfd, self._stop.fileno()], self._pulse.look_s)
+                reap_ended(self._dying)
+                if not readable and not self._sees_to(worker, self._pulse.look()):
+                    break
         finally:
             os.close(pidfd)
         return self._stop.fileno() in readable and pidfd not in readable
+
+    def _sees_to(self, worker: int, silence: float) -> bool:
+        """Act on a worker's silence; False when it was killed."""
+        path = self._attached.path
+        if silence >= 1:
+            log.warning("process %d, which serves %s, does not answer: killing it", worker, path)
+            # Frozen with its cgroup it may die later; its successor need not wait for that.
+            os.kill(worker, signal.SIGKILL)
+            return False
+        if silence >= _CONTINUE_SHARE:
+            log.info("process %d, which serves %s, does not answer: SIGCONT", worker, path)
+            os.kill(worker, signal.SIGCONT)
+        return True
 
     def _replace(self, code: int) -> int:
         """Start the successor of a worker that died; -1 if told to stop meanwhile."""
@@ -246,6 +291,7 @@ class _Supervisor:
         attached = self._attached
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGCONT)  # a stopped one would not see it
         if worker >= 0 and not ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
@@ -264,6 +310,7 @@ def _work(
     attached: Attached,
     tell: int,
     resend: bool,
+    pulse: Pulse,
 ) -> NoReturn:
     """The worker's life, from the fork to its exit."""
     code = _WORKER_FAILED
@@ -280,7 +327,7 @@ def _work(
             except BrokenPipeError:
                 pass
             os.close(tell)
-            stop.wait()
+            pulse.answer_until(stop.fileno())
             if server.failure is None:
                 server.unmount()
                 code = 0

@@ -1,7 +1,6 @@
 """How a worker of a supervisor ends, and how that is noticed. Stateless."""
 
 import os
-import signal
 from pathlib import Path
 
 from bootseer.waiting import wait_ended
@@ -31,10 +30,17 @@ def is_stuck(pid: int) -> bool:
     return state == b"Z" and len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
-def code_of(worker: int) -> int:
-    """How a worker ended. One that is stuck is as good as killed, and is left to be reaped by
-    whoever outlives us."""
-    return reap(worker) if wait_ended(worker, _STUCK_S) else -signal.SIGKILL
+def code_of(worker: int) -> int | None:
+    """How a worker ended; None for one that was killed and is stuck, or frozen with its cgroup. It
+    ends later: see `reap_ended`."""
+    return reap(worker) if wait_ended(worker, _STUCK_S) else None
+
+
+def reap_ended(pids: set[int]) -> None:
+    """Take those out that have ended meanwhile. Never waits."""
+    for pid in tuple(pids):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            pids.remove(pid)
 
 
 def reap(pid: int) -> int:

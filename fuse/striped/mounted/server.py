@@ -24,6 +24,7 @@ from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.pulse import silence_for
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.kernel.supervisor import supervise
 from bootseer.fuse.striped.mounted.mount_spec import (
@@ -139,6 +140,7 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         atomic_truncate=True,
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
         shutdown_s=spec.shutdown_s,
+        worker_silence_s=silence_for(spec.deadline_s),
         # Only files of this node can be read past us, and only root may ask for that.
         passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
     )

@@ -16,6 +16,7 @@ from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.supervisor import RestartPolicy
 from bootseer.waiting import wait_readable
 from tests.support import fuse_mount
+from tests.support.freezing import frozen
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
@@ -353,3 +354,28 @@ def test_restarts_slow_down_and_end() -> None:
     assert 0 < second < third
     assert policy.pause_s(3.0) is None
     assert policy.pause_s(30.0) == 0.0
+
+
+def test_a_stopped_worker_is_told_to_continue(source: Path, mountpoint: Path) -> None:
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io") as server:
+        worker = server.worker()
+        os.kill(worker, signal.SIGSTOP)
+        assert _cat(mountpoint / "small") == "small"
+        assert server.worker() == worker
+
+
+def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
+    _require_resend()
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io") as server:
+        worker = server.worker()
+        with frozen(worker):
+            assert _cat(mountpoint / "small") == "small"
+        assert server.worker(other_than=worker) != worker
+
+
+def test_a_stopped_worker_ends_with_its_mount(source: Path, mountpoint: Path) -> None:
+    with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
+        os.kill(server.worker(), signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
