@@ -114,7 +114,12 @@ class NodeCache:
     def new_stream(self) -> NewStream:
         """A place for a stream that arrives whole and in order. Raises: BootseerError."""
         remove_abandoned(self._directory)
-        return NewStream(self._directory, self._boot, self._path, self.open_stream)
+        return NewStream(self._directory, self._boot, self._path, self.open_stream, self.make_room)
+
+    def make_room(self, wanted_bytes: int) -> int:
+        """Remove what nobody uses, the longest unused first, until `wanted_bytes` are freed."""
+        held_bytes = sum(stream.size_bytes for stream in self.streams())
+        return self.trim(max(0, held_bytes - wanted_bytes))
 
     def pulling(self, digest: str, deadline_s: float) -> AbstractContextManager[None]:
         """Alone on this node in pulling the stream; whoever waited looks (`open_whole`) whether it

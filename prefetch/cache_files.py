@@ -30,6 +30,9 @@ _VERSION = 2
 
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk says."""
+
 LOCK_S = 60.0
 """An fsync of gigabytes takes that long on a slow disk."""
 _POLL_S = 0.005

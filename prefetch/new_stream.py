@@ -10,6 +10,7 @@ Threading: one thread per `NewStream`.
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Self
 
 from bootseer.errors import BootseerError, InvalidInputError, NoSpaceError, from_oserror
 from bootseer.prefetch.cache_files import (
+    FULL,
     HEADER_BYTES,
     LOCK_S,
     OPEN_FLAGS,
@@ -33,8 +35,12 @@ from bootseer.prefetch.stream_cache import StreamCache
 from bootseer.prefetch.sums import RECORD_STREAM_BYTES_MAX, append_sums, encode_sums
 from bootseer.private import make_private_directory
 
+_log = logging.getLogger(__name__)
+
 _PREFIX = "new-"
 _COPY_BYTES = 2**20
+ROOM_BYTES = 2**24
+"""What is freed at once of a full disk."""
 
 
 class NewStream:
@@ -47,14 +53,19 @@ class NewStream:
         boot: bytes,
         path_of: Callable[[str], Path],
         open_stream: Callable[[str, int], StreamCache],
+        make_room: Callable[[int], int],
     ) -> None:
-        """Raises: BootseerError."""
+        """`make_room` frees so many bytes of the disk, if it can, and returns how many it did.
+
+        Raises: BootseerError.
+        """
         self.length_bytes = 0
         """What was appended so far."""
         self._streams = streams
         self._boot = boot
         self._path_of = path_of
         self._open_stream = open_stream
+        self._make_room = make_room
         self._written_bytes = 0
         self._tail = bytearray()
         self._directory = streams / f"{_PREFIX}{os.urandom(8).hex()}"
@@ -93,12 +104,31 @@ class NewStream:
         self._tail += view[whole:]
 
     def _write(self, data: memoryview) -> None:
-        try:
+        def write() -> None:
             write_all(self._data_fd, data, self._written_bytes)
             append_sums(self._sums_fd, encode_sums(self._written_bytes, data))
+
+        try:
+            self._with_room(write)
         except OSError as error:
             raise from_oserror(error, f"write to the cache in {self._streams}") from error
         self._written_bytes += len(data)
+
+    def _with_room(self, write: Callable[[], None]) -> None:
+        """Write, and where the disk is full make room and write again. No more room than that
+        takes: a layer may say that it is small, and what others keep goes when bytes come.
+
+        Raises: OSError.
+        """
+        while True:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in FULL or not (freed := self._make_room(ROOM_BYTES)):
+                    raise
+                _log.info("removed %d bytes that nobody uses: %s", freed, error)
+            else:
+                return
 
     def commit(self, digest: str) -> StreamCache:
         """Make it the stream called `digest`, whole at once, and give it opened.
@@ -113,7 +143,7 @@ class NewStream:
             target = self._path_of(digest)
             self._write(memoryview(self._tail))
             self._tail = bytearray()
-            self._mark_all()
+            self._with_room(self._mark_all)
             try:
                 self._directory.rename(target)
             except OSError as error:

@@ -13,7 +13,6 @@ one does, the others wait for it and share it.
 import concurrent.futures
 import contextlib
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,10 @@ from bootseer.content_digest import ContentHasher
 from bootseer.errors import DeadlineError, NoSpaceError
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.merge import LayerTree
+from bootseer.prefetch.new_stream import ROOM_BYTES
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 from bootseer.prefetch.records import LayerRecord
 from bootseer.prefetch.sources.model import Layer
-
-_log = logging.getLogger(__name__)
 
 WORKERS = 3
 """Layers pulled at once: while one is inflated and hashed, which takes two CPUs, others come over
@@ -149,14 +147,7 @@ class _Puller:
             if layer.digest is not None and (found := self._find(layer.digest)):
                 return found
             self._announce()
-            try:
-                return self._pull(layer)
-            except NoSpaceError as error:
-                freed_bytes = self._cache.trim(0)
-                _log.info("removed %d bytes that nobody uses: %s", freed_bytes, error)
-                if freed_bytes:
-                    return self._pull(layer)
-                raise
+            return self._pull(layer)
 
     def _announce(self) -> None:
         with self._lock:
@@ -186,7 +177,13 @@ class _Puller:
                 stream = new.commit(blob.stream_digest)
             try:
                 digest = layer.digest or blob.stream_digest
-                self._catalogue.keep_layer(digest, tree, f"blake3:{content.hexdigest()}")
+                name = f"blake3:{content.hexdigest()}"
+                try:
+                    self._catalogue.keep_layer(digest, tree, name)
+                except NoSpaceError:
+                    if not self._cache.make_room(ROOM_BYTES):
+                        raise
+                    self._catalogue.keep_layer(digest, tree, name)
                 return HadLayer(digest, tree, None, stream)
             except BaseException:
                 stream.close()

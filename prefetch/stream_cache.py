@@ -23,6 +23,7 @@ from pathlib import Path
 
 from bootseer.errors import from_oserror
 from bootseer.prefetch.cache_files import (
+    FULL,
     HEADER_BYTES,
     OPEN_FLAGS,
     SECTOR_BYTES,
@@ -45,7 +46,6 @@ _log = logging.getLogger(__name__)
 
 _ADVICE_BYTES = 128 * 1024
 """Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _VERIFY_BYTES = 8 * 2**20
 """What `verify_all` does between two looks at whether to go on."""
 
@@ -101,7 +101,7 @@ class StreamCache:
                 present.make_room(0, SECTOR_BYTES)
             except OSError as error:
                 present.close()
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
                 self._warn_full(error)
                 return Presence(mmap.mmap(-1, size), self.stream_length)

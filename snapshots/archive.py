@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 from bootseer.blob import index
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.inflate import ERRORS, PIECE_BYTES, decompress
+from bootseer.blob.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.blob.keys import blob_key
 from bootseer.blob.members import Members
 from bootseer.blob.pack import pack_tar
@@ -38,10 +38,7 @@ from bootseer.snapshots.scan import WORK_PREFIX
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.store import Store
 
-# What an archive may expand to: deflate cannot exceed 1032, and below this nobody cares.
-_RATIO_MAX = 1100
-_FREE_BYTES = 1 << 30
-_EXPANDED_BYTES_MAX = 1 << 40
+_LIMITS = Limits()
 
 OnProgress = Callable[[int], None]
 
@@ -235,11 +232,6 @@ class _Expanded:
         if not self._rest:
             self._rest = next(self._pieces, b"")
             self._expanded_bytes += len(self._rest)
-            allowed = max(_FREE_BYTES, _RATIO_MAX * self._read_bytes)
-            if self._expanded_bytes > min(_EXPANDED_BYTES_MAX, allowed):
-                raise CorruptError(
-                    f"it expands from {self._read_bytes} to more than {self._expanded_bytes} "
-                    "bytes: a decompression bomb"
-                )
+            _LIMITS.check(self._read_bytes, self._expanded_bytes, "archive")
         data, self._rest = self._rest[:size], self._rest[size:]
         return data

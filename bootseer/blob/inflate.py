@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 import zstandard
+from msgspec import Struct
 
-from bootseer.errors import UnsupportedError
+from bootseer.errors import CorruptError, UnsupportedError
 
 gzip_library: Any
 deflate_library: Any
@@ -68,6 +69,26 @@ def decompress(read: Read, name: str) -> Iterator[bytes]:
     if head.startswith(_ZSTD) or skippable:
         return _unzstd(head, read)
     return _plain(head, read)
+
+
+class Limits(Struct, frozen=True):
+    """What one layer or archive may expand to; a decompression bomb ends there."""
+
+    bytes_max: int = 2**40
+    ratio_max: int = 1100
+    """Deflate cannot exceed 1032, so only zstd of almost nothing but zeros meets this."""
+    free_bytes: int = 2**26
+    """The ratio is not applied below this: so much a layer of a few bytes may take of a disk."""
+
+    def check(self, stored_bytes: int, expanded_bytes: int, name: str) -> None:
+        """Raises: CorruptError for more than so many stored bytes may become."""
+        if expanded_bytes > min(
+            self.bytes_max, max(self.free_bytes, self.ratio_max * stored_bytes)
+        ):
+            raise CorruptError(
+                f"the {name} expands from {stored_bytes} to more than {expanded_bytes} bytes: "
+                "a decompression bomb"
+            )
 
 
 class _Whole(io.RawIOBase):

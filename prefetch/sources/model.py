@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 
 from msgspec import Struct, field
 
+from bootseer.blob.inflate import Limits
 from bootseer.blob.tar_reader import Readable
 from bootseer.closing import Closing
 from bootseer.content_digest import ContentHasher
@@ -21,7 +22,7 @@ from bootseer.errors import InvalidInputError
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
-from bootseer.prefetch.sources.stream import Expected, Limits, TarStream
+from bootseer.prefetch.sources.stream import Expected, TarStream
 
 Sink = Callable[[bytes], None]
 """Takes the next bytes of a stream."""

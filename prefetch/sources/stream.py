@@ -18,24 +18,10 @@ from typing import BinaryIO, Self
 
 from msgspec import Struct
 
-from bootseer.blob.inflate import ERRORS, PIECE_BYTES, decompress
+from bootseer.blob.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.sources.read_ahead import ReadAhead
-
-
-class Limits(Struct, frozen=True):
-    """What one layer may expand to; a decompression bomb ends there."""
-
-    layer_bytes_max: int = 2**40
-    ratio_max: int = 1100
-    """Deflate cannot exceed 1032, so only a zstd layer of almost nothing but zeros meets this."""
-    free_bytes: int = 2**30
-    """The ratio is not applied below this."""
-
-    def allowed_bytes(self, stored_bytes: int) -> int:
-        """How much `stored_bytes` may become."""
-        return min(self.layer_bytes_max, max(self.free_bytes, self.ratio_max * stored_bytes))
 
 
 class Expected(Struct, frozen=True):
@@ -122,11 +108,7 @@ def decompressed(
         try:
             for piece in decompress(stored.read, expected.name):
                 count_bytes += len(piece)
-                if count_bytes > limits.allowed_bytes(stored.count_bytes):
-                    raise CorruptError(
-                        f"the {expected.name} expands from {stored.count_bytes} to more than "
-                        f"{count_bytes} bytes: a decompression bomb"
-                    )
+                limits.check(stored.count_bytes, count_bytes, expected.name)
                 sha.update(piece)
                 yield piece
         except ERRORS as error:

@@ -12,6 +12,7 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
 from bootseer.prefetch.cache import NodeCache
+from tests.support.fuse_mount import require_root
 
 DIGEST = "sha256:" + "cd" * 32
 STREAM = random.Random(5).randbytes(3 * 2**20 + 100)
@@ -155,3 +156,23 @@ def test_one_pulls_and_the_others_find_it(tmp_path: Path) -> None:
         cache.pulling(DIGEST, 0.05),
     ):
         pass
+
+
+def test_no_more_is_removed_than_a_new_stream_needs(tmp_path: Path) -> None:
+    """A layer may say that it is small, and what others keep is fetched again."""
+    require_root()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], check=True)
+    try:
+        cache = NodeCache(tmp_path)
+        digests = [f"sha256:{number:064}" for number in range(3)]
+        for number, digest in enumerate(digests):
+            with cache.new_stream() as new:
+                new.append(bytes(18 * 2**20))
+                new.commit(digest).close()
+            os.utime(tmp_path / "streams" / digest.replace(":", "-"), (number, number))
+        with cache.new_stream() as new:
+            new.append(bytes(20 * 2**20))
+            new.commit(DIGEST).close()
+        assert {one.digest for one in cache.streams()} == {*digests[1:], DIGEST}
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)

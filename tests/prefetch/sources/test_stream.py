@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 import zstandard
 
+from bootseer.blob.inflate import Limits
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
-from bootseer.prefetch.sources.stream import Expected, Limits, TarStream
+from bootseer.prefetch.sources.stream import Expected, TarStream
 from tests.support.images import compress, digest
 
 CONTENT = os.urandom(3_000_000) + bytes(2_000_000) + b"end"
@@ -125,7 +126,20 @@ def test_a_bomb_ends_at_the_limit() -> None:
     with pytest.raises(CorruptError, match="bomb"):
         read(bomb, content=b"", limits=limits)
     with pytest.raises(CorruptError, match="bomb"):
-        read(gzip.compress(bytes(50_000_000)), content=b"", limits=Limits(layer_bytes_max=10**7))
+        read(gzip.compress(bytes(50_000_000)), content=b"", limits=Limits(bytes_max=10**7))
+
+
+def test_a_few_kilobytes_do_not_become_a_gigabyte() -> None:
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2**30))
+    assert len(bomb) < 61_000
+    pieces: list[bytes] = []
+    expected = Expected(digest(b""), len(bomb), None)
+    with (
+        TarStream(io.BytesIO(bomb), expected, Limits(), lambda count: None) as stream,
+        pytest.raises(CorruptError, match="bomb"),
+    ):
+        pieces.extend(iter(lambda: stream.read(2**20), b""))
+    assert sum(map(len, pieces)) < 2**27
 
 
 def test_a_window_that_would_need_gigabytes_is_refused() -> None:
