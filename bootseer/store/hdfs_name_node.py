@@ -4,6 +4,7 @@ Owns the answer to the latter, asked once; one that wants Kerberos is hdfs-nativ
 Thread-safe.
 """
 
+import logging
 import os
 import threading
 from pathlib import Path
@@ -11,10 +12,13 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, PermissionDeniedError
+from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
 from bootseer.store.hdfs_kerberos import check_library
+from bootseer.store.hdfs_reaching import await_reachable
 from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
-from bootseer.store.hdfs_rpc_frames import RpcError
+from bootseer.store.hdfs_rpc_frames import NotHadoopError, RpcError
+
+_log = logging.getLogger(__name__)
 
 _DEFAULT_PORT = 8020
 _HURRIED_S = 5.0
@@ -40,17 +44,22 @@ class FoundNameNode:
     def check(self) -> None:
         """Raise what hdfs-native would retry until a deadline, without a word about the reason.
 
-        Raises: UnsupportedError: the library for Kerberos is missing; PermissionDeniedError: the
-        NameNode wants Kerberos, and no configuration says so.
+        Raises: UnavailableError: nobody takes connections where the NameNode should be, or it is
+        something else; UnsupportedError: the library for Kerberos is missing;
+        PermissionDeniedError: the NameNode wants Kerberos, and no configuration says so.
         """
         with self._lock:
             if not self._asked:
                 config = _configuration()
                 if _is_secure(config):
+                    self._reach(config)
                     self._asked = True
                     check_library()
-                else:
-                    self._ask(config, _CHECK_S, attempts_max=1)
+                elif error := self._ask(
+                    config, min(_CHECK_S, self._deadline_s / 2), attempts_max=1
+                ):
+                    self._reach(config)
+                    self._say_why(error)
             if self._wants_kerberos:
                 raise PermissionDeniedError(
                     f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
@@ -67,21 +76,39 @@ class FoundNameNode:
 
     def _ask(
         self, config: dict[str, str], deadline_s: float, attempts_max: int | None = None
-    ) -> None:
-        """Find out, if somebody answers."""
+    ) -> BootseerError | None:
+        """Find out, if somebody answers; else why not."""
         found = _find(self._cluster, config, self._deadline_s)
         if found is None:
-            return
+            return None
         try:
             replace(found, deadline_s=deadline_s).ask(attempts_max)
         except RpcError as error:
             self._asked = True
             self._wants_kerberos = _REFUSAL in str(error)
-        except BootseerError:
-            pass
+        except BootseerError as error:
+            return error
         else:
             self._asked, self._name_node = True, found
             self._names = _names(self._cluster, config)
+        return None
+
+    def _reach(self, config: dict[str, str]) -> None:
+        hint = f"check the URL {self._cluster}"
+        if urlsplit(self._cluster).port is None and not _names(self._cluster, config):
+            hint += (
+                ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
+            )
+        await_reachable(_addresses(self._cluster, config), self._deadline_s, hint)
+
+    def _say_why(self, error: BootseerError) -> None:
+        """It takes connections, and the question was not answered."""
+        if isinstance(error.__cause__, NotHadoopError):
+            raise UnavailableError(
+                f"{error}; check the port of {self._cluster}: it is that of the NameNode's RPC, "
+                "mostly 8020, not of its web pages"
+            ) from error
+        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, self._cluster, error)
 
     def hurried(self) -> NameNode | None:
         """As `get`, for questions whose answers are worth no long wait."""
@@ -122,17 +149,19 @@ def _names(cluster: str, config: dict[str, str]) -> tuple[str, ...]:
 
 
 def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode | None:
-    parts = urlsplit(cluster)
     if _is_secure(config):
         return None
     user = os.environ.get("HADOOP_USER_NAME") or _user()
-    host = parts.hostname or ""
-    names = _names(cluster, config)
-    found = [_address(config[f"{_ADDRESS}{host}.{name}"]) for name in names]
-    if not found:
-        found = [(host, parts.port or _DEFAULT_PORT)]
     by_name = config.get("dfs.client.use.datanode.hostname") == "true"
-    return NameNode(tuple(found), user, deadline_s, by_name)
+    return NameNode(_addresses(cluster, config), user, deadline_s, by_name)
+
+
+def _addresses(cluster: str, config: dict[str, str]) -> tuple[tuple[str, int], ...]:
+    """Of a nameservice all."""
+    parts = urlsplit(cluster)
+    host = parts.hostname or ""
+    found = [_address(config[f"{_ADDRESS}{host}.{name}"]) for name in _names(cluster, config)]
+    return tuple(found) or ((host, parts.port or _DEFAULT_PORT),)
 
 
 def _user() -> str:

@@ -21,6 +21,7 @@ from bootseer.store.hdfs_added_block import AddedBlock, rack_of
 from bootseer.store.hdfs_replicas import Replica
 from bootseer.store.hdfs_rpc_frames import (
     FRAME_MAX_BYTES,
+    NotHadoopError,
     RpcError,
     frame,
     header,
@@ -245,7 +246,7 @@ class NameNode(Struct, frozen=True):
             # The whole answer has one deadline, not each of its bytes.
             (length,) = struct.unpack(">I", receive(connection, 4, end_s))
             if length > FRAME_MAX_BYTES:
-                raise ConnectionError(f"{address[0]} does not speak Hadoop's RPC")
+                raise NotHadoopError(f"{address[0]}:{address[1]} does not speak Hadoop's RPC")
             return result_of(receive(connection, length, end_s))
 
 

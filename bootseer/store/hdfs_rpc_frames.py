@@ -18,6 +18,10 @@ class RpcError(Exception):
     """The NameNode's answer is an exception; the text begins with its Java class."""
 
 
+class NotHadoopError(ConnectionError):
+    """The answer is no frame of Hadoop's RPC: another server has this port."""
+
+
 def receive(connection: socket.socket, count: int, end_s: float) -> bytes:
     """The next `count` bytes, by the monotonic time `end_s`. Raises: OSError."""
     data = bytearray(count)
