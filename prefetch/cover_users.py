@@ -16,11 +16,12 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.prefetch.covers import Cover, cover_at, covers, uncover
 from bootseer.prefetch.mount_state import is_alive, mounts_dir
-from bootseer.private import private_directory
+from bootseer.processes import living_processes, note_process, notes, own_line, write_note
 
 _log = logging.getLogger(__name__)
 
 _KEEP = "keep"
+_USERS = "users"
 
 
 def sweep_covers(settings: Settings) -> int:
@@ -42,18 +43,6 @@ def sweep_covers(settings: Settings) -> int:
         except BootseerError as error:
             _log.warning("cannot unmount %s, whose server died: %s", cover.path, error)
     return count
-
-
-def start_time(pid: int) -> str:
-    """Of a process, in ticks since the boot: with its id it names the process for ever. "" if it
-    has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # The second field is the program's name in parentheses, with anything in it.
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 @contextlib.contextmanager
@@ -86,7 +75,7 @@ def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
     """`add_user` of a finished cover. False where it is not finished, or has been taken off."""
     try:
         with _alone(state_dir):
-            if not _users(state_dir) or cover not in covers() or not is_alive(state_dir):
+            if not has_users(state_dir) or cover not in covers() or not is_alive(state_dir):
                 return False
             _write_user(state_dir, pid)
     except (OSError, BootseerError):
@@ -95,34 +84,31 @@ def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
 
 
 def _write_user(state_dir: Path, pid: int | None) -> None:
-    folder = private_directory(state_dir / "users")
-    name = _KEEP if pid is None else f"{pid}-{start_time(pid)}"
-    os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def _users(state_dir: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return os.listdir(state_dir / "users")
-    return []
+    if pid is None:
+        write_note(state_dir / _USERS, _KEEP)
+    else:
+        note_process(state_dir / _USERS, pid)
 
 
 def has_users(state_dir: Path) -> bool:
     """Whether the cover is, or was, finished."""
-    return bool(_users(state_dir))
+    return bool(notes(state_dir / _USERS))
 
 
 def is_kept(state_dir: Path) -> bool:
     """Whether the cover stays whoever ends."""
-    return _KEEP in _users(state_dir)
+    return _KEEP in notes(state_dir / _USERS)
+
+
+def is_others_only(state_dir: Path) -> bool:
+    """Whether processes use the cover, and neither this one nor any that it descends from."""
+    users = set(living_processes(state_dir / _USERS))
+    return bool(users) and not users & own_line()
 
 
 def next_user(state_dir: Path) -> int | None:
     """A process that uses the cover and lives."""
-    for name in _users(state_dir):
-        pid, _, started = name.partition("-")
-        if pid.isdigit() and started and start_time(int(pid)) == started:
-            return int(pid)
-    return None
+    return next(living_processes(state_dir / _USERS), None)
 
 
 def leave(state_dir: Path) -> int | None:

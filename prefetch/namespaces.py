@@ -28,6 +28,7 @@ MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
+MS_SLAVE = 1 << 19
 MNT_DETACH = 2
 
 # mount_setattr(2), Linux 5.12: one number on every architecture. AT_FDCWD and the flags of fcntl.h.

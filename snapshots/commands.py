@@ -81,6 +81,7 @@ def restore_snapshot(
         from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
         from bootseer.snapshots.scan import base_digest, scan
         from bootseer.snapshots.state import remember
+        from bootseer.snapshots.target_users import check_unused
 
         if directory is not None and relocates:
             _restore_relocated(settings, store, manifest, directory, report)
@@ -94,6 +95,7 @@ def restore_snapshot(
         hosts = [item.path for item in placed]
         with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
             note = remember(settings, _ROOT)
+            check_unused(settings.run_dir, hosts)
             mounted.recover(settings, hosts)
             work.recover(hosts, note)
             bases = {}

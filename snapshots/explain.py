@@ -14,7 +14,7 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.scan import base_digest, scan
+from bootseer.snapshots.scan import NOTHING, base_digest, scan
 from bootseer.snapshots.setup.fingerprint import SECRETS, Part
 from bootseer.snapshots.setup.request import Report, Request, resolve
 from bootseer.store import open_store
@@ -89,7 +89,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
     if name == "interpreter":
         return _interpreter_note(stored, now)
     if kind == "before":
-        if now == "nothing":
+        if now == NOTHING:
             return f"{what} is missing or empty now"
         return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
     return {

@@ -15,8 +15,14 @@ from pathlib import Path
 from bootseer.errors import BusyError, from_oserror
 from bootseer.private import make_private_directory
 
+_FOLDER = "snapshots"
 _POLL_FIRST_S = 0.01
 _POLL_MAX_S = 0.5
+
+
+def record_path(run_dir: Path, target: Path) -> Path:
+    """Where this node's records of a target (a host path) lie, without a suffix."""
+    return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
 
 
 @contextmanager
@@ -25,7 +31,7 @@ def locked(run_dir: Path, targets: Sequence[Path], *, deadline_s: float) -> Iter
 
     Raises: BusyError where another process holds one of them for longer than `deadline_s`.
     """
-    folder = run_dir / "snapshots"
+    folder = run_dir / _FOLDER
     try:
         make_private_directory(folder)
     except OSError as error:
@@ -34,8 +40,7 @@ def locked(run_dir: Path, targets: Sequence[Path], *, deadline_s: float) -> Iter
     with ExitStack() as stack:
         # Always in the same order, so that two with overlapping targets cannot wait in a circle.
         for target in sorted(set(targets)):
-            name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
-            path = folder / f"{name}.lock"
+            path = record_path(run_dir, target).with_suffix(".lock")
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:

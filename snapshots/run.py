@@ -8,6 +8,7 @@ Only the command's own failure, and a declaration that cannot be used, are error
 import logging
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_
 from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.restoring import mounted
+from bootseer.snapshots.restoring import mounted, own_view
 from bootseer.snapshots.restoring import work as working
 from bootseer.snapshots.restoring.early import server_ahead
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_stored
@@ -37,6 +38,7 @@ from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.state import remember
+from bootseer.snapshots.target_users import check_unused, note_user, other_users
 from bootseer.store import LeaseWatch, Store, open_store
 
 __all__ = ["SetupResult", "run_setup"]
@@ -60,6 +62,7 @@ def run_setup(
     until_exit: bool = False,
     store_is_silent: bool = False,
     forks: bool = False,
+    before_own_view: Callable[[], None] = lambda: None,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
@@ -69,15 +72,18 @@ def run_setup(
     this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
     has just waited for the store in vain; it is asked briefly whether it answers by now.
     `forks`: a server may begin as a copy of this process (see `restoring.early`).
+    `before_own_view`: called before this process enters a mount namespace of its own, which it does
+    only with `until_exit`, where another job runs on a target (see `restoring.own_view`).
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
-    declared targets or inputs that cannot be used.
+    declared targets or inputs that cannot be used; BusyError where another job runs on a target
+    that this set-up would change.
     """
     started = time.monotonic()
     sweep_covers(settings)
-    note = remember(settings, request.root)
+    note = own_view.of_shared(remember(settings, request.root))
     attempt = Attempt(settings, request, report, started, until_exit, note)
-    run = _Run(attempt, wait_s, lease_s, store_is_silent, forks)
+    run = _Run(attempt, wait_s, lease_s, store_is_silent, forks, before_own_view)
     try:
         resolved = resolve(request, report)
     except (InvalidInputError, NotFoundError):
@@ -99,6 +105,7 @@ class _Run:
         lease_s: float,
         store_is_silent: bool,
         forks: bool,
+        before_own_view: Callable[[], None],
     ) -> None:
         self.attempt = attempt
         self.settings = attempt.settings
@@ -107,6 +114,7 @@ class _Run:
         self.lease_s = lease_s
         self.store_is_silent = store_is_silent
         self.forks = forks
+        self.before_own_view = before_own_view
         self.end = attempt.started + wait_s
         self.is_locked = False
 
@@ -131,7 +139,7 @@ class _Run:
                 store = stack.enter_context(
                     open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
                 )
-                return self._locked(store, resolved, stack)
+                return self._used(self._locked(store, resolved, stack))
             except SetupFailedError:
                 raise
             except NotStoredError as error:
@@ -145,9 +153,37 @@ class _Run:
                 logger.exception("unexpected error in a set-up")
                 reason = f"unexpected {type(error).__name__}: {error}"
             if not ran:
-                return self.ordinary(reason)
-        self.report(f"warning: the set-up ran but was not stored: {reason}")
-        return attempt.result("ran", setup_s=setup_s)
+                return self._used(self.ordinary(reason))
+            self.report(f"warning: the set-up ran but was not stored: {reason}")
+            return self._used(attempt.result("ran", setup_s=setup_s))
+
+    def _used(self, result: SetupResult) -> SetupResult:
+        """Note that the job runs on the targets now, where others could take them from it."""
+        attempt = self.attempt
+        if attempt.until_exit and attempt.request.root == Path("/"):
+            note_user(self.settings.run_dir, own_view.shared(attempt.paths.values()))
+        return result
+
+    def _leave_to_others(self) -> bool:
+        """Have an own view of targets on which other jobs run, before anything changes these;
+        whether there were such. Raises: BusyError where that cannot be."""
+        attempt = self.attempt
+        # Another root is this job's alone.
+        if attempt.request.root != Path("/"):
+            return False
+        hosts = own_view.shared(attempt.paths.values())
+        used = other_users(self.settings.run_dir, hosts)
+        if not used:
+            return False
+        if not attempt.until_exit:
+            check_unused(self.settings.run_dir, hosts)
+        own_view.enter(self.settings, used, self.before_own_view)
+        for target, pid in used.items():
+            self.report(
+                f"process {pid}, another job on this node, runs on something else in {target}: "
+                "this job has its own directory there, in a mount namespace of its own"
+            )
+        return True
 
     def _probe(self) -> None:
         """Raises: DeadlineError where the store still does not answer."""
@@ -157,6 +193,7 @@ class _Run:
 
     def ordinary(self, reason: str) -> SetupResult:
         """The command, as without Bootseer."""
+        self._leave_to_others()
         self.report(f"warning: running the set-up without a snapshot: {reason}")
         self._settle()
         self._end_server()
@@ -188,6 +225,9 @@ class _Run:
         kept = keep_in_place(attempt, store, resolved, before)
         if kept is not None:
             return kept
+        if self._leave_to_others():
+            before = attempt.scan()
+            bases = {target: base_digest(before[target]) for target in attempt.targets}
         # In a container this interpreter's files are not there.
         if self.forks and attempt.request.root == Path("/"):
             attempt.process = stack.enter_context(server_ahead(self.settings))

@@ -17,6 +17,8 @@ from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 WORK_PREFIX = b".bootseer-"
 # A tree of more is not an environment; the bound keeps memory finite (about 500 bytes each).
 ENTRIES_MAX = 5_000_000
+NOTHING = "nothing"
+"""The `base_digest` of a directory that is missing or empty."""
 
 
 class Entry(NamedTuple):
@@ -133,7 +135,7 @@ def base_digest(scanned: Scan) -> str:
     directory that is missing or empty. Bytecode caches do not count.
     """
     if len(scanned) <= 1:
-        return "nothing"
+        return NOTHING
     digest = hashlib.sha256()
     for path in sorted(scanned):
         if is_cache(path):

@@ -18,7 +18,7 @@ from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.private import write_private_file
 from bootseer.snapshots.exact import exact_digest
-from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.scan import NOTHING, Scan, scan
 from bootseer.structs import asdict
 
 _VERSION = 2
@@ -52,6 +52,19 @@ def _file(cache_dir: Path, target: Path) -> Path:
 
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     """What `target` (a host path) holds, or None where it is not known or was touched."""
+    state = _read(cache_dir, target)
+    if state is None or state.boot_id != _boot_id() or state.exact != exact_digest(scanned):
+        return None
+    return state
+
+
+def was_empty(cache_dir: Path, target: Path) -> bool:
+    """Whether a set-up has made `target` (a host path) whole, as far as this node knows."""
+    state = _read(cache_dir, target)
+    return state is not None and state.base == NOTHING
+
+
+def _read(cache_dir: Path, target: Path) -> State | None:
     try:
         with _file(cache_dir, target).open("rb") as file:
             document = json.loads(file.read(_BYTES_MAX))
@@ -60,10 +73,7 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
         texts = {name: str(document[name]) for name in State.__struct_fields__}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    state = State(**texts)
-    if state.boot_id != _boot_id() or state.exact != exact_digest(scanned):
-        return None
-    return state
+    return State(**texts)
 
 
 def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:

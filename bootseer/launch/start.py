@@ -159,6 +159,8 @@ class _Start:
             until_exit=True,
             store_is_silent=self._store_is_silent,
             forks=True,
+            # In the namespace that is left nothing more is mounted for this job.
+            before_own_view=self._finish_checkpoints,
         )
         # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
         self._store_is_silent |= result.how == "ran"
@@ -171,6 +173,9 @@ class _Start:
         span.set("bootseer.hit", result.hit)
         span.set("bootseer.bytes", result.moved_bytes)
         span.set("bootseer.how", result.how)
+
+    def _finish_checkpoints(self) -> None:
+        self._checkpoints.finish()
 
     def _become(self) -> NoReturn:
         command = self._job.command

@@ -63,20 +63,21 @@ def hold_snapshot(
                 build(target, tree, path)
 
             with trees.using(item.target.index.digest, tree, build_one) as (source, _):
-                state_dir = _hold(settings, item)
+                state_dir = hold(settings, item.path, item.target)
             served.append(Served(state_dir, source))
             undo.callback(_give_up, state_dir)
         cover_all(settings, manifest, placed, served, bases, mode=modes.LINK, until_exit=until_exit)
         undo.pop_all()
 
 
-def _hold(settings: Settings, item: Placed) -> Path:
-    """Start the process that keeps the target's tree; its folder. Raises: BootseerError."""
+def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
+    """Start the process that keeps the extracted tree of a target, if any, and what is written to
+    the overlay on `path`; its folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings)
     state = MountState(
         id=state_dir.name,
-        reference=text_of(item.target.path),
-        index_digest=item.target.index.digest,
+        reference=text_of(target.path if target else os.fsencode(path)),
+        index_digest=target.index.digest if target else "",
         workload=settings.workload,
         # No image that could be unmounted as one.
         directory=str(state_dir / "tree"),
@@ -95,7 +96,7 @@ def _hold(settings: Settings, item: Placed) -> Path:
         settings,
         identity=state_dir.name,
         module="bootseer.snapshots.restoring.hold",
-        what=f"the holder of {item.path}",
+        what=f"the holder of {path}",
     )
     process.serve(json.dumps(document))
     return state_dir

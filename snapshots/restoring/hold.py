@@ -1,7 +1,8 @@
-"""The process behind a linked snapshot: started as a module of its own by `held`.
+"""The process behind a linked snapshot or a job's own view: a module of its own, begun by `held`.
 
-It keeps the node's extracted tree for as long as an overlay shows it, takes the overlay off after
-its last user, and removes what was written. What a server of `prefetch` is to a mounted tree.
+It keeps the node's extracted tree, if there is one, for as long as an overlay shows it, takes the
+overlay off after its last user, and removes what was written: what a server of `prefetch` is to a
+mounted tree.
 """
 
 import contextlib
@@ -89,7 +90,8 @@ def main() -> int:
         lock = lock_new(state_dir)
         try:
             sweep(settings)
-            with NodeTrees(settings).held(state.index_digest):
+            digest = state.index_digest
+            with NodeTrees(settings).held(digest) if digest else contextlib.nullcontext():
                 write_state(state_dir, state)
                 if report.send_ready():
                     _stay(state.id, state_dir, launcher)

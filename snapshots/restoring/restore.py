@@ -21,7 +21,7 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import work as working
-from bootseer.snapshots.scan import WORK_PREFIX, Scan, base_digest
+from bootseer.snapshots.scan import NOTHING, WORK_PREFIX, Scan, base_digest
 from bootseer.store import Store
 
 # Names whose directory knows its own path: such a tree works nowhere else.
@@ -61,10 +61,10 @@ def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
     """Whether a snapshot fits on what is there. Raises: AlreadyExistsError where it does not."""
     wanted = next(
         (part.value for part in manifest.parts if part.name == base_part_name(target.path)),
-        "nothing",
+        NOTHING,
     )
     if target.whole:
-        wanted = "nothing"
+        wanted = NOTHING
     if base_digest(scanned) != wanted:
         shown = text_of(target.path)
         raise AlreadyExistsError(

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.prefetch.control import ask
-from bootseer.prefetch.cover_users import start_time
 from bootseer.prefetch.covers import cover_at
 from bootseer.prefetch.mount_state import live_mounts
+from bootseer.processes import start_time
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring import held
 from bootseer.snapshots.restoring.mounted import cover_all, unmount_snapshot
