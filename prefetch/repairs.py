@@ -1,7 +1,8 @@
 """When a frame cannot be had: bring the whole stream from a second source, once for all readers.
 
-Thread-safe. Readers that need the same blob wait for the one that has it brought, whose deadlines
-are the second source's own.
+Thread-safe. Alone decides how long readers wait for that: what is left of their own deadline, and
+for as long as bytes come several times that, since a layer may be large. The second source goes on
+without them, in a thread of its own, within its own deadlines: who comes later finds the stream.
 """
 
 import logging
@@ -11,16 +12,33 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from bootseer.blob.tree import Blob
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, DeadlineError
 from bootseer.prefetch.cache import StreamCache
 
 _log = logging.getLogger(__name__)
 
-Repair: TypeAlias = Callable[[Blob], None]
+Came: TypeAlias = Callable[[int], None]
+"""Told how many bytes have come, by any thread."""
+Repair: TypeAlias = Callable[[Blob, Came], None]
 """Bring all of a blob's stream into the node cache from elsewhere. Raises: BootseerError."""
 
 _PAUSE_S = 60.0
 """After a failed one; until then, readers get their errors at once."""
+_COMING_S_MAX = 300.0
+"""A reader waits no longer, although bytes come: half of what the kernel waits for at the least."""
+
+
+class _Bringing:
+    """One stream on its way."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BootseerError | None = None
+        self.came_count = 0
+
+    def came(self, count: int) -> None:
+        """Note that it goes on."""
+        self.came_count += 1
 
 
 class Repairs:
@@ -31,10 +49,16 @@ class Repairs:
         self._repair = repair
         self._lock = threading.Lock()
         self._again_s: dict[str, float] = {}
+        self._under_way: dict[str, _Bringing] = {}
 
-    def bring(self, blob: Blob, cache: StreamCache, error: BootseerError) -> None:
+    @property
+    def are_possible(self) -> bool:
+        """Whether there is a second source."""
+        return self._repair is not None
+
+    def bring(self, blob: Blob, cache: StreamCache, error: BootseerError, limit_s: float) -> None:
         """Have all of the blob's stream in `cache`. Raises: `error`, the store's, if it cannot be
-        had from elsewhere either."""
+        had from elsewhere either; DeadlineError after `limit_s` without progress."""
         if self._repair is None:
             raise error
         stream = blob.stream_digest
@@ -43,10 +67,45 @@ class Repairs:
                 return  # Another reader had it brought.
             if time.monotonic() < self._again_s.get(stream, 0):
                 raise error
-            _log.warning("fetching the whole stream %s from elsewhere: %s", stream, error)
-            try:
-                self._repair(blob)
-            except BootseerError as second:
+            bringing = self._under_way.get(stream)
+            if bringing is None:
+                _log.warning("fetching the whole stream %s from elsewhere: %s", stream, error)
+                bringing = self._under_way[stream] = _Bringing()
+                threading.Thread(
+                    target=self._run,
+                    args=(self._repair, blob, bringing),
+                    name="repair",
+                    daemon=True,
+                ).start()
+        self._await(bringing, limit_s, stream, error)
+        if bringing.error is not None:
+            raise error from bringing.error
+
+    def _run(self, repair: Repair, blob: Blob, bringing: _Bringing) -> None:
+        stream = blob.stream_digest
+        try:
+            repair(blob, bringing.came)
+        except BootseerError as second:
+            bringing.error = second
+            _log.warning("%s cannot be had from elsewhere either: %s", stream, second)
+        except Exception as second:
+            bringing.error = BootseerError(str(second))
+            _log.exception("bringing %s from elsewhere failed", stream)
+        with self._lock:
+            if bringing.error is not None:
                 self._again_s[stream] = time.monotonic() + _PAUSE_S
-                _log.warning("%s cannot be had from elsewhere either: %s", stream, second)
-                raise error from second
+            del self._under_way[stream]
+        bringing.ended.set()
+
+    def _await(
+        self, bringing: _Bringing, limit_s: float, stream: str, error: BootseerError
+    ) -> None:
+        ends_s = time.monotonic() + _COMING_S_MAX
+        while True:
+            before = bringing.came_count
+            if bringing.ended.wait(min(limit_s, ends_s - time.monotonic())):
+                return
+            if bringing.came_count == before or time.monotonic() >= ends_s:
+                raise DeadlineError(
+                    f"{stream} is still to come from elsewhere; read again later. {error}"
+                ) from error

@@ -10,7 +10,7 @@ from bootseer.blob.tree import Blob
 from bootseer.config import Settings
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.repairs import Repair
+from bootseer.prefetch.repairs import Came, Repair
 
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
 """A first part that can only be a host, as Docker tells hosts from names."""
@@ -24,7 +24,7 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
     if not _IN_REGISTRY.fullmatch(reference):
         return None
 
-    def repair(blob: Blob) -> None:
+    def repair(blob: Blob, came: Came) -> None:
         """Raises: BootseerError."""
         # Most servers never need what speaks to registries.
         from bootseer.prefetch.source_names import REGISTRY
@@ -48,7 +48,7 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
                     raise NotFoundError(f"{reference} has no layer {digest} any more")
                 with cache.new_stream() as new:
                     # Verifies the stream against its digest before it returns.
-                    layer.pull(new.append, lambda count: None)
+                    layer.pull(new.append, came)
                     new.commit(digest).close()
 
     return repair

@@ -15,7 +15,8 @@ from typing import TypeAlias
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError, CorruptError, DeadlineError
+from bootseer.prefetch.budget import Budget, LateRanges
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
 from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.frame_memory import FrameMemory
@@ -37,6 +38,8 @@ _OTHERS_SHARE = 0.1
 """Of the deadline: for another server of the node that is fetching the same. It reads from the same
 store, so that to ask oneself would rarely be faster."""
 _POLL_S = 0.001
+_STORE_SHARE = 2 / 3
+"""Of a read's deadline, where there is a second source: enough for two attempts at the store."""
 
 
 class BlobStreams:
@@ -66,6 +69,7 @@ class BlobStreams:
             blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
         }
         self._repairs = Repairs(repair)
+        self._late = LateRanges()
         self.caches = []
         try:
             for blob in blobs:
@@ -88,12 +92,21 @@ class BlobStreams:
     # ---- reading ------------------------------------------------------------------------------
 
     def read(
-        self, blob: int, offset: int, length: int, *, reader: int = -1, end: int = 0
+        self,
+        blob: int,
+        offset: int,
+        length: int,
+        *,
+        reader: int = -1,
+        end: int = 0,
+        budget: Budget | None = None,
     ) -> bytes | memoryview:
         """`length` bytes at `offset` of the stream of blob number `blob`.
 
-        `reader` identifies who reads on (a file) and `end` where that ends: reads of one reader
-        that follow each other are fetched ahead.
+        Waits no longer than one deadline, whoever is asked, or several while a second source brings
+        bytes; `budget` is what is left of one that several such reads share. `reader` identifies
+        who reads on (a file) and `end` where that ends: reads of one reader that follow each other
+        are fetched ahead.
         Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError, OSError.
         """
         cache = self.caches[blob]
@@ -103,30 +116,43 @@ class BlobStreams:
         started_ns = time.monotonic_ns()
         failed = True
         try:
-            data = self._fault(blob, offset, length, reader, end)
+            self._late.check(blob, offset, length)
+            budget = budget or self.new_budget()
+            try:
+                data = self._fault(blob, offset, length, reader, end, budget)
+            except DeadlineError as error:
+                self._late.note(blob, offset, length, error)
+                raise
             failed = False
             return data
         finally:
             self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
 
+    def new_budget(self) -> Budget:
+        """One deadline for several reads."""
+        return Budget(self._deadline_s)
+
     def _fault(
-        self, blob: int, offset: int, length: int, reader: int, end: int
+        self, blob: int, offset: int, length: int, reader: int, end: int, budget: Budget
     ) -> bytes | memoryview:
         cache = self.caches[blob]
         replay = self.replay
-        if replay is not None and replay.demand(blob, offset, length, self._deadline_s):
+        if replay is not None and replay.demand(blob, offset, length, budget.left_s):
             self.faults.bundle_wait()
             if cache.has(offset, length):
                 return cache.read(offset, length)
         try:
-            self._fetch(blob, offset, length, reader, end)
+            share = _STORE_SHARE if self._repairs.are_possible else 1.0
+            self._fetch(blob, offset, length, reader, end, budget.part_s(share))
         except BootseerError as error:
-            self._repairs.bring(self.blobs[blob], cache, error)
+            self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
         if cache.has(offset, length):
             return cache.read(offset, length)
         return self._assemble(blob, offset, length)
 
-    def _fetch(self, blob: int, offset: int, length: int, reader: int, end: int) -> None:
+    def _fetch(
+        self, blob: int, offset: int, length: int, reader: int, end: int, limit_s: float
+    ) -> None:
         if not self.blobs[blob].frames:
             raise CorruptError(
                 f"the stream {self.blobs[blob].stream_digest} is stored nowhere yet, and this "
@@ -135,7 +161,7 @@ class BlobStreams:
         numbers = self._missing_frames(blob, offset, length)
         if numbers:
             self._read_ahead(blob, numbers, reader, end)
-            self._fetch_now(blob, numbers)
+            self._fetch_now(blob, numbers, limit_s)
 
     def _missing_frames(self, blob: int, offset: int, length: int) -> list[int]:
         found: dict[int, None] = {}
@@ -144,13 +170,14 @@ class BlobStreams:
                 found[number] = None
         return [number for number in found if self._memory.get(blob, number) is None]
 
-    def _fetch_now(self, blob: int, numbers: Sequence[int]) -> None:
+    def _fetch_now(self, blob: int, numbers: Sequence[int], limit_s: float) -> None:
         frames, cache = self.blobs[blob].frames, self.caches[blob]
         first, last = frames[numbers[0]], frames[numbers[-1]]
         offset = first.stream_offset
         length = last.stream_offset + last.stream_length - offset
-        until_s = time.monotonic() + min(_OTHERS_S, self._deadline_s * _OTHERS_SHARE)
-        while not cache.claim(offset, length) and time.monotonic() < until_s:
+        budget = Budget(limit_s)
+        others = Budget(min(_OTHERS_S, limit_s * _OTHERS_SHARE))
+        while not cache.claim(offset, length) and others.left_s:
             time.sleep(_POLL_S)
             if cache.has(offset, length):
                 return
@@ -161,7 +188,7 @@ class BlobStreams:
             self.faults.frames(fault_count=len(chunks))
             # Planned without looking into the cache again: the executor does, at the last moment.
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
-            self.executor.demand_all(fetches, self._deliver_fault)
+            self.executor.demand_all(fetches, self._deliver_fault, deadline_s=budget.left_s)
         finally:
             cache.disclaim(offset, length)
 

@@ -24,6 +24,7 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
+from bootseer.prefetch.budget import Budget
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,17 @@ class Streams(Protocol):
     """What the file system needs of `streams.BlobStreams`."""
 
     def read(
-        self, blob: int, offset: int, length: int, *, reader: int = -1, end: int = 0
+        self,
+        blob: int,
+        offset: int,
+        length: int,
+        *,
+        reader: int = -1,
+        end: int = 0,
+        budget: Budget | None = None,
     ) -> bytes | memoryview: ...
+
+    def new_budget(self) -> Budget: ...
 
 
 class TreeFileSystem(Operations):
@@ -195,6 +205,7 @@ class TreeFileSystem(Operations):
     ) -> Sequence[Buffer]:
         pieces: list[Buffer] = []
         position = offset
+        budget = self._streams.new_budget()
         for extent in extents:
             start = max(position, extent.file_offset)
             stop = min(end, extent.file_offset + extent.length)
@@ -209,6 +220,7 @@ class TreeFileSystem(Operations):
                     stop - start,
                     reader=node,
                     end=extent.blob_offset + extent.length,
+                    budget=budget,
                 )
             )
             position = stop

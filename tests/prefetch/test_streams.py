@@ -5,6 +5,8 @@ import random
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,17 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
-from bootseer.errors import BootseerError, CorruptError, UnavailableError
+from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.aim import aim_of
 from bootseer.prefetch.bundle import decode_header
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import part_key
+from bootseer.prefetch.repairs import Came
 from bootseer.prefetch.replay import plan_replay
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
 from tests.support.stored_image import INDEX, SIZES, Image, stored_image
-from tests.support.waiting import wait_for
+from tests.support.waiting import TIMEOUT_S, wait_for
 
 
 @pytest.fixture
@@ -276,7 +279,7 @@ def test_a_second_source_brings_what_the_store_cannot(
     cache = NodeCache(tmp_path / "cache")
     asked: list[str] = []
 
-    def repair(lost: Blob) -> None:
+    def repair(lost: Blob, came: Came) -> None:
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
@@ -292,7 +295,7 @@ def test_a_second_source_brings_what_the_store_cannot(
 def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def repair(lost: Blob) -> None:
+    def repair(lost: Blob, came: Came) -> None:
         asked.append(lost.stream_digest)
         raise UnavailableError("gone, too")
 
@@ -302,6 +305,127 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
         with pytest.raises(CorruptError, match="stored nowhere"):
             streams.read(0, 512, 512)
     assert len(asked) == 1
+    streams.close()
+
+
+@pytest.fixture
+def silence() -> Iterator[threading.Event]:
+    """What whoever hangs waits for: the end of the test."""
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def test_a_read_that_waited_in_vain_is_not_waited_for_again(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    """The kernel asks twice: first it reads ahead, then it wants the page."""
+    asked: list[str] = []
+
+    def hang(key: str, offset: int, length: int) -> bytes:
+        asked.append(key)
+        silence.wait()
+        return image.read_object(key, offset, length)
+
+    streams = BlobStreams(
+        image.tree.blobs, hang, NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
+    )
+    with pytest.raises(DeadlineError):
+        streams.read(0, 0, 128 * 1024)
+    count = streams.statistics().demand_count
+    for offset in (0, 4096, 100_000):
+        with pytest.raises(DeadlineError):
+            streams.read(0, offset, 4096)
+    assert streams.statistics().demand_count == count
+    silence.set()
+    # It is forgotten in a moment, and the bytes are there.
+    wait_for(lambda: _can_read(streams, 0, 4096))
+    streams.close()
+
+
+def _can_read(streams: BlobStreams, offset: int, length: int) -> bool:
+    try:
+        streams.read(0, offset, length)
+    except DeadlineError:
+        return False
+    return True
+
+
+def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    begun = threading.Event()
+
+    def repair(lost: Blob, came: Came) -> None:
+        begun.set()
+        silence.wait()
+
+    local = replace(image.tree.blobs[0], frames=())
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams([local], image.read_object, cache, deadline_s=0.5, repair=repair)
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            streams.read(0, 0, 4096)
+        except BootseerError as error:
+            failed.append(error)
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(TIMEOUT_S)
+    assert begun.is_set()
+    assert [type(error) for error in failed] == [DeadlineError] * 3
+    streams.close()
+
+
+def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
+    image: Image, tmp_path: Path
+) -> None:
+    source = image.streams(tmp_path / "other")
+    source.fill()
+    blob = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, blob.stream_length))
+    source.close()
+    cache = NodeCache(tmp_path / "cache")
+
+    def repair(lost: Blob, came: Came) -> None:
+        for _ in range(20):
+            came(1)
+            time.sleep(0.1)  # so slow is the line
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(lost.stream_digest).close()
+
+    local = replace(blob, frames=())
+    streams = BlobStreams([local], image.read_object, cache, deadline_s=0.5, repair=repair)
+    assert bytes(streams.read(0, 0, 700)) == whole[:700]
+    streams.close()
+
+
+def test_the_store_leaves_time_for_the_second_source(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    def hang(key: str, offset: int, length: int) -> bytes:
+        silence.wait()
+        raise UnavailableError("never")
+
+    source = image.streams(tmp_path / "other")
+    source.fill()
+    blob = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, blob.stream_length))
+    source.close()
+    cache = NodeCache(tmp_path / "cache")
+
+    def repair(lost: Blob, came: Came) -> None:
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(lost.stream_digest).close()
+
+    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair)
+    assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
 
 

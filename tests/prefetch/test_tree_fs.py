@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.fuse.kernel.operations import Caller
+from bootseer.prefetch.budget import Budget
 from bootseer.prefetch.tree_fs import TreeFileSystem
 
 STREAM = bytes(i * 13 % 253 + 1 for i in range(40_000))
@@ -24,7 +25,19 @@ DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 class Memory:
     """Streams that are all there."""
 
-    def read(self, blob: int, offset: int, length: int, *, reader: int = -1, end: int = 0) -> bytes:
+    def new_budget(self) -> Budget:
+        return Budget(1)
+
+    def read(
+        self,
+        blob: int,
+        offset: int,
+        length: int,
+        *,
+        reader: int = -1,
+        end: int = 0,
+        budget: Budget | None = None,
+    ) -> bytes:
         assert blob == 0
         assert offset + length <= end <= len(STREAM)
         return STREAM[offset : offset + length]
