@@ -24,6 +24,7 @@ from bootseer.prefetch import namespaces
 from bootseer.prefetch.covers import covers, uncover_all
 from bootseer.prefetch.server_process import new_identity
 from bootseer.private import is_own, private_directory, private_opener
+from bootseer.removal import remove_tree
 from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
@@ -158,27 +159,24 @@ def sweep(settings: Settings) -> int:
     count = 0
     with contextlib.suppress(FileNotFoundError):
         for directory in mounts_dir(settings).iterdir():
-            count += _sweep_one(directory)
+            try:
+                count += _sweep_one(directory)
+            except Exception as error:
+                # One that cannot be cleaned must not keep the others, and the next start, waiting.
+                _log.warning("cannot clean up the dead mount %s: %s", directory, error)
     _sweep_logs(settings)
     return count
 
 
 def remove_scratch(directory: Path) -> None:
-    """Remove what a container has written. Never raises.
-
-    Overlayfs, and the container, leave folders that without root not even their owner may enter.
-    """
+    """Remove what a container has written, as far as that can be done. Never raises."""
     with contextlib.suppress(OSError):
         # Of a cache that cannot take what is written: it went to memory.
         namespaces.unmount(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    for parent, names, _ in os.walk(directory):
-        for name in names:
-            path = os.path.join(parent, name)
-            with contextlib.suppress(OSError):
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        remove_tree(directory)
+    except OSError as error:
+        _log.warning("cannot remove all of %s, which a container wrote: %s", directory, error)
 
 
 def _sweep_one(directory: Path) -> bool:

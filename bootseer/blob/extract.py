@@ -8,12 +8,10 @@ its own (`extract_pool`), since Python's threads would take turns; few of them b
 caller's `read` is called from one other thread.
 """
 
-import contextlib
 import errno
 import fcntl
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +35,7 @@ from bootseer.errors import (
     NoSpaceError,
     from_oserror,
 )
+from bootseer.removal import empty_directory, remove_tree
 from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
@@ -156,10 +155,10 @@ def extract(
         raise from_oserror(error, f"extract to {target}") from error
     finally:
         if not done:
-            _remove_contents(root)
-            if not in_place:
-                with contextlib.suppress(OSError):
-                    root.rmdir()
+            try:
+                (empty_directory if in_place else remove_tree)(root)
+            except OSError as error:
+                _log.warning("cannot remove %s, which is not whole: %s", root, error)
         if root_fd >= 0:
             os.close(root_fd)
     return ExtractResult(
@@ -225,32 +224,11 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             # A young one may belong to somebody who has not locked it yet.
             if time.time() - os.fstat(fd).st_ctime > _ABANDONED_AFTER_S:
                 _log.warning("removing %s, left by an extraction that was killed", path)
-                _remove_contents(path)
-                path.rmdir()
+                remove_tree(path)
         except OSError:
             continue
         finally:
             os.close(fd)
-
-
-def _remove_contents(root: Path) -> None:
-    """Empty a directory of ours, also where directories have got their final modes already."""
-    try:
-        stack = [str(root)]
-        while stack:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        os.chmod(entry.path, 0o700)
-                        stack.append(entry.path)
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
-    except OSError as error:
-        _log.warning("cannot remove %s: %s", root, error)
 
 
 def _umask() -> int:

@@ -8,7 +8,6 @@ own time-outs apply (a hard-mounted NFS server that is gone blocks, as it does f
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
+from bootseer.removal import remove_tree
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.beneath import (
     make_directory,
@@ -194,7 +194,7 @@ class LocalBackend(Folder):
         if not stat.S_ISDIR(info.st_mode):
             os.unlink(name, dir_fd=parent)
         elif recursive:
-            shutil.rmtree(name, dir_fd=parent)
+            remove_tree(name, dir_fd=parent)
         else:
             os.rmdir(name, dir_fd=parent)
 

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import mmap
 import os
-import shutil
 import signal
 import stat
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from bootseer.blob.frame_writer import usable_cpus
 from bootseer.blob.stat_record import RECORD, put_directory, put_record
 from bootseer.blob.tree import Tree
 from bootseer.forked import may_fork
+from bootseer.removal import remove_tree
 from bootseer.snapshots.exact import made_digest, names_to_record
 from bootseer.snapshots.restoring.linked import copy_attributes
 from bootseer.snapshots.restoring.node_trees import DIRECTORY, Build, NodeTrees, is_same_file
@@ -47,7 +47,7 @@ def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, tar
             return False
         if made.link_to(source):
             return True
-        shutil.rmtree(target)
+        remove_tree(target)
         return False
 
     with trees.using(index_digest, tree, build, link):

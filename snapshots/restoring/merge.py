@@ -7,12 +7,12 @@ staged tree, end in the same result. The caller holds the target's lock.
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from bootseer.blob.tree import Inode, Tree
+from bootseer.removal import remove_tree
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -45,7 +45,7 @@ def move_into(staged: int, target: int) -> None:
         there = _mode(name, target)
         if not stat.S_ISDIR(_mode(name, staged)):
             if stat.S_ISDIR(there):
-                _remove(name, target)
+                remove_tree(name, dir_fd=target)
             os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
             continue
         if there and not stat.S_ISDIR(there):
@@ -65,11 +65,6 @@ def move_into(staged: int, target: int) -> None:
         os.rmdir(name, dir_fd=staged)
 
 
-def _remove(name: bytes, dir_fd: int) -> None:
-    # shutil.rmtree works relative to descriptors and follows nothing.
-    shutil.rmtree(os.fsdecode(name), dir_fd=dir_fd)
-
-
 def delete(target: int, paths: Iterable[bytes]) -> None:
     """Remove relative `paths` below the directory `target`; what is missing already is no error.
 
@@ -81,7 +76,7 @@ def delete(target: int, paths: Iterable[bytes]) -> None:
         try:
             with _below(target, parent) as fd:
                 if stat.S_ISDIR(_mode(name, fd)):
-                    _remove(name, fd)
+                    remove_tree(name, dir_fd=fd)
                 else:
                     os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from bootseer.blob.tree import Tree
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 from bootseer.private import make_private_directory
+from bootseer.removal import remove_tree
 from bootseer.snapshots.restoring.reflink import can_reflink
 from bootseer.snapshots.scan import scan
 
@@ -133,7 +133,8 @@ class NodeTrees:
         gone = self.directory / f"{_GONE}{path.name[:16]}-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(gone)
 
     def trim(self, limit_bytes: int | None = None, *, keep: Path | None = None) -> int:
         """Remove trees that nobody uses, the longest unused first, until the rest is within the
@@ -143,7 +144,8 @@ class NodeTrees:
         with contextlib.suppress(OSError):
             for path in self.directory.iterdir():
                 if path.name.startswith(_GONE):
-                    shutil.rmtree(path, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        remove_tree(path)
                 elif path.suffix == ".lock" and path.with_suffix("") != keep:
                     with contextlib.suppress(OSError):
                         found.append((path.stat().st_mtime_ns, path.with_suffix("")))

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from msgspec import Struct
 from bootseer.blob import index
 from bootseer.blob.tree import Tree
 from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, from_oserror
+from bootseer.removal import remove_tree
 from bootseer.snapshots.manifest import is_plain, text_of
 from bootseer.snapshots.restoring.host_paths import is_entered, is_mount_point
 from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
@@ -233,7 +233,8 @@ def _throw_away(work: Work) -> None:
     """Remove the directory; a target that it lies in keeps its time."""
     with contextlib.suppress(OSError):
         kept = os.stat(work.directory.parent)
-        shutil.rmtree(work.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(work.directory)
         if work.is_inside:
             os.utime(work.target, ns=(kept.st_atime_ns, kept.st_mtime_ns))
 
@@ -260,7 +261,8 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
                 committed.append(work)
             elif not _others(work):
                 logger.info("removing %s, left by an interrupted restore", directory)
-                shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_tree(directory)
     for work in committed:
         logger.warning("finishing the interrupted restore of %s", work.target)
         _finish(work, "", on_finished)

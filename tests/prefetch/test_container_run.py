@@ -308,3 +308,18 @@ time.sleep(600)
         os.kill(left, signal.SIGKILL)
     wait_for(lambda: not state_dir.exists())
     assert not Path(state.scratch).exists()
+
+
+def test_what_a_container_wrote_is_removed_however_deep_it_is(node: Node, runtime: str) -> None:
+    """Deeper than Python recurses, and longer than any path may be."""
+    code = """
+import os
+for _ in range(1500):
+    os.mkdir("deep")
+    os.chdir("deep")
+"""
+    done = node.python(runtime, code)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: list(mounts_dir(node.settings).iterdir()) == [])
+    assert list((node.settings.cache_dir / "containers").iterdir()) == []
+    assert node.python(runtime, "print(1)").stdout == "1\n"

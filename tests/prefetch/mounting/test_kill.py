@@ -13,14 +13,17 @@ from msgspec.structs import replace
 
 from bootseer.errors import UnavailableError
 from bootseer.fuse.kernel import mounts
+from bootseer.prefetch import namespaces
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
 from bootseer.prefetch.mount_state import (
+    MountState,
     is_alive,
     live_mounts,
     lock_new,
     new_mount_dir,
     sweep,
     take_lock,
+    write_state,
 )
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.settings_json import settings_to_json
@@ -124,6 +127,49 @@ def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     an_hour_ago_s = time.time() - 3600
     os.utime(state_dir, (an_hour_ago_s, an_hour_ago_s))
     assert sweep(settings) == 1
+
+
+@pytest.mark.root
+def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_at(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    scratches = []
+    for number in range(3):
+        state_dir = new_mount_dir(settings)
+        os.close(lock_new(state_dir))
+        scratch = settings.cache_dir / "containers" / state_dir.name
+        (scratch / "upper/folder").mkdir(parents=True)
+        write_state(
+            state_dir,
+            MountState(
+                id=state_dir.name,
+                reference="image:1",
+                index_digest="",
+                workload="",
+                directory=str(tmp_path / f"nothing-{number}"),
+                pid=0,
+                started_ns=number,
+                purpose="run",
+                scratch=str(scratch),
+            ),
+        )
+        scratches.append(scratch)
+    point = scratches[1] / "upper/folder"
+    namespaces.mount(kept, point, flags=namespaces.MS_BIND)
+    try:
+        assert sweep(settings) == 3
+        assert [path.exists() for path in scratches] == [False, True, False]
+        assert os.listdir(point) == ["file"]
+        (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert str(scratches[1]) in said.getMessage()
+        assert sweep(settings) == 0
+        assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
+    finally:
+        namespaces.unmount(point)
 
 
 def test_a_crash_of_the_machine(node: Node) -> None:
