@@ -133,6 +133,11 @@ class NodeCache:
         """Of the servers that replay the bundle of this digest, one holds this file locked."""
         return self._path(bundle).with_suffix(".replay")
 
+    def fill_lock(self, index_digest: str) -> Path:
+        """Of the servers that serve the tree of this index, the one that completes it in the
+        background holds this file locked."""
+        return self._path(index_digest).with_suffix(".fill")
+
     def streams(self) -> list[CachedStream]:
         """What is cached, the longest unused first."""
         found = []

@@ -4,21 +4,31 @@ Alone decides when that goes on. It begins when the start is over and its bundle
 while there are faults, and ends when the image is complete or the cache has no room. A complete
 image starts without store or registry. What was brought stays: the next start's fill goes on there.
 
+Of the servers of an image on a node one fills, the one that holds a lock file; when it ends another
+one takes over. The others touch that file when they have had faults, and then the fill pauses, too.
+
 Threading: one thread of its own; `state` and `stop` from any thread.
 """
 
+import contextlib
 import logging
+import os
 import random
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from bootseer.errors import BootseerError
+from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.streams import BlobStreams
 
 _log = logging.getLogger(__name__)
 
 QUIET_S = 5.0
 """Without a fault for so long, a job computes and does not load."""
+_TURN_S = 1.0
+"""Between two looks whether it is our turn."""
 _FAILED_PAUSE_S = 5.0
 _FAILED_PAUSE_S_MAX = 300.0
 _WINDOW_BYTES = 64 * 2**20
@@ -37,15 +47,19 @@ class Fill:
         make_room: Callable[[int], bool],
         *,
         quiet_s: float = QUIET_S,
+        lock: Path | None = None,
     ) -> None:
-        """`make_room(count)` says whether the cache may take so many bytes more."""
+        """`make_room(count)` says whether the cache may take so many bytes more. `lock`: whoever
+        holds this file fills for all servers of the image on this node."""
         self.state = "waiting"
-        """"waiting" for the start's end or for quiet, "filling", "complete", "no room", "failing"
-        (it tries again), "stopped"."""
+        """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
+        "no room", "failing" (it tries again), "stopped"."""
         self._streams = streams
         self._may_begin = may_begin
         self._make_room = make_room
         self._quiet_s = quiet_s
+        self._lock_path = lock
+        self._lock_fd = -1
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fill", daemon=True)
         self._seen_faults = -1
@@ -66,13 +80,51 @@ class Fill:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._may_begin():
-            if self._stopping.wait(min(1.0, self._quiet_s)):
+        noted_faults = 0
+        while not (self._may_begin() and self._is_our_turn()):
+            if self._streams.faults.fault_count != noted_faults:
+                noted_faults = self._streams.faults.fault_count
+                self._tell_filler()
+            if self._stopping.wait(min(_TURN_S, self._quiet_s)):
                 self.state = "stopped"
                 return
-        while self._pass():
-            pass
+        try:
+            while self._pass():
+                pass
+        finally:
+            self._end_turn()
         _log.info("the background fill ends: %s", self.state)
+
+    # ---- one server of several ----------------------------------------------------------------
+
+    def _is_our_turn(self) -> bool:
+        if self._lock_path is not None:
+            try:
+                self._lock_fd = lock_file(self._lock_path, 0)
+            except TimeoutError:
+                return False
+            except OSError as error:
+                _log.debug("filling without regard to others: %s", error)
+        return True
+
+    def _end_turn(self) -> None:
+        if self._lock_fd >= 0 and self._lock_path is not None:
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+
+    def _tell_filler(self) -> None:
+        if self._lock_path is not None:
+            # Nobody fills: then there is nobody to tell.
+            with contextlib.suppress(OSError):
+                os.utime(self._lock_path)
+
+    def _others_are_quiet(self) -> bool:
+        if self._lock_fd < 0:
+            return True
+        age_s = time.time() - os.fstat(self._lock_fd).st_mtime
+        return not 0 <= age_s < self._quiet_s
+
+    # ---- filling ------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
         """Fetch what is missing; whether to look once more."""
@@ -111,7 +163,7 @@ class Fill:
     def _is_quiet(self) -> bool:
         """Wait until there is no fault for a while; False: stop."""
         faults = self._streams.faults
-        while self._seen_faults != faults.fault_count:
+        while self._seen_faults != faults.fault_count or not self._others_are_quiet():
             self.state = "waiting"
             self._seen_faults = faults.fault_count
             if self._stopping.wait(self._quiet_s):

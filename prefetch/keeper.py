@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from bootseer.config import Settings
+from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.cache_room import CacheRoom
 from bootseer.prefetch.figures_file import FiguresFile
 from bootseer.prefetch.fill import Fill
@@ -31,6 +32,7 @@ class Keeper:
     def __init__(
         self,
         settings: Settings,
+        index_digest: str,
         streams: BlobStreams,
         start_is_over: Callable[[], bool],
         note_use: Callable[[], None],
@@ -47,7 +49,8 @@ class Keeper:
             self._file = FiguresFile(settings.metrics_dir)
         self._fill = None
         if self._rate:
-            self._fill = Fill(streams, start_is_over, self._room.make)
+            lock = NodeCache(settings.cache_dir).fill_lock(index_digest)
+            self._fill = Fill(streams, start_is_over, self._room.make, lock=lock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self._figures: Callable[[], LaunchFigures] | None = None

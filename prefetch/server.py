@@ -68,7 +68,13 @@ class ImageServer:
             repair=second_source(plan.settings, plan.state.reference),
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
-        self._keeper = Keeper(plan.settings, self._streams, self._start_is_over, self._note_use)
+        self._keeper = Keeper(
+            plan.settings,
+            plan.state.index_digest,
+            self._streams,
+            self._start_is_over,
+            self._note_use,
+        )
         commands = {
             "status": self.status,
             "ready": self._ready_command,

@@ -177,6 +177,69 @@ def test_it_goes_on_where_the_last_one_stopped(
     again.close()
 
 
+def test_of_the_servers_of_a_node_one_fills_and_the_next_takes_over(
+    tree: Tree, store: Store, tmp_path: Path
+) -> None:
+    cache = NodeCache(tmp_path / "cache")
+    lock = cache.fill_lock(tree.blobs[0].stream_digest)
+    may_read = threading.Semaphore(1)
+    reads: list[int] = []
+
+    def read(key: str, offset: int, length: int) -> bytes:
+        may_read.acquire()
+        reads.append(length)
+        return store.read(key, offset, length)
+
+    opened = [BlobStreams(tree.blobs, read, cache, deadline_s=60) for _ in range(8)]
+    fills = [Fill(one, yes, yes, quiet_s=QUIET_S, lock=lock) for one in opened]
+    for fill in fills:
+        fill.start()
+    wait_for(lambda: [fill.state for fill in fills].count("filling") == 1)
+    (first,) = [fill for fill in fills if fill.state == "filling"]
+    wait_for(lambda: len(reads) == 1)
+    first.stop()
+    may_read.release(1000)
+    first.join(60)
+    wait_for(lambda: all(fill.state == "complete" for fill in fills if fill is not first))
+    # Each byte once, whoever was at it.
+    assert sum(one.sources().fill_bytes for one in opened) == opened[0].image_bytes
+    assert sum(reads) <= tree.blobs[0].size_bytes
+    for fill in fills:
+        fill.join(60)
+    assert not lock.exists()
+    for one in opened:
+        one.close()
+
+
+def test_it_pauses_while_another_server_of_the_image_has_faults(
+    tree: Tree, store: Store, tmp_path: Path
+) -> None:
+    cache = NodeCache(tmp_path / "cache")
+    lock = cache.fill_lock(tree.blobs[0].stream_digest)
+    filler, other = (
+        BlobStreams(tree.blobs, store.read, cache, deadline_s=60, fill_bytes_per_s=2**20)
+        for _ in range(2)
+    )
+    first = Fill(filler, yes, yes, quiet_s=0.3, lock=lock)
+    first.start()
+    wait_for(lambda: first.state == "filling")
+    second = Fill(other, yes, yes, quiet_s=0.3, lock=lock)
+    second.start()
+
+    def is_paused() -> bool:
+        other.faults.fault(1, failed=False)
+        return first.state == "waiting"
+
+    wait_for(is_paused)
+    wait_for(lambda: first.state == "filling")
+    for fill in (first, second):
+        fill.stop()
+    for streams in (filler, other):
+        streams.close()
+    for fill in (first, second):
+        fill.join(60)
+
+
 @pytest.mark.fuse
 def test_a_complete_image_starts_without_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
