@@ -74,8 +74,13 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
         return layers[0].tree
     gathered = Gathered([layer.tree for layer in layers])
     root = _Folder(_NO_INODE)
-    for first, layer in zip(gathered.first, layers, strict=False):
-        _apply(root, first, layer)
+    for number, layer in enumerate(layers):
+        try:
+            _apply(root, gathered.first[number], layer)
+        except CorruptError as error:
+            name = ", ".join(blob.stream_digest for blob in layer.tree.blobs)
+            where = f"layer {number + 1} of {len(layers)} ({name})"
+            raise CorruptError(f"{where} cannot be applied: {error}") from error
     has_root = root.inode != _NO_INODE
     wanted = _collect(root, gathered.mtime_ns(root.inode) if has_root else 0)
     # It takes more than the tree will.

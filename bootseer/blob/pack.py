@@ -19,9 +19,11 @@ from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.members import Members, plain_size
 from bootseer.blob.plain_writer import PlainWriter, StreamWriter
 from bootseer.blob.scan import Entry, data_segments, scan, xattrs_of
+from bootseer.blob.stat_record import bounded_time_ns
 from bootseer.blob.tar_pack import pack_tar
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import BootseerError, BusyError, from_oserror
+from bootseer.shown import quoted
 
 __all__ = ["pack_directory", "pack_tar", "tar_directory"]
 
@@ -153,7 +155,10 @@ def _add(
         except OSError as error:
             raise _ReadError from error
         try:
-            if elsewhere is not None and (inode := _as_it_was(fd, elsewhere.status)) is not None:
+            if (
+                elsewhere is not None
+                and (inode := _as_it_was(entry.path, fd, elsewhere.status)) is not None
+            ):
                 return members.add_elsewhere(
                     entry.path, inode, elsewhere.extents, elsewhere.digest, elsewhere.head
                 )
@@ -173,19 +178,25 @@ def _add(
                 target = os.readlink(entry.name, dir_fd=entry.fd)
     except OSError as error:
         raise _ReadError from error
-    return members.add_plain(entry.path, _inode(status, xattrs, target))
+    return members.add_plain(entry.path, _inode(entry.path, status, xattrs, target))
 
 
 def _inode(
-    status: os.stat_result, xattrs: tuple[tuple[bytes, bytes], ...], target: bytes = b""
+    path: bytes,
+    status: os.stat_result,
+    xattrs: tuple[tuple[bytes, bytes], ...],
+    target: bytes = b"",
 ) -> Inode:
     mode = status.st_mode
+    mtime_ns = bounded_time_ns(status.st_mtime_ns)
+    if mtime_ns != status.st_mtime_ns:
+        _log.warning("%s was changed after 2262, and is stored as of then", quoted(path))
     is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
     return Inode(
         mode,
         status.st_uid,
         status.st_gid,
-        status.st_mtime_ns,
+        mtime_ns,
         status.st_size if stat.S_ISREG(mode) else plain_size(mode, target),
         status.st_rdev if is_device else 0,
         target,
@@ -193,7 +204,7 @@ def _inode(
     )
 
 
-def _as_it_was(fd: int, before: os.stat_result) -> Inode | None:
+def _as_it_was(path: bytes, fd: int, before: os.stat_result) -> Inode | None:
     """The open file's attributes, if it has not changed and is to be stored without holes."""
     try:
         status = os.fstat(fd)
@@ -203,7 +214,7 @@ def _as_it_was(fd: int, before: os.stat_result) -> Inode | None:
             (0, status.st_size)
         ]:
             return None
-        return _inode(status, xattrs_of(fd))
+        return _inode(path, status, xattrs_of(fd))
     except OSError as error:
         raise _ReadError from error
 
@@ -218,7 +229,7 @@ def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> i
                 break
             content = os.pread(fd, status.st_size + 1, 0)
             if len(content) == status.st_size and _unchanged(fd, status):
-                return members.add_small(path, _inode(status, xattrs_of(fd)), content)
+                return members.add_small(path, _inode(path, status, xattrs_of(fd)), content)
         else:
             raise _ReadError
         segments = None
@@ -227,7 +238,7 @@ def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> i
             segments = data_segments(fd, status.st_size)
             if segments == [(0, status.st_size)]:
                 segments = None
-        inode = _inode(status, xattrs_of(fd))
+        inode = _inode(path, status, xattrs_of(fd))
     except OSError as error:
         raise _ReadError from error
 

@@ -11,8 +11,16 @@ RECORD = Struct("<3I3q2QI")
 """Mode, user, group; size, time of modification and of change in ns; inode, device; link count."""
 _DIRECTORY = Struct(f"<3I{RECORD.size - 12}x")
 
+TIME_NS_MAX = 2**63 - 1
+"""In April of 2262; file systems know later times."""
+
 Records = bytearray | memoryview
 """Of each name of a tree, and behind them of its root."""
+
+
+def bounded_time_ns(time_ns: int) -> int:
+    """The nearest time that 64 bits of nanoseconds hold."""
+    return min(max(time_ns, -TIME_NS_MAX), TIME_NS_MAX)
 
 
 def put_record(status: os.stat_result, records: Records, number: int) -> None:
@@ -24,8 +32,8 @@ def put_record(status: os.stat_result, records: Records, number: int) -> None:
         status.st_uid,
         status.st_gid,
         status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
+        bounded_time_ns(status.st_mtime_ns),
+        bounded_time_ns(status.st_ctime_ns),
         status.st_ino,
         status.st_dev,
         status.st_nlink,

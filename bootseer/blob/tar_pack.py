@@ -78,7 +78,7 @@ def copy_member(
     writer.reserve(len(member.raw) + (padded if is_small else 0))
     extents = extents_of(member, writer.position + len(member.raw))
     if is_small:
-        content = memoryview(reader.view(padded))
+        content = memoryview(reader.view_padded(stored))
         writer.write(member.raw, content)
         return extents, content_digest(content[:stored]) if stored else _EMPTY_DIGEST
     writer.write(member.raw)
@@ -119,7 +119,7 @@ def _copied_pieces(
             left -= len(piece)
             length -= len(piece)
             yield piece
-            writer.write(piece if left else bytes(piece) + reader.take(-stored % BLOCK))
+            writer.write(piece if left else bytes(piece) + reader.take_padding(stored))
 
 
 def _digest(

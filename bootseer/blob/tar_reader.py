@@ -79,7 +79,7 @@ class Member(Struct, frozen=True, gc=False):
 
 
 class TarReader:
-    """Iterates over members. Between two, the caller must `take` the content and its padding."""
+    """Iterates over members. Between two, the caller must `take` the content, and its padding."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
@@ -88,6 +88,8 @@ class TarReader:
         """Of the buffer."""
         self._buffer_start = 0
         """In the stream."""
+        self._path = b""
+        """Of the member whose content follows; b"" for none."""
         self.rest = b""
         """After the last member: the block or blocks that ended the archive."""
 
@@ -95,8 +97,18 @@ class TarReader:
         """The next `count` bytes. Raises: CorruptError where the archive is cut off."""
         data = self.take_up_to(count)
         if len(data) != count:
-            raise CorruptError(f"the tar archive is cut off at byte {self.position}")
+            raise self._cut_off()
         return data
+
+    def _cut_off(self) -> CorruptError:
+        where = f" in {quoted(self._path)}" if self._path else ""
+        return CorruptError(f"the tar archive is cut off at byte {self.position}{where}")
+
+    def take_padding(self, stored_bytes: int) -> bytes:
+        """What fills up the last block of a content of so many bytes. The last member's may be
+        missing, as the blocks that end an archive may: some writers leave both out, and GNU tar
+        and container engines take such archives."""
+        return self.take_up_to(-stored_bytes % BLOCK)
 
     def take_up_to(self, count: int) -> bytes:
         """The next `count` bytes, fewer only at the end of the stream."""
@@ -112,6 +124,13 @@ class TarReader:
             pieces.append(self._buffer[: self._taken])
             missing -= self._taken
         return b"".join(pieces)
+
+    def view_padded(self, stored_bytes: int) -> bytes | memoryview:
+        """A content of so many bytes and its padding, as `view` and `take_padding` give them."""
+        padded = stored_bytes + -stored_bytes % BLOCK
+        if self._taken + padded <= len(self._buffer):
+            return self.view(padded)
+        return self.take(stored_bytes) + self.take_padding(stored_bytes)
 
     def view(self, count: int) -> bytes | memoryview:
         """As `take`, without a copy where it can be. A view keeps the whole piece that the stream
@@ -131,9 +150,18 @@ class TarReader:
             return
         while left > 0:
             if not self._refill(left):
-                raise CorruptError(f"the tar archive is cut off at byte {self.position}")
+                raise self._cut_off()
             self._taken = min(left, len(self._buffer))
             left -= self._taken
+
+    def skip_padded(self, stored_bytes: int) -> None:
+        """Go past a content of so many bytes and its padding, as `skip` and `take_padding` do."""
+        padded = stored_bytes + -stored_bytes % BLOCK
+        if self._taken + padded <= len(self._buffer):
+            self._taken += padded
+            return
+        self.skip(stored_bytes)
+        self.take_padding(stored_bytes)
 
     def _refill(self, wanted: int) -> bool:
         """Replace the buffer, of which all has been taken; False at the end of the stream."""
@@ -162,8 +190,9 @@ class TarReader:
                     raise CorruptError("not a tar archive: it is empty")
                 self.rest = block
                 return
+            self._path = b""
             if len(block) < BLOCK:
-                raise CorruptError(f"the tar archive is cut off at byte {self.position}")
+                raise self._cut_off()
             tar_fields.verify_checksum(block, self.position - BLOCK)
             raw.append(block)
             kind = block[156:157]
@@ -190,6 +219,7 @@ class TarReader:
             member = self._member(block, raw, local, sparse, long_name, long_link)
             raw, local, sparse, long_name, long_link = [], {}, [], b"", b""
             extended_bytes = 0
+            self._path = member.path
             yield member
 
     def _member(

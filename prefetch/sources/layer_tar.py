@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.plain_writer import local_blob
-from bootseer.blob.tar_header import BLOCK
 from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member, extents_of
 from bootseer.blob.tar_reader import Member, Readable, TarReader
 from bootseer.blob.tree import Extent
@@ -110,7 +109,7 @@ def index_layer(stream: Readable, stream_digest: Callable[[], str]) -> LayerTree
     layer = _Layer()
     for member in reader:
         layer.add(member, extents_of(member, reader.position), None)
-        reader.skip(member.stored_bytes + -member.stored_bytes % BLOCK)
+        reader.skip_padded(member.stored_bytes)
     while reader.take_up_to(FRAME_BYTES):
         pass
     tree = layer.tree(local_blob(stream_digest(), reader.position))

@@ -7,8 +7,9 @@ an `ImageSource`, mostly of `TarLayer`s whose `open_stored` reads the layer from
 Threading: layers of one source may be packed from several threads at once, each layer by one.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -18,7 +19,7 @@ from bootseer.blob.inflate import Limits
 from bootseer.blob.tar_reader import Readable
 from bootseer.closing import Closing
 from bootseer.content_digest import ContentHasher
-from bootseer.errors import InvalidInputError
+from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
@@ -98,7 +99,7 @@ class TarLayer(Struct, frozen=True):
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`."""
-        with self._stream(on_progress) as stream:
+        with self._stream(on_progress) as stream, self._named():
             known = self.digest if self.digest.startswith("sha256:") else None
             layer = pack_layer(stream, sink, diff_id=known)
             # The digests are compared at the very end, which is reached only by asking for more.
@@ -107,15 +108,29 @@ class TarLayer(Struct, frozen=True):
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pull`."""
-        with self._stream(on_progress) as stream:
+        with self._stream(on_progress) as stream, self._named():
             kept = _Kept(stream, sink, is_hashed=not self.digest.startswith("sha256:"))
             layer = index_layer(kept, lambda: kept.digest or self.digest)
             stream.finish()
             return layer
 
+    @property
+    def _expected(self) -> Expected:
+        return Expected(self.digest, self.size_bytes, self.stored_digest)
+
     def _stream(self, on_progress: Callable[[int], None]) -> TarStream:
-        expected = Expected(self.digest, self.size_bytes, self.stored_digest)
-        return TarStream(self.open_stored(), expected, self.limits, on_progress)
+        return TarStream(self.open_stored(), self._expected, self.limits, on_progress)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What refuses the tar says which layer it is."""
+        name = self._expected.name
+        try:
+            yield
+        except (CorruptError, UnsupportedError) as error:
+            if name in str(error):
+                raise
+            raise type(error)(f"the {name} cannot be used: {error}") from error
 
 
 class ImageSource(Closing, Struct, frozen=True):

@@ -26,6 +26,8 @@ ENCODED_BYTES_MAX = 32 * 2**20
 _DECODED_BYTES_MAX = 128 * 2**20
 _LINE_BYTES_MAX = 2**23
 """A file in as many ranges as it is ever stored with takes a hundredth of that."""
+_TIME_NS_MAX = 2**63 * 10**9
+"""Of 64 bits of seconds, as file systems have them."""
 _PATH_BYTES_MAX = 4096
 _RANGES_OF_A_FILE_MAX = 2**16
 
@@ -231,7 +233,7 @@ def _decode_lines(header: dict[str, Any], lines: list[bytes]) -> WarmRecord:
         if range_count > RANGE_COUNT_MAX:
             raise ValueError("it has too many ranges")
         ranges = _ranges(numbers, _number(size_bytes))
-        if type(mtime_ns) is not int or abs(mtime_ns) >= 2**63:
+        if type(mtime_ns) is not int or abs(mtime_ns) >= _TIME_NS_MAX:
             raise ValueError("a time is out of range")
         files.append(WarmFile(path, size_bytes, mtime_ns, ranges))
     return WarmRecord(

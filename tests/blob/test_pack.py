@@ -8,8 +8,9 @@ import pytest
 
 from bootseer.blob import index
 from bootseer.blob.read import BlobReader, verify
+from bootseer.blob.stat_record import RECORD, put_record
 from bootseer.errors import NotFoundError
-from tests.blob.trees import packed
+from tests.blob.trees import packed, reader_of
 
 
 def make_files(root: Path) -> None:
@@ -64,3 +65,20 @@ def test_paths_and_exclude_choose_what_is_packed(tmp_path: Path) -> None:
             packed(tmp_path, paths=[path])
     with pytest.raises(NotFoundError, match="missing"):
         packed(tmp_path / "missing")
+
+
+def test_a_file_from_after_2262_is_packed_as_of_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "later").write_bytes(b"x")
+    os.utime(tmp_path / "later", ns=(0, 2**63 + 10**9))
+    if (tmp_path / "later").stat().st_mtime_ns < 2**63:
+        pytest.skip("this file system has no times after 2262")
+    tree, blob = packed(tmp_path)
+    number = tree.resolve(b"later")
+    assert number is not None
+    assert tree.inode(number).mtime_ns == 2**63 - 1
+    assert "'later'" in caplog.text
+    verify(index.decode(index.encode(tree)), reader_of(blob))
+    records = bytearray(RECORD.size)
+    put_record((tmp_path / "later").stat(), records, 0)

@@ -249,3 +249,27 @@ def test_damage_is_an_error_of_ours_or_a_valid_tree(
         tree_of(damage(SEED, position, value))
     except BootseerError:
         pass
+
+
+def test_an_archive_may_end_without_the_blocks_that_end_it() -> None:
+    """`umoci insert` leaves out the last padding, too; GNU tar and containerd read both."""
+    whole = archive(entry("d", tarfile.DIRTYPE), (entry("d/x"), b"hello"))
+    assert whole[1024:1029] == b"hello"
+    for end in (1029, 1030, 1536):
+        assert [path for path, _ in tree_of(whole[:end]).walk()] == [b"", b"d", b"d/x"]
+        assert content_of(whole[:end], b"d/x") == b"hello"
+    assert [path for path, _ in tree_of(whole[:512]).walk()] == [b"", b"d"]
+
+
+def test_what_is_cut_off_is_named() -> None:
+    whole = archive(entry("d", tarfile.DIRTYPE), (entry("d/\u00e9"), b"hello" * 1000), gnu=True)
+    for end in (1024, 1030, 3000, 1024 + 4999):
+        with pytest.raises(CorruptError, match=r"cut off at byte \d+ in 'd/\u00e9'"):
+            tree_of(whole[:end])
+    with pytest.raises(CorruptError, match=r"cut off at byte 700"):
+        tree_of(whole[:700])
+
+
+def test_a_message_shows_names_as_text() -> None:
+    with pytest.raises(CorruptError, match=r"holds '\.\./\\n\u00e9\\xff': "):
+        tree_of(archive(entry("../\n\u00e9\udcff"), gnu=True))

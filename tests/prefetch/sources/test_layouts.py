@@ -360,3 +360,37 @@ def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidInputError, match="name"):
         opened("docker://", tmp_path)
     assert not (tmp_path / "work").exists() or not list((tmp_path / "work").iterdir())
+
+
+def test_a_layer_as_umoci_inserts_it_ends_with_its_last_byte(tmp_path: Path) -> None:
+    """Without padding and without the blocks that end an archive, as containerd takes it."""
+    layout, tree = tmp_path / "layout", tmp_path / "tree"
+    tree.mkdir()
+    (tree / "x").write_bytes(b"hello")
+    run_tool("umoci", "init", "--layout", str(layout))
+    run_tool("umoci", "new", "--image", f"{layout}:v1")
+    run_tool("umoci", "insert", "--image", f"{layout}:v1", str(tree), "/d")
+    (layer,) = opened(f"oci:{layout}:v1", tmp_path).layers
+    sink = io.BytesIO()
+    packed = layer.pack(sink, lambda count: None)
+    pieces: list[bytes] = []
+    pulled = layer.pull(pieces.append, lambda count: None)
+    assert b"".join(pieces).endswith(b"hello")
+    for tree_of in (packed.tree, pulled.tree):
+        assert [path for path, _ in tree_of.walk()] == [b"", b"d", b"d/x"]
+
+
+def test_a_refused_layer_is_named(tmp_path: Path) -> None:
+    good, bad = tar_of([Member("a")]), tar_of([Member("../\u00e9")])
+    layout = Layout(tmp_path / "layout")
+    layout.add_image([good, bad])
+    layers = opened(layout.directory, tmp_path).layers
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: layers[1].pack(io.BytesIO(), lambda count: None),
+        lambda: layers[1].pull(lambda piece: None, lambda count: None),
+    )
+    for use in uses:
+        with pytest.raises(CorruptError) as caught:
+            use()
+        assert digest(bad) in str(caught.value)
+        assert "'../\u00e9'" in str(caught.value)
