@@ -100,6 +100,11 @@ def is_kept(state_dir: Path) -> bool:
     return _KEEP in notes(state_dir / _USERS)
 
 
+def other_users(state_dir: Path) -> set[int]:
+    """Processes that use the cover, but for this one and those that it descends from."""
+    return set(living_processes(state_dir / _USERS)) - own_line()
+
+
 def is_others_only(state_dir: Path) -> bool:
     """Whether processes use the cover, and neither this one nor any that it descends from."""
     users = set(living_processes(state_dir / _USERS))

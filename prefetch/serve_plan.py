@@ -17,6 +17,9 @@ from bootseer.structs import asdict
 SUBTYPE = "bootseer-image"
 """Of the FUSE mount."""
 
+ENVIRONMENT = "snapshot"
+"""The purpose of a mount that serves an environment."""
+
 RECORD_MODES = ("auto", "always", "never")
 
 READAHEAD_BYTES = 32 * 1024

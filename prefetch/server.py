@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bootseer.prefetch.aim import is_worthwhile
 from bootseer.prefetch.bundle_use import BundleUse
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.control import ControlServer
+from bootseer.prefetch.damage import note_damage
 from bootseer.prefetch.keeper import Keeper
 from bootseer.prefetch.launch_figures import (
     LaunchFigures,
@@ -31,7 +33,7 @@ from bootseer.prefetch.launch_figures import (
 from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.second_source import second_source
-from bootseer.prefetch.serve_plan import ServePlan
+from bootseer.prefetch.serve_plan import ENVIRONMENT, ServePlan
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
@@ -39,6 +41,7 @@ from bootseer.store import Store, open_store
 from bootseer.store.uses import note_use
 from bootseer.structs import asdict
 from bootseer.timeline import stage
+from bootseer.transfer.plan import Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class ImageServer:
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
             repair=second_source(plan.settings, plan.state.reference),
+            on_damage=self._note_damage,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
         self._keeper = Keeper(
@@ -158,6 +162,14 @@ class ImageServer:
         stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
         if stored:
             note_use(self._store, self._plan.state.index_digest, stored)
+
+    def _note_damage(self, chunks: Sequence[Chunk]) -> None:
+        """Of an environment, for its next start, which can do something about it: a job that reads
+        through a mapping gets a signal, and nobody a sentence."""
+        keys = ", ".join(dict.fromkeys(chunk.key for chunk in chunks))
+        _log.error("%s in %s is damaged", keys, self._store.url)
+        if self._plan.state.purpose == ENVIRONMENT:
+            note_damage(self._plan.settings.cache_dir, self._plan.state.index_digest, chunks)
 
     def _start_is_over(self) -> bool:
         """Nothing is recorded any more, and no bundle is on its way."""

@@ -56,10 +56,12 @@ class BlobStreams:
         fill_bytes_per_s: float | None = None,
         on_progress: Callable[[int], None] | None = None,
         repair: Repair | None = None,
+        on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
     ) -> None:
         """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
         stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
-        had. Raises: BootseerError when the cache cannot be opened."""
+        had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
+        must be quick. Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
         """Set once a bundle is known; see `replay.Replay.start`."""
@@ -70,6 +72,7 @@ class BlobStreams:
         }
         self._repairs = Repairs(repair)
         self._late = LateRanges()
+        self._on_damage = on_damage
         self.caches = []
         try:
             for blob in blobs:
@@ -145,6 +148,9 @@ class BlobStreams:
             share = _STORE_SHARE if self._repairs.are_possible else 1.0
             self._fetch(blob, offset, length, reader, end, budget.part_s(share))
         except BootseerError as error:
+            if isinstance(error, CorruptError):
+                missing = self._missing_frames(blob, offset, length)
+                self._on_damage([self.chunk(blob, number) for number in missing])
             self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
         if cache.has(offset, length):
             return cache.read(offset, length)
@@ -256,7 +262,12 @@ class BlobStreams:
         """Bring `fetches`, by default everything, here in the background priority. Returns when
         they are. Raises: as `read`."""
         wanted = self.fill_fetches() if fetches is None else fetches
-        self.executor.submit(wanted, self._deliver_fill).wait()
+        try:
+            self.executor.submit(wanted, self._deliver_fill).wait()
+        except CorruptError:
+            chunks = [chunk for fetch in wanted for chunk in fetch.chunks]
+            self._on_damage([chunk for chunk in chunks if not self._is_verified(chunk)])
+            raise
 
     def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
         blob = self._numbers[chunk.key]

@@ -14,7 +14,7 @@ from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.restoring.mounted import keep_mounted
+from bootseer.snapshots.restoring.mounted import drop_damaged, keep_mounted
 from bootseer.snapshots.restoring.restore import place
 from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan
@@ -29,6 +29,12 @@ def keep_mount(attempt: Attempt, store: Store, resolved: Resolved) -> SetupResul
     if found is None:
         return None
     attempt.key, mounts = found
+    if drop_damaged(attempt.settings, mounts):
+        attempt.report(
+            f"warning: snapshot {attempt.key[:12]}, which is mounted, is damaged in the store; "
+            "it is restored anew"
+        )
+        return None
     if _is_outdated(attempt, store) or not keep_mounted(
         attempt.settings, mounts, until_exit=attempt.until_exit
     ):

@@ -25,9 +25,16 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.cover_users import add_user, join, sweep_covers, take_off_all_unused
+from bootseer.prefetch.cover_users import (
+    add_user,
+    join,
+    other_users,
+    sweep_covers,
+    take_off_all_unused,
+)
 from bootseer.prefetch.covers import Cover, cover_at, source_of, uncover
-from bootseer.prefetch.mount_state import mounts_dir, wait_released
+from bootseer.prefetch.damage import is_damage_known
+from bootseer.prefetch.mount_state import mounts_dir, read_state, wait_released
 from bootseer.private import make_private_directory, private_opener
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.layers import cover_target
@@ -177,6 +184,22 @@ def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool
     going just now."""
     user = os.getpid() if until_exit else None
     return all(join(mounts_dir(settings) / one.cover.id, one.cover, user) for one in found)
+
+
+def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
+    """Whether a mount's server has found its blobs damaged; such mounts are off then, unless other
+    jobs use them."""
+    is_damaged = False
+    for one in found:
+        state_dir = mounts_dir(settings) / one.cover.id
+        state = read_state(state_dir)
+        if state is None or not is_damage_known(settings.cache_dir, state.index_digest):
+            continue
+        is_damaged = True
+        logger.warning("what is mounted on %s is damaged in the store", one.cover.path)
+        if not other_users(state_dir):
+            uncover(one.cover)
+    return is_damaged
 
 
 def _read(settings: Settings, cover: Cover) -> Mounted | None:

@@ -18,9 +18,10 @@ from msgspec import Struct
 from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.fuse.kernel import mounts
+from bootseer.prefetch.damage import check_known_damage
 from bootseer.prefetch.kept_indexes import keep_index, read_index
 from bootseer.prefetch.mount_state import new_mount_dir, wait_released
-from bootseer.prefetch.serve_plan import ServeOptions
+from bootseer.prefetch.serve_plan import ENVIRONMENT, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.prefetch.start_server import Serving, begin_serving
 from bootseer.private import make_private_directory
@@ -32,8 +33,6 @@ from bootseer.snapshots.restoring.restore import Placed, check_tree
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
-
-PURPOSE = "snapshot"
 
 _END_S = 10.0
 
@@ -50,7 +49,7 @@ class MountOutcome(Struct, frozen=True):
 def name_of(target: bytes) -> str:
     """What a target's tree is called where images have references: bundles of environments at the
     same path may serve each other."""
-    return f"{PURPOSE}/{text_of(target).strip('/')}"
+    return f"{ENVIRONMENT}/{text_of(target).strip('/')}"
 
 
 def mount_snapshot(
@@ -105,6 +104,7 @@ class _Index(Struct, frozen=True):
 def _have_index(settings: Settings, store: Store, item: Placed) -> _Index:
     """Have the target's index where its server looks for it."""
     # Better known now than at a read of the job.
+    check_known_damage(settings.cache_dir, store, item.target.index.digest)
     if blob := find_cut_blob(store, item.target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     digest = item.target.index.digest
@@ -130,7 +130,7 @@ def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | No
         item.target.index.digest,
         tree,
         ServeOptions(
-            purpose=PURPOSE,
+            purpose=ENVIRONMENT,
             scratch=str(scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
             checks_index=False,
