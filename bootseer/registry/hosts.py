@@ -1,26 +1,33 @@
 """Which servers answer for a registry: mirrors as containerd's `certs.d/HOST/hosts.toml` says.
 
 Alone owns where that file lies and what is read of it (containerd, docs/hosts.md): `server`, and
-per host `capabilities`, `skip_verify`, `ca`, `client`, `header`, `override_path`. Files are read,
-nothing else is done. Thread-safe: functions and frozen objects only.
+per host `capabilities`, `skip_verify`, `ca`, `client`, `header`, `override_path`, `dial_timeout`,
+`proxy`; in a folder without that file, Docker's certificates. Files are read, nothing else is done.
+Thread-safe: functions and frozen objects only.
 """
 
 import contextlib
+import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.errors import BootseerError, InvalidInputError, from_oserror
 from bootseer.registry.reference import DOCKER_HUB, is_loopback
 
 DEFAULT_HOSTS_DIR = Path("/etc/containerd/certs.d")
 _FILE_BYTES_MAX = 2**20
 _CAPABILITIES = frozenset(("pull", "resolve", "push"))
 _HUB_SERVER = "registry-1.docker.io"
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_COUNTED = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(f"(?:{_COUNTED.pattern})+")
 
 
 class Host(Struct, frozen=True):
@@ -39,27 +46,51 @@ class Host(Struct, frozen=True):
     client_certificates: tuple[tuple[Path, Path | None], ...] = ()
     """(certificate, key); the key is in the certificate's file when None."""
     headers: tuple[tuple[str, str], ...] = ()
+    connect_s: float | None = None
+    """What a connection may take until it is there; None: as long as always."""
+    proxy: str = ""
+    """Used whatever the environment says."""
+    is_registry: bool = False
+    """Whether this is the registry itself, whose word is final."""
 
 
 def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
-    """The servers to ask for `registry` ("docker.io", "[::1]:5000"), in order; the registry itself
-    is the last.
+    """The servers to ask for `registry` ("docker.io", "[::1]:5000"), in order; one of them is the
+    registry itself, mostly the last.
 
     Raises: InvalidInputError, PermissionDeniedError for a file that cannot be used: going round a
     mirror that somebody set up may be what they wanted to prevent.
     """
     for name in (*_directory_names(registry), "_default"):
         path = directory / name / "hosts.toml"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            try:
-                with path.open("rb") as file:
-                    data = file.read(_FILE_BYTES_MAX + 1)
-            except (FileNotFoundError, NotADirectoryError):
+        try:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                if data := file.read(_FILE_BYTES_MAX + 1):
+                    return parse_hosts(data, registry, path)
+            # As containerd does: the first folder counts, whatever is in it.
+            table = _certificates_in(path.parent)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            if isinstance(error, BootseerError):
                 raise
-            except OSError as error:
-                raise from_oserror(error, f"read the registry hosts {path}") from error
-            return parse_hosts(data, registry, path)
-    return (_host({}, _default_server(registry), registry, Path(), is_mirror=False),)
+            raise from_oserror(error, f"read the registry hosts {path}") from error
+        return (_registry_itself(table, _default_server(registry), registry, path),)
+    return (_registry_itself({}, _default_server(registry), registry, Path()),)
+
+
+def _certificates_in(folder: Path) -> dict[str, Any]:
+    """Docker's older way: authorities in *.crt, clients' certificates in *.cert with *.key."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    pairs = [
+        [name, key if key in names else ""]
+        for name in names
+        if name.endswith(".cert")
+        for key in (name.removesuffix(".cert") + ".key",)
+        # A key that only root may read is for root's logins.
+        if os.access(folder / (key if key in names else name), os.R_OK)
+    ]
+    return {"ca": [name for name in names if name.endswith(".crt")], "client": pairs}
 
 
 def _directory_names(registry: str) -> Sequence[str]:
@@ -88,41 +119,103 @@ def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
     tables = document.get("host", {})
     if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
         raise InvalidInputError(f"{path}: [host] is not a table of servers")
-    mirrors = [_host(table, url, registry, path, is_mirror=True) for url, table in tables.items()]
     server = document.get("server") or _default_server(registry)
     if not isinstance(server, str):
         raise InvalidInputError(f"{path}: server is not a string")
-    own = _host(document, server, registry, path, is_mirror=False)
-    return (*(mirror for mirror in mirrors if mirror.base_url != own.base_url), own)
+    settings = {name: value for name, value in document.items() if name not in ("server", "host")}
+    own_url = _with_port(_registry_itself(settings, server, registry, path).base_url)
+    hosts: list[Host] = []
+    own_tables: list[Mapping[str, Any]] = []
+    own_place = len(tables)
+    for url, table in tables.items():
+        host = _host(table, url, registry, path)
+        if _with_port(host.base_url) != own_url:
+            hosts.append(host)
+            continue
+        own_place = min(own_place, len(hosts))
+        own_tables.append(table)
+    # containerd would ask the registry once for each table, and at last as the file's top says:
+    # what any of them allows is allowed.
+    merged = {name: value for one in (settings, *own_tables) for name, value in one.items()}
+    merged["capabilities"] = sorted(
+        set().union(*(_capabilities(one, server, path) for one in (settings, *own_tables)))
+    )
+    hosts.insert(own_place, _registry_itself(merged, server, registry, path))
+    return tuple(hosts)
 
 
-def _host(
-    table: Mapping[str, Any], url: str, registry: str, path: Path, *, is_mirror: bool
-) -> Host:
+def _registry_itself(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host:
+    return replace(_host(table, url, registry, path), namespace="", is_registry=True)
+
+
+def _capabilities(table: Mapping[str, Any], url: str, path: Path) -> frozenset[str]:
+    value = table.get("capabilities") or sorted(_CAPABILITIES)
+    if isinstance(value, list):
+        found = frozenset(one.lower() if isinstance(one, str) else "" for one in value)
+        if found <= _CAPABILITIES:
+            return found
+    raise InvalidInputError(f"{path}: {url}: capabilities are of pull, resolve and push")
+
+
+def _host(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host:
     if "://" not in url:
         url = f"http://{url}" if is_loopback(url) else f"https://{url}"
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        parts = urlsplit("")
+    parts = _split(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
         raise InvalidInputError(f"{path}: a server is not a URL such as https://host:5000")
     route = parts.path.rstrip("/")
     if not table.get("override_path") and not route.endswith("/v2"):
         route += "/v2"
-    capabilities = table.get("capabilities", sorted(_CAPABILITIES))
-    if not isinstance(capabilities, list) or not set(map(str, capabilities)) <= _CAPABILITIES:
-        raise InvalidInputError(f"{path}: {url}: capabilities are of pull, resolve and push")
+    netloc = parts.netloc
     return Host(
-        name=DOCKER_HUB if parts.netloc == _HUB_SERVER else parts.netloc,
-        base_url=f"{parts.scheme}://{parts.netloc}{route}",
-        capabilities=frozenset(capabilities),
-        namespace=registry if is_mirror else "",
+        name=DOCKER_HUB if netloc == _HUB_SERVER else netloc,
+        base_url=f"{parts.scheme}://{netloc}{route}",
+        capabilities=_capabilities(table, url, path),
+        # Which registry a mirror is to answer for.
+        namespace="" if netloc == registry else registry,
         verify=not table.get("skip_verify"),
         ca_files=tuple(path.parent / name for name in _names(table.get("ca"), path, "ca")),
         client_certificates=tuple(_certificates(table.get("client"), path)),
         headers=tuple(_headers(table.get("header", {}), path)),
+        connect_s=_duration_s(table.get("dial_timeout"), path),
+        proxy=_proxy(table.get("proxy"), path),
     )
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  # raises where it is no number
+    except ValueError:
+        parts = urlsplit("")
+    return parts
+
+
+def _with_port(base_url: str) -> str:
+    """The same for all ways to write one server."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{parts.hostname}:{port}{parts.path}"
+
+
+def _duration_s(value: object, path: Path) -> float | None:
+    """As Go writes durations: "1.5s", "1m30s", "500ms"."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        parts = [(float(count), _UNITS_S[unit]) for count, unit in _COUNTED.findall(value)]
+        return sum(count * unit_s for count, unit_s in parts)
+    raise InvalidInputError(f"{path}: dial_timeout is no duration such as 500ms or 10s")
+
+
+def _proxy(value: object, path: Path) -> str:
+    if value is None or value == "":
+        return ""
+    parts = _split(value if isinstance(value, str) else "")
+    if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
+        return parts.geturl().rstrip("/")
+    # Its login, if it has one, is not for messages.
+    raise InvalidInputError(f"{path}: proxy is no URL such as http://proxy:8080")
 
 
 def _names(value: object, path: Path, what: str) -> list[str]:

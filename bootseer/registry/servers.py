@@ -36,8 +36,8 @@ class Servers:
         find_login: Callable[[str, str], Credential | None],
         deadline_s: float,
     ) -> None:
-        """`hosts`: the registry itself last."""
-        self.name = f"{hosts[-1].name}/{repository}"
+        own = next((host for host in hosts if host.is_registry), hosts[-1])
+        self.name = f"{own.name}/{repository}"
         """For messages."""
         self._deadline_s = deadline_s
         self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
@@ -89,7 +89,7 @@ class Servers:
                 transient = error
                 waits_s.append(error.retry_after_s if isinstance(error, TransientError) else 0.0)
             except BootseerError as error:
-                if session is able[-1]:
+                if session.host.is_registry or session is able[-1]:
                     return error, None
                 final = error
         if transient is not None:

@@ -178,7 +178,8 @@ class Transport:
                 preload_content=False,
                 decode_content=False,
                 timeout=urllib3.Timeout(
-                    connect=min(CONNECT_S, self._deadline_s), read=self._deadline_s + more_s
+                    connect=min(self._host.connect_s or CONNECT_S, self._deadline_s),
+                    read=self._deadline_s + more_s,
                 ),
             )
         except (exceptions.HTTPError, OSError, ValueError) as error:
@@ -186,7 +187,7 @@ class Transport:
         return Response(raw, server)
 
     def _manager(self, scheme: str, host: str) -> urllib3.PoolManager:
-        proxy = _proxy(scheme, host)
+        proxy = self._host.proxy or _proxy(scheme, host)
         # Plain HTTP must not pay for reading the system's certificates, nor fail for want of ours.
         key = f"{scheme} {proxy}"
         with self._lock:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import Host, load_hosts
 from bootseer.registry.transport import _proxy
 from tests.support.registry import QuietHandler, Registry, running_registry, serve
 
@@ -86,6 +86,39 @@ def test_a_client_shows_its_certificate(mutual: Registry, certificates: Path) ->
         tags(host)
     pair = (certificates / "client.pem", certificates / "client.key")
     assert tags(replace(host, client_certificates=(pair,))) == "reached"
+
+
+def test_a_hosts_file_speaks_of_the_registry_itself(
+    mutual: Registry, certificates: Path, tmp_path: Path
+) -> None:
+    """What containerd pulls with needs to be enough."""
+    folder = tmp_path / mutual.host
+    folder.mkdir()
+    for name in ("ca.pem", "client.pem", "client.key"):
+        shutil.copy(certificates / name, folder)
+    (folder / "hosts.toml").write_text(
+        f"""
+        server = "https://{mutual.host}"
+        [host."https://{mutual.host}"]
+        capabilities = ["pull", "resolve"]
+        ca = "ca.pem"
+        client = [["client.pem", "client.key"]]
+        """
+    )
+    (host,) = load_hosts(mutual.host, tmp_path)
+    assert tags(host) == "reached"
+
+
+def test_a_folder_with_certificates_only_is_enough(
+    mutual: Registry, certificates: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / mutual.host
+    folder.mkdir()
+    for name, here in (("ca.pem", "a.crt"), ("client.pem", "n.cert"), ("client.key", "n.key")):
+        shutil.copy(certificates / name, folder / here)
+    (host,) = load_hosts(mutual.host, tmp_path)
+    # This machine's registries are spoken to in plain HTTP where no file says otherwise.
+    assert tags(replace(host, base_url=f"https://{mutual.host}/v2")) == "reached"
 
 
 def test_a_certificate_that_is_none(secured: Registry, tmp_path: Path) -> None:
