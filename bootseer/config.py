@@ -21,6 +21,7 @@ from bootseer.errors import InvalidInputError
 from bootseer.nearest import nearest
 from bootseer.trust import parse_owners
 from bootseer.trusted_folders import TRUSTED, trusted_folders
+from bootseer.urls import absolute_url
 
 _log = logging.getLogger(__name__)
 
@@ -158,11 +159,6 @@ def _seconds(text: str) -> float:
     if not 0 < value < 86_400:
         raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
     return value
-
-
-def absolute_url(text: str) -> str:
-    """`text`, made absolute where it is a bare path: servers have another working directory."""
-    return text if "://" in text or not text else str(_path(text))
 
 
 def _path(text: str) -> Path:

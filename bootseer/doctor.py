@@ -20,8 +20,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.config import Settings
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, PermissionDeniedError
 from bootseer.private import make_private_directory
+from bootseer.redact import public_url
+from bootseer.shared_storage import is_of_one_node
 from bootseer.trust import parse_owners
 from bootseer.trusted_folders import TRUSTED, fault_of_setting
 
@@ -163,6 +165,26 @@ def _folders(settings: Settings) -> Iterator[Finding]:
     yield _folder("run", settings.run_dir, "set --run-dir to a writable local folder")
 
 
+_STORE_ADVICE = "check the URL (--store), the network and the permissions"
+
+
+def _unwritable_store(settings: Settings, error: Exception) -> Finding:
+    from bootseer.store import open_backend
+
+    try:
+        with contextlib.closing(
+            open_backend(settings.store_url, deadline_s=settings.deadline_s / 2)
+        ) as backend:
+            is_there = any(True for _ in backend.list("")) or backend.stat("").is_dir
+    except (BootseerError, OSError):
+        is_there = False
+    if not is_there:
+        return Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
+    seen = f"{public_url(settings.store_url)}: readable, not writable ({error})"
+    advice = "starts replay what is there; allow writing where they are to record, too"
+    return Finding("store", Status.WARN, seen, advice)
+
+
 def _store(settings: Settings) -> Iterator[Finding]:
     from bootseer.store import open_store
 
@@ -187,11 +209,17 @@ def _store(settings: Settings) -> Iterator[Finding]:
         finally:
             store.delete(key)
             store.close()
+    except (PermissionDeniedError, PermissionError) as error:
+        yield _unwritable_store(settings, error)
+        return
     except (BootseerError, OSError) as error:
-        advice = "check the URL (--store), the network and the permissions"
-        yield Finding("store", Status.FAIL, str(error), advice)
+        yield Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
         return
     yield Finding("store", Status.OK, f"{store.url}: readable and writable")
+    if is_of_one_node(settings.store_url):
+        advice = "set store to a shared folder, or to a URL that every node reaches"
+        seen = "on a disk of this node: no other node sees what is recorded here"
+        yield Finding("store shared", Status.WARN, seen, advice)
     atomic = created and not again and kept == b"first" and replaced and lease and not second
     if atomic:
         yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")

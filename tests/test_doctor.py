@@ -75,3 +75,30 @@ def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path) -> No
     found = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert found["store"]["status"] == "fail"
     assert "/proc/none/x" in found["store"]["seen"]
+
+
+def test_a_store_on_this_nodes_disk_is_not_shared(settings: Settings) -> None:
+    found = _by_name(examine(settings))
+    assert found["store shared"].status is Status.WARN
+    assert "no other node sees" in found["store shared"].seen
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a folder read-only: needs root")
+def test_a_store_that_is_only_read_is_no_failure(settings: Settings, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    flags = ["--store", store.as_uri(), "--cache-dir", str(settings.cache_dir)]
+    done = subprocess.run(
+        [
+            *("unshare", "--mount", "sh", "-c", mount, store),
+            *(sys.executable, "-m", "bootseer", *flags, "doctor", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found["store"]["status"] == "warn"
+    assert "readable, not writable" in found["store"]["seen"]
+    assert "replay" in found["store"]["advice"]

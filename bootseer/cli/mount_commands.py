@@ -128,7 +128,9 @@ def mount(
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
     from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
     from bootseer.fuse.striped.mounted.mount_point import make_mount_point
+    from bootseer.fuse.striped.mounted.mount_spec import read_state
     from bootseer.fuse.striped.mounted.server import serve_checkpoints
+    from bootseer.launch.checkpoints import made_sentence
 
     if status:
         _show_status(places, as_json)
@@ -166,11 +168,16 @@ def mount(
 
         def ready() -> None:
             click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
+            state = read_state(settings.run_dir, Path(spec.directory))
+            if state is not None and state.root_was_made:
+                say(made_sentence(url))
             notify("READY=1")
 
         _warn_unwritten(serve_checkpoints(spec, ready))
         return
     mounted = mount_checkpoints(spec)
+    if mounted.root_was_made:
+        say(made_sentence(url))
     if as_json:
         emit_json(
             {
@@ -178,6 +185,7 @@ def mount(
                 "directory": mounted.directory,
                 "pid": mounted.pid,
                 "log": mounted.log,
+                "created": mounted.root_was_made,
             }
         )
     else:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -32,6 +32,7 @@ from bootseer.launch.signals import STOPS
 from bootseer.private import make_directory
 from bootseer.redact import public_url, redact
 from bootseer.timeline.recorder import Timeline
+from bootseer.urls import check_spelling
 from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,12 @@ def parse_checkpoint(text: str) -> CheckpointPath:
             f"{public_url(text)!r} is not URL:DIR; "
             "write for example hdfs://namenode:8020/ckpt:/mnt/ckpt"
         )
-    return CheckpointPath(url, directory)
+    return CheckpointPath(check_spelling(url), directory)
+
+
+def made_sentence(url: str) -> str:
+    """For people, of a remote folder that a mount has made: it may have been misspelt. Pure."""
+    return f"warning: {public_url(url)} was not there: created, empty; there is no checkpoint in it"
 
 
 class CheckpointMounts:
@@ -69,8 +75,16 @@ class CheckpointMounts:
     `aside`: they are mounted in the run directory, to be bound into a container's root later.
     """
 
-    def __init__(self, settings: Settings, paths: Sequence[CheckpointPath], *, aside: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        paths: Sequence[CheckpointPath],
+        say: Callable[[str], None],
+        *,
+        aside: bool,
+    ) -> None:
         self._settings = settings
+        self._say = say
         self._paths = paths
         self._aside = settings.run_dir / "checkpoints" if aside else None
         self._owner = os.getpid()
@@ -78,6 +92,7 @@ class CheckpointMounts:
         self._reports = -1
         self._received = b""
         self._deadline_s = 0.0
+        self._has_said = False
 
     def _directory(self, number: int) -> Path:
         if self._aside is None:
@@ -117,14 +132,15 @@ class CheckpointMounts:
             self._sweep()
             for number, path in enumerate(self._paths):
                 with timeline.span("checkpoint"):
-                    self._mount(number, path)
-                os.write(report, json.dumps({"mounted": number}).encode() + b"\n")
+                    made = self._mount(number, path)
+                answer: dict[str, object] = {"mounted": number, "made": made}
+                os.write(report, json.dumps(answer).encode() + b"\n")
         except BaseException as error:
             if not isinstance(error, BootseerError | SystemExit):
                 _log.debug("cannot mount a checkpoint folder", exc_info=True)
             message = redact(str(error))[: _REPORT_BYTES_MAX // 8]
-            answer = {"class": type(error).__name__, "error": message}
-            os.write(report, json.dumps(answer).encode() + b"\n")
+            failure = {"class": type(error).__name__, "error": message}
+            os.write(report, json.dumps(failure).encode() + b"\n")
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
@@ -137,7 +153,8 @@ class CheckpointMounts:
                 if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
                     old.rmdir()
 
-    def _mount(self, number: int, path: CheckpointPath) -> None:
+    def _mount(self, number: int, path: CheckpointPath) -> bool:
+        """Whether the remote folder was missing, and was made."""
         from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
         from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
 
@@ -163,8 +180,7 @@ class CheckpointMounts:
                     lifetime_pid=self._owner,
                     warm=True,
                 )
-                mount_checkpoints(spec)
-                return
+                return mount_checkpoints(spec).root_was_made
             except BusyError as error:
                 if time.monotonic() >= deadline_s:
                     raise BusyError(
@@ -193,7 +209,17 @@ class CheckpointMounts:
         self._raise_reported()
         if len(self._mounted()) < len(self._paths):
             raise UnavailableError("the process that mounts checkpoint folders was killed")
+        self._say_made()
         return [(self._directory(n), path.directory) for n, path in enumerate(self._paths)]
+
+    def _say_made(self) -> None:
+        if self._has_said:
+            return
+        self._has_said = True
+        for document in self._documents():
+            if document.get("made"):
+                path = self._paths[int(str(document["mounted"]))]
+                self._say(made_sentence(path.url))
 
     def _receive(self, timeout_s: float) -> None:
         if self._reports >= 0 and wait_readable([self._reports], timeout_s):

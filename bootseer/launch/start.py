@@ -93,7 +93,7 @@ class _Start:
         self._job = job
         self._setups = setups
         self._say = say
-        self._checkpoints = CheckpointMounts(settings, job.checkpoints, aside=bool(job.image))
+        self._checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
         self._container: Container | None = None
         self._store_is_silent = False
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
+from bootseer.redact import public_url
 from bootseer.store.hdfs_kerberos import check_library
 from bootseer.store.hdfs_reaching import await_reachable
 from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
@@ -94,7 +95,7 @@ class FoundNameNode:
         return None
 
     def _reach(self, config: dict[str, str]) -> None:
-        hint = f"check the URL {self._cluster}"
+        hint = f"check the URL {public_url(self._cluster)}"
         if urlsplit(self._cluster).port is None and not _names(self._cluster, config):
             hint += (
                 ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
@@ -105,10 +106,11 @@ class FoundNameNode:
         """It takes connections, and the question was not answered."""
         if isinstance(error.__cause__, NotHadoopError):
             raise UnavailableError(
-                f"{error}; check the port of {self._cluster}: it is that of the NameNode's RPC, "
-                "mostly 8020, not of its web pages"
+                f"{error}; check the port of {public_url(self._cluster)}: the NameNode's RPC has "
+                "mostly 8020, its web pages have another one"
             ) from error
-        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, self._cluster, error)
+        cluster = public_url(self._cluster)
+        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
 
     def hurried(self) -> NameNode | None:
         """As `get`, for questions whose answers are worth no long wait."""

@@ -6,6 +6,7 @@ from urllib.parse import unquote
 
 from bootseer.errors import InvalidInputError
 from bootseer.redact import public_url
+from bootseer.urls import check_spelling
 
 # NAME_MAX of every Linux file system, and the default of HDFS
 # (dfs.namenode.fs-limits.max-component-length).
@@ -25,7 +26,10 @@ def split_scheme(url: str) -> str:
         raise InvalidInputError(
             f"{public_url(url)!r} is not a store URL; write for example file:///mnt/store"
         )
-    return match[1].lower() if match else ""
+    if match is None:
+        check_spelling(url)
+        return ""
+    return match[1].lower()
 
 
 def local_root(url: str) -> Path:

@@ -94,7 +94,7 @@ def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "code", "word"),
     [
-        ("hdfs://127.0.0.1:9/ckpt", 14, "127.0.0.1:9"),
+        ("hdfs://127.0.0.1:9/ckpt", 17, "127.0.0.1:9"),
         ("nosuch://host/ckpt", 2, "nosuch"),
         ("file:///proc/self/status", 2, "is a file"),
     ],
@@ -190,3 +190,17 @@ def test_it_overlaps_the_environment(node: Node, local_url: str) -> None:
     for span in (checkpoint, environment):
         assert span["parentSpanId"] == spans["start"]["spanId"]
     assert attribute(environment, "bootseer.how") == "captured"
+
+
+def test_a_folder_that_was_not_there_is_said(node: Node, local_url: str) -> None:
+    """A misspelt URL would start the training from step 0 in silence."""
+    checkpoint = ("--checkpoint", f"{local_url}:{node.base / 'mnt'}")
+    sentence = f"bootseer: warning: {local_url} was not there: created, empty; "
+    first = node.run(*checkpoint, "--", "true")
+    assert first.returncode == 0
+    assert first.stderr.startswith(sentence)
+    assert first.stderr.count("\n") == 1
+    node.wait_clean()
+    second = node.run(*checkpoint, "--", "true")
+    assert (second.returncode, second.stderr) == (0, "")
+    node.wait_clean()

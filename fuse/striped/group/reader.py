@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from bootseer.config import Settings, absolute_url, load_settings
+from bootseer.config import Settings, load_settings
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.fuse.striped.doors.copy import open_storage
 from bootseer.fuse.striped.group.channel import GroupChannel
@@ -30,6 +30,7 @@ from bootseer.fuse.striped.group.piece_reader import PieceReader
 from bootseer.fuse.striped.group.plan import Extent, plan_group
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.redact import public_url
+from bootseer.urls import absolute_url
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Self
 from msgspec import Struct
 
 from bootseer import background
-from bootseer.config import Settings, absolute_url
+from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -40,6 +40,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
 from bootseer.fuse.striped.mounted.server import SUBTYPE
 from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.private import make_private_directory
+from bootseer.urls import absolute_url
 from bootseer.waiting import wait_readable
 
 _START_S = 10.0
@@ -64,6 +65,12 @@ class MountedCheckpoints(Struct, frozen=True):
         """The process that answers now; `pid` holds the mount, and replaces it when it dies."""
         state = read_state(self.run_dir, self.directory)
         return state.worker_pid if state is not None else 0
+
+    @property
+    def root_was_made(self) -> bool:
+        """Whether the remote folder was not there before."""
+        state = read_state(self.run_dir, self.directory)
+        return state is not None and state.root_was_made
 
     def close(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Unmount; returns the files whose last bytes were lost (see `unmount_checkpoints`)."""

@@ -99,6 +99,8 @@ class MountState(Struct, frozen=True):
     worker_pid: int = 0
     """The process that answers; `pid` holds the mount, and replaces that one when it dies."""
     worker_ticks: int = 0
+    root_was_made: bool = False
+    """The remote folder was not there: a misspelt URL gives an empty mount."""
     ended: bool = False
     unwritten: tuple[str, ...] = ()
     """Files that were still being written when the mount ended; nothing of them is kept."""

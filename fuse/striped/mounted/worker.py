@@ -104,8 +104,7 @@ class MountedFileSystem(StripedFileSystem):
             memory_bytes=content_bytes(spec.memory_bytes),
         )
         try:
-            if not self._is_successor:
-                _check_root(storage, spec)
+            self._root_was_made = not self._is_successor and _check_root(storage, spec)
             uid = os.geteuid() if spec.uid is None else spec.uid
             gid = os.getegid() if spec.gid is None else spec.gid
             super().__init__(
@@ -131,6 +130,8 @@ class MountedFileSystem(StripedFileSystem):
             worker_pid=os.getpid(),
             worker_ticks=start_ticks(os.getpid()) or 0,
         )
+        if self._root_was_made:
+            self._state = replace(self._state, root_was_made=True)
         write_state(self._run_dir, self._state)
         self._control = ControlServer(
             control_path(self._run_dir, self._directory),
@@ -211,7 +212,8 @@ def _inherited_records(path: Path) -> list[Record]:
         return []
 
 
-def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
+def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
+    """Whether the folder was missing and has been made. Raises: BootseerError."""
     backend = storage.backend
     if not spec.read_only and not (backend.has_atomic_rename or backend.has_atomic_put):
         raise UnsupportedError(
@@ -227,3 +229,5 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> None:
         if spec.read_only:
             raise
         backend.mkdir("")
+        return True
+    return False
