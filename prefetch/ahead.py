@@ -23,7 +23,7 @@ from bootseer.fuse.kernel.operations import Buffer
 from bootseer.prefetch import name_walk
 from bootseer.prefetch.ahead_plan import AheadPlan
 from bootseer.prefetch.ahead_window import AheadWindow
-from bootseer.prefetch.stream_cache import StreamCache
+from bootseer.prefetch.image_stream import ImageStream
 from bootseer.prefetch.stream_contents import Pages
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Ahead:
     def __init__(
         self,
         plan: AheadPlan,
-        caches: Sequence[StreamCache],
+        caches: Sequence[ImageStream],
         store_pages: StorePages | None,
         note: Callable[[int, int, int], None],
         is_replayed: Callable[[], bool],
@@ -155,7 +155,7 @@ class Ahead:
     def _store(self, store_pages: StorePages, pages: Pages) -> bool:
         """False where they are not here yet, or the kernel does not know the file."""
         cache = self._caches[pages.blob]
-        if not cache.has_verified(pages.blob_offset, pages.length):
+        if not cache.has(pages.blob_offset, pages.length):
             return False
         for start in range(0, pages.length, _PIECE_BYTES):
             data = cache.read(pages.blob_offset + start, min(_PIECE_BYTES, pages.length - start))

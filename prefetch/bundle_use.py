@@ -8,7 +8,7 @@ import os
 import threading
 
 from bootseer.blob.tree import Extent, Tree
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.ahead import Ahead, StorePages
 from bootseer.prefetch.ahead_plan import plan_ahead
 from bootseer.prefetch.aim import Aim, aim_of
@@ -16,6 +16,7 @@ from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.find_bundle import find_bundle
 from bootseer.prefetch.hot_store import HotPointer
+from bootseer.prefetch.kept_bundle import refuse_bundle
 from bootseer.prefetch.replay import Replay
 from bootseer.prefetch.serve_plan import ServePlan
 from bootseer.prefetch.streams import BlobStreams
@@ -44,6 +45,8 @@ class BundleUse:
         self._log = log
         self._ahead: Ahead | None = None
         self._aim_at_end: Aim | None = None
+        self.is_damaged = False
+        """The bundle was found wrong, by this start or an earlier one."""
         self._is_stopped = False
         self._root = -1
         self._lock = threading.Lock()
@@ -99,10 +102,23 @@ class BundleUse:
             self._streams.replay = replay
             if self._root >= 0:
                 self._begin_ahead(bundle, replay, store_pages)
+        except CorruptError as error:
+            self.is_damaged = True
+            _log.warning("no bundle is used: %s", error)
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
         finally:
             self._close_root()
+
+    def refuse(self) -> None:
+        """It brought bytes that are not the image's: hand over nothing more, and never use it
+        again."""
+        self.is_damaged = True
+        if self._ahead is not None:
+            self._ahead.stop()
+        if self.pointer is not None:
+            state = self._plan.state
+            refuse_bundle(self._plan.settings.cache_dir, state.workload, self.pointer)
 
     # ---- ahead of the start ---------------------------------------------------------------
 

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.cache import STREAMS, NodeCache
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 
 _log = logging.getLogger(__name__)
 
-_STREAMS = "streams"
 _PASSING = frozenset(("containers", "tmp", "work", "run"))
 """What containers write and what is being made: it goes with them, and is nobody's cache."""
 
@@ -89,7 +88,7 @@ class CacheRoom:
                 self._others_bytes = sum(
                     one.size_bytes
                     for one in folders(self._cache_dir)
-                    if one.counts and one.name != _STREAMS
+                    if one.counts and one.name != STREAMS
                 )
                 self._others_again_s = time.monotonic() + _OTHERS_S
             allowed_bytes = self._limit_bytes - self._others_bytes - wanted_bytes

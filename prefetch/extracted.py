@@ -86,7 +86,7 @@ def prepare_extracted(
     record = obtained.record
     try:
         base = private_directory(settings.cache_dir / "extracted")
-        target = _locked_tree(settings, record.index_digest, base)
+        target = _locked_tree(settings, obtained, base)
         own = _locked_folder(base)
         root = private_directory(own / "root")
     except OSError as error:
@@ -100,15 +100,16 @@ def prepare_extracted(
     return Container(extracted, root, own, not can_mount_directly(), parsed)
 
 
-def _locked_tree(settings: Settings, index_digest: str, base: Path) -> Path:
+def _locked_tree(settings: Settings, obtained: ObtainedImage, base: Path) -> Path:
     """The image's tree, whole and locked. Raises: BootseerError, OSError."""
+    index_digest = obtained.record.index_digest
     own = base / _name_of(index_digest)
     for _ in range(_ATTEMPTS_MAX):
         target = own if own.exists() else _before_published(settings, index_digest, base) or own
         _remove_unused(base, keep=target)
         if not target.exists():
             with contextlib.suppress(AlreadyExistsError):
-                _extract(settings, index_digest, target)
+                _extract(settings, obtained, target)
         if _lock(target):
             return target
     raise BusyError(f"others keep removing the extracted image {own}; start it again")
@@ -139,8 +140,8 @@ def _locked_folder(base: Path) -> Path:
     raise BusyError(f"others keep removing new folders in {base}; start the container again")
 
 
-def _extract(settings: Settings, index_digest: str, target: Path) -> None:
-    tree = read_kept_tree(settings.cache_dir, index_digest)
+def _extract(settings: Settings, obtained: ObtainedImage, target: Path) -> None:
+    tree = read_kept_tree(settings.cache_dir, obtained.record.index_digest)
     keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
     cache = NodeCache(settings.cache_dir)
     with (
@@ -150,7 +151,9 @@ def _extract(settings: Settings, index_digest: str, target: Path) -> None:
         local: dict[int, StreamCache] = {}
         for number, blob in enumerate(tree.blobs):
             if not blob.frames:
-                stream = cache.open_whole(blob.stream_digest)
+                # Only an index that this node made of what it pulled may name such a stream.
+                is_local = not obtained.image.is_published
+                stream = cache.open_whole_blob(blob) if is_local else None
                 if stream is None:
                     raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")
                 stack.callback(stream.close)

@@ -128,6 +128,8 @@ class Fill:
 
     def _pass(self) -> bool:
         """Fetch what is missing; whether to look once more."""
+        # What a bundle brought comes first, to be compared.
+        claimed = self._streams.unproven()
         windows = [
             (blob, start, min(_WINDOW_BYTES, stream.stream_length - start))
             for blob, stream in enumerate(self._streams.blobs)
@@ -135,9 +137,9 @@ class Fill:
         ]
         # Nodes that were started together ask different servers of the store.
         first = random.randrange(len(windows)) if windows else 0
-        before_bytes = self._streams.cached_bytes
+        before_bytes = self._streams.proven_bytes
         is_complete = True
-        for window in windows[first:] + windows[:first]:
+        for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):
                 is_complete = False
                 if not self._is_quiet() or not self._has_room(fetch.length):
@@ -153,7 +155,7 @@ class Fill:
         if is_complete:
             # What is stored nowhere is not missing from anywhere.
             self.state = "complete"
-        elif not self._failures and self._streams.cached_bytes <= before_bytes:
+        elif not self._failures and self._streams.proven_bytes <= before_bytes:
             # Sectors that two frames share, in an index of somebody else's.
             _log.warning("the background fill ends: the cache keeps nothing of what comes")
             self.state = "stopped"

@@ -7,20 +7,22 @@ from collections.abc import Sequence
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
+from bootseer.errors import CorruptError
 from bootseer.prefetch import hot_store
 from bootseer.prefetch.borrowed import borrow
 from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.kept_bundle import keep_bundle, kept_bundle
+from bootseer.prefetch.image_stream import ImageStream
+from bootseer.prefetch.kept_bundle import is_refused, keep_bundle, kept_bundle
 from bootseer.prefetch.mount_state import MountState
-from bootseer.prefetch.stream_cache import StreamCache
 from bootseer.store import Store
 
 
 def find_bundle(
-    settings: Settings, store: Store, state: MountState, tree: Tree, caches: Sequence[StreamCache]
+    settings: Settings, store: Store, state: MountState, tree: Tree, caches: Sequence[ImageStream]
 ) -> tuple[HotPointer, Bundle] | None:
     """The bundle for this image and workload, and the pointer to it; None where there is none.
+    One that was refused before raises CorruptError.
 
     A bundle of which every byte is on this node is taken without asking the store, which may be
     down, for a newer one: nothing is left to fetch. Raises: BootseerError.
@@ -31,16 +33,28 @@ def find_bundle(
         return kept
     pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
     if pointer is None:
-        return borrow(settings, store, state.index_digest, state.reference, state.workload, tree)
+        found = borrow(settings, store, state.index_digest, state.reference, state.workload, tree)
+        if found is not None:
+            _check_refused(settings, state.workload, found[0])
+        return found
+    _check_refused(settings, state.workload, pointer)
     header = hot_store.read_header(store, pointer)
     bundle = hot_store.decode_bundle(header, pointer, lengths, store.url)
     keep_bundle(settings.cache_dir, state.workload, pointer, header)
     return pointer, bundle
 
 
-def _is_all_here(bundle: Bundle, caches: Sequence[StreamCache]) -> bool:
+def _check_refused(settings: Settings, workload: str, pointer: HotPointer) -> None:
+    if is_refused(settings.cache_dir, workload, pointer):
+        raise CorruptError(
+            f"the bundle {pointer.bundle_digest} brought bytes that are not those of the image, "
+            "and is not used again"
+        )
+
+
+def _is_all_here(bundle: Bundle, caches: Sequence[ImageStream]) -> bool:
     return all(
-        caches[extent.blob].has(extent.offset, extent.length)
+        caches[extent.blob].holds(extent.offset, extent.length)
         for frame in bundle.frames
         for extent in frame.extents
     )

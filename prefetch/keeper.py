@@ -67,10 +67,11 @@ class Keeper:
         if self._file is not None and self._figures is not None:
             self._file.write(self._figures())
 
-    def fill_figures(self, cached_bytes: int) -> FillFigures:
-        """How far the background fill is, where `cached_bytes` are here."""
+    def fill_figures(self) -> FillFigures:
+        """How far the background fill is."""
         state = "off" if self._fill is None else self._fill.state
-        return FillFigures(state, self._rate, self._streams.image_bytes - cached_bytes)
+        missing_bytes = self._streams.image_bytes - self._streams.proven_bytes
+        return FillFigures(state, self._rate, missing_bytes)
 
     def _run(self) -> None:
         # What publishers left that were killed goes as it looks whether any is at work.

@@ -53,6 +53,25 @@ def kept_bundle(
         return None
 
 
+def refuse_bundle(cache_dir: Path, workload: str, pointer: HotPointer) -> None:
+    """Never use the bundle of an image and workload again on this node: it brought wrong bytes.
+    Never raises."""
+    path = _path(cache_dir, pointer.index_digest, workload).with_suffix(".refused")
+    try:
+        write_private_file(path, pointer.bundle_digest.encode("ascii"))
+    except OSError as error:
+        _log.warning("the bundle of %s may be used again: %s", workload, error)
+
+
+def is_refused(cache_dir: Path, workload: str, pointer: HotPointer) -> bool:
+    """Whether that was said of this bundle. Another one, under the same name, is used."""
+    path = _path(cache_dir, pointer.index_digest, workload).with_suffix(".refused")
+    try:
+        return _read(path, _POINTER_BYTES_MAX) == pointer.bundle_digest.encode("ascii")
+    except OSError:
+        return False
+
+
 def _path(cache_dir: Path, index_digest: str, workload: str) -> Path:
     return cache_dir / "catalogue" / "hot" / f"{index_digest.partition(':')[2]}-{workload}.json"
 

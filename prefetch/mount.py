@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.closing import Closing
 from bootseer.config import Settings
@@ -99,7 +100,7 @@ def mount_image(
             obtained.record.reference,
             obtained.record.index_digest,
             path,
-            options,
+            replace(options, is_local=not obtained.image.is_published),
             state_dir=state_dir,
             process=process,
         ).wait()

@@ -24,6 +24,7 @@ from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.publish import start_image_publisher
 from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.stream_keys import is_stored
 from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)
@@ -115,7 +116,9 @@ def image_on_node(
         for blob in read_kept_tree(settings.cache_dir, known.record.index_digest).blobs:
             if blob.frames and not whole:
                 continue
-            stream = cache.open_whole(blob.stream_digest)
+            if not is_stored(blob) and known.is_published:
+                raise CorruptError(f"the stream {blob.stream_digest} is stored nowhere")
+            stream = cache.open_whole_blob(blob)
             if stream is None:
                 raise NotFoundError(f"this node has lost {blob.stream_digest}")
             streams.append(stream)

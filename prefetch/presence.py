@@ -119,6 +119,17 @@ class Presence:
             end = min((position - HEADER_BYTES) * SECTOR_BYTES, self._stream_length)
             yield start, end - start
 
+    def here(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """The present parts as (offset, length), ascending."""
+        position, stop = self._slice(offset, length)
+        marks = [mark for mark in (ABSENT, SUSPECT) if self._map.find(mark, position, stop) >= 0]
+        while (found := self._map.find(PRESENT, position, stop)) >= 0:
+            ends = (self._map.find(mark, found, stop) for mark in marks)
+            position = min((end for end in ends if end >= 0), default=stop)
+            start = (found - HEADER_BYTES) * SECTOR_BYTES
+            end = min((position - HEADER_BYTES) * SECTOR_BYTES, self._stream_length)
+            yield start, end - start
+
     def next_suspect(self, offset: int) -> int | None:
         """Where the first suspect sector at or behind `offset` begins."""
         found = self._map.find(SUSPECT, HEADER_BYTES + offset // SECTOR_BYTES)
@@ -128,6 +139,11 @@ class Presence:
         """They are here, and verified. There must be room (`make_room`)."""
         start, stop = self._slice(offset, length)
         self._map[start:stop] = PRESENT * (stop - start)
+
+    def clear(self, offset: int, length: int) -> None:
+        """They are not here, or not as they were written."""
+        self._clear(PRESENT, offset, length)
+        self._clear(SUSPECT, offset, length)
 
     def mark_suspect(self, offset: int, length: int) -> None:
         """They were here once. There must be room."""
@@ -143,11 +159,20 @@ class Presence:
 
     def clear_suspects(self, offset: int, length: int) -> None:
         """What is suspect is absent."""
+        self._clear(SUSPECT, offset, length)
+
+    def _clear(self, mark: bytes, offset: int, length: int) -> None:
+        # What is a hole of the map stays one.
         start, stop = self._slice(offset, length)
-        while (lost := self._map.find(SUSPECT, start, stop)) >= 0:
-            ends = (self._map.find(mark, lost, stop) for mark in (ABSENT, PRESENT))
-            end = min((end for end in ends if end >= 0), default=stop)
-            self._map[lost:end] = ABSENT * (end - lost)
+        others = [
+            other
+            for other in (ABSENT, PRESENT, SUSPECT)
+            if other != mark and self._map.find(other, start, stop) >= 0
+        ]
+        while (first := self._map.find(mark, start, stop)) >= 0:
+            ends = (self._map.find(other, first, stop) for other in others)
+            start = min((end for end in ends if end >= 0), default=stop)
+            self._map[first:start] = ABSENT * (start - first)
 
     def count_bytes(self) -> int:
         """How much of the stream is here and verified."""

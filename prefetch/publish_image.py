@@ -8,6 +8,7 @@ layer.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,13 +19,14 @@ from bootseer.blob.pack import pack_tar
 from bootseer.config import Settings
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import (
+    BootseerError,
     CorruptError,
     InvalidInputError,
     NotFoundError,
 )
 from bootseer.prefetch.cache import NodeCache, StreamCache
 from bootseer.prefetch.cache_files import alone
-from bootseer.prefetch.catalogue import load_tree
+from bootseer.prefetch.catalogue import load_tree, read_layer, read_tree
 from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.merge import LayerTree
 from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeLayer
@@ -33,7 +35,8 @@ from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
-from bootseer.store import open_store
+from bootseer.prefetch.stream_keys import frames_key
+from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +94,8 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
                     created_ns=image.record.created_ns,
                 )
                 _log.info("published the image %s", record.reference)
+                for layer in layers:
+                    layer.share(store)
             load_tree(store, record, settings.cache_dir)
         catalogue.keep_published(index_digest, record)
     return record.index_digest
@@ -127,6 +132,27 @@ class _CachedLayer(Struct, frozen=True):
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`. What was verified when it came is verified again: from the store every
         node will have it."""
+        return self._repack(sink, on_progress)
+
+    def share(self, store: Store) -> None:
+        """Let the stream serve images whose index names the frames that `store` has of the layer.
+        Where another node has packed it, this one packs it once more, to see that these are its
+        frames. Never raises: what is not shared is fetched again."""
+        try:
+            record = None if self.digest is None else read_layer(store, self.digest)
+            if record is None or self.known is None:
+                return
+            (stored,) = read_tree(store, record.index_digest).blobs
+            if self.cache.is_same(stored, self.known.blob.stream_digest):
+                return
+            with Path(os.devnull).open("wb") as sink:
+                (packed,) = self._repack(sink, lambda count_bytes: None).tree.blobs
+            if frames_key(packed) != frames_key(stored):
+                _log.info("another release packed the layer %s: it is fetched again", self.name)
+        except (BootseerError, OSError, ValueError) as error:
+            _log.info("the layer %s is fetched again: %s", self.name, error)
+
+    def _repack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         known, stream = self._open()
         try:
             ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")
@@ -142,6 +168,8 @@ class _CachedLayer(Struct, frozen=True):
                 # The digest is compared at the very end, which is reached only by asking for more.
                 while ahead.read(_PIECE_BYTES):
                     pass
+                (packed,) = layer.tree.blobs
+                self.cache.note_same(packed, known.blob.stream_digest)
                 return layer
             finally:
                 ahead.close()

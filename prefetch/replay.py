@@ -17,10 +17,10 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import Bundle, BundleFrame, Placement, decode_frame
-from bootseer.prefetch.cache import StreamCache
 from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.disk_warming import disk_runs
 from bootseer.prefetch.hot_store import part_key
+from bootseer.prefetch.image_stream import ImageStream
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 
@@ -76,7 +76,7 @@ class Replay:
         self,
         bundle: Bundle,
         digest: str,
-        caches: Sequence[StreamCache],
+        caches: Sequence[ImageStream],
         executor: Executor,
         *,
         lock: Path | None = None,
@@ -135,6 +135,13 @@ class Replay:
 
     def _look_what_is_here(self) -> None:
         self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
+        coming = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if p]
+        try:
+            # Before it comes: also what another server brings is seen only where it is open.
+            for blob in {extent.blob for frame in coming for extent in frame.extents}:
+                self._caches[blob].open_claimed()
+        except BootseerError as error:
+            self.give_up(error)
 
     def _submit(self) -> None:
         self._look_what_is_here()
@@ -142,7 +149,7 @@ class Replay:
         try:
             self._batch = self._executor.submit(fetches, self._deliver)
         except BootseerError as error:
-            self._give_up(error)
+            self.give_up(error)
 
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S
@@ -157,7 +164,7 @@ class Replay:
             if self._batch is not None:
                 self._batch.wait()
         except (BootseerError, OSError) as error:
-            self._give_up(error)
+            self.give_up(error)
         finally:
             if self._lock_fd >= 0 and self._lock_path is not None:
                 self._lock_path.unlink(missing_ok=True)
@@ -167,7 +174,8 @@ class Replay:
             # Also those that somebody else brought before their turn came.
             self._pending[:] = bytes(len(self._pending))
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Use the bundle no further. Idempotent."""
         with self._lock:
             if self.error is not None:
                 return
@@ -194,7 +202,7 @@ class Replay:
         return self._pending.count(1)
 
     def _all_here(self, frame: BundleFrame) -> bool:
-        return all(self._caches[e.blob].has(e.offset, e.length) for e in frame.extents)
+        return all(self._caches[e.blob].holds(e.offset, e.length) for e in frame.extents)
 
     def is_cached(self, chunk: Chunk) -> bool:
         """Whether the cache has all that this frame would bring, as far as it knows without
@@ -203,7 +211,7 @@ class Replay:
         if number is None:
             return False
         extents = self.bundle.frames[number].extents
-        return all(self._caches[e.blob].has_verified(e.offset, e.length) for e in extents)
+        return all(self._caches[e.blob].holds_now(e.offset, e.length) for e in extents)
 
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
         """Wait for the pending frames that hold any of this range, moving them to the front.
@@ -222,7 +230,7 @@ class Replay:
             try:
                 self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
             except (BootseerError, OSError) as error:
-                self._give_up(error)
+                self.give_up(error)
         return waited
 
     def _comes_from_elsewhere(self, number: int) -> bool:
@@ -245,8 +253,8 @@ class Replay:
         for extent, position in zip(frame.extents, frame.positions, strict=True):
             cache = self._caches[extent.blob]
             piece = content[position : position + extent.length]
-            if not cache.has(extent.offset, extent.length):
-                cache.write(extent.offset, piece)
+            if not cache.holds(extent.offset, extent.length):
+                cache.claim(extent.offset, piece)
         with self._lock:
             if self._pending[number]:
                 self._pending[number] = 0

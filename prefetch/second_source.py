@@ -11,6 +11,7 @@ from bootseer.config import Settings
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.repairs import Came, Repair
+from bootseer.prefetch.stream_keys import claimed_key, is_stored
 
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
 """A first part that can only be a host, as Docker tells hosts from names."""
@@ -18,9 +19,9 @@ _WAIT_S = 600.0
 """For another server of this node that is at the same layer."""
 
 
-def second_source(settings: Settings, reference: str) -> Repair | None:
-    """What brings streams of the image `reference` whole into the node cache; None where it is not
-    known to be in a registry."""
+def second_source(settings: Settings, reference: str, index_digest: str) -> Repair | None:
+    """What brings streams of the image `reference`, which has the index `index_digest`, whole into
+    the node cache, claimed for that image; None where it is not known to be in a registry."""
     if not _IN_REGISTRY.fullmatch(reference):
         return None
 
@@ -31,9 +32,13 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
         from bootseer.prefetch.sources import open_source
 
         digest = blob.stream_digest
+        # What the node has under the digest alone is left aside: the index may name a stream that
+        # whoever wrote it never had. Only what the registry sends now, it can have. This node's own
+        # index is believed.
+        key = claimed_key(index_digest, blob) if is_stored(blob) else digest
         cache = NodeCache(settings.cache_dir)
-        with cache.pulling(digest, _WAIT_S):
-            whole = cache.open_whole(digest)
+        with cache.pulling(key, _WAIT_S):
+            whole = cache.open_whole(key)
             if whole is not None:
                 whole.close()
                 return
@@ -49,6 +54,6 @@ def second_source(settings: Settings, reference: str) -> Repair | None:
                 with cache.new_stream() as new:
                     # Verifies the stream against its digest before it returns.
                     layer.pull(new.append, came)
-                    new.commit(digest).close()
+                    new.commit(key).close()
 
     return repair

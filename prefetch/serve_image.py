@@ -99,7 +99,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         shutil.rmtree(plan.state_dir, ignore_errors=True)
         os.close(lock)
     # Nobody waits for this: a slow disk takes its time for what a start brought.
-    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs)
+    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, plan.state.index_digest)
 
 
 def _kernel_deadline_s(plan: ServePlan) -> int:

@@ -50,6 +50,8 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     """Unmount when this process ends."""
     owner: tuple[int, int] | None = None
     """Show everything as this user's: for user namespaces, which lack the image's owners."""
+    is_local: bool = False
+    """Whether this node made the index, of streams that it pulled; they may be stored nowhere."""
     checks_index: bool = True
     """Whether the server checks the index: its digest, and that its names form a tree. Else whoever
     starts it has just kept it, verified, checks its names meanwhile, and shows the tree to nobody
@@ -73,6 +75,7 @@ class ServePlan(Struct, frozen=True):
     readahead_bytes: int
     watch_pid: int | None
     owner: tuple[int, int] | None
+    is_local: bool
     checks_index: bool
     allow_other: bool
     """Let other users' processes in."""
@@ -96,6 +99,7 @@ _PLAIN = (
     "readahead_bytes",
     "watch_pid",
     "owner",
+    "is_local",
     "checks_index",
     "allow_other",
 )

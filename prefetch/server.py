@@ -34,6 +34,7 @@ from bootseer.prefetch.oci_runtime import end_left_over
 from bootseer.prefetch.publish import RecordInfo, start_publisher
 from bootseer.prefetch.second_source import second_source
 from bootseer.prefetch.serve_plan import ENVIRONMENT, ServePlan
+from bootseer.prefetch.stream_contents import StreamContents
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
@@ -68,8 +69,11 @@ class ImageServer:
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
-            repair=second_source(plan.settings, plan.state.reference),
+            repair=second_source(plan.settings, plan.state.reference, plan.state.index_digest),
             on_damage=self._note_damage,
+            index_digest=plan.state.index_digest,
+            is_local=plan.is_local,
+            on_refuted=self._refuted,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
         self._keeper = Keeper(
@@ -171,6 +175,20 @@ class ImageServer:
         if self._plan.state.purpose == ENVIRONMENT:
             note_damage(self._plan.settings.cache_dir, self._plan.state.index_digest, chunks)
 
+    def _refuted(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """The bundle brought wrong bytes, somewhere in these ranges: the kernel may hold them."""
+        self._bundle.refuse()
+        forget_pages = self.operations.forget_pages
+        if forget_pages is None:
+            return
+        contents = StreamContents(self._tree)
+        for number in {inode for one in ranges for inode in contents.inodes(*one)}:
+            try:
+                forget_pages(number + 1, 0, 0)
+            except BootseerError as error:
+                _log.warning("the kernel may hold wrong bytes of the image: %s", error)
+                return
+
     def _start_is_over(self) -> bool:
         """Nothing is recorded any more, and no bundle is on its way."""
         replay = self._streams.replay
@@ -208,7 +226,7 @@ class ImageServer:
             plan.state.started_ns,
             ended,
             plan.readahead_bytes,
-            renew=replay is not None and replay.error is not None,
+            renew=self._bundle.is_damaged or (replay is not None and replay.error is not None),
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._record = "publishing"
@@ -238,20 +256,19 @@ class ImageServer:
 
     def _figures(self) -> LaunchFigures:
         state, streams = self._plan.state, self._streams
-        cached_bytes = streams.cached_bytes
         return LaunchFigures(
             image=state.reference,
             workload=state.workload,
             started_ns=state.started_ns,
             is_mounted=self._is_mounted,
             image_bytes=streams.image_bytes,
-            cached_bytes=cached_bytes,
+            cached_bytes=streams.cached_bytes,
             cache_is_full=streams.is_full,
             faults=streams.figures(),
             sources=streams.sources(),
             moved=streams.statistics(),
             prefetch=self._prefetch_figures(),
-            fill=self._keeper.fill_figures(cached_bytes),
+            fill=self._keeper.fill_figures(),
         )
 
     def _prefetch_figures(self) -> PrefetchFigures | None:

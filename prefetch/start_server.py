@@ -111,6 +111,7 @@ def begin_serving(
         readahead_bytes=options.readahead_bytes,
         watch_pid=options.watch_pid,
         owner=options.owner,
+        is_local=options.is_local,
         checks_index=options.checks_index,
         # Other users' processes in a container are let in; without root the kernel refuses.
         allow_other=os.geteuid() == 0,

@@ -1,12 +1,13 @@
-"""One stream in the node cache: which of its bytes are here, read, write, verify after a crash.
+"""One stream in the node cache: which of its bytes are here; reading and writing them.
 
 Alone owns the file `data` of a stream and the life of its map (docs/format/cache.md). Content must
-be verified before it comes in.
+be verified before it comes in, and is compared with its checksums (`stream_check`) before it goes
+out.
 
 Several processes share a stream's files: `present` is mapped MAP_SHARED, and a sector's data is
 written before its byte is set, so whoever sees the byte may read the data. The page cache outlives
 a killed process, so kill -9 loses nothing; what a crash of the *machine* may have torn is verified
-against the log of checksums before it is believed again, when it is asked for or by `verify_all`.
+before it counts as present again, when it is asked for or by `verify_all`.
 
 Threading: every method from any thread at once, but `close`, which comes last.
 """
@@ -17,11 +18,10 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.errors import from_oserror
+from bootseer.errors import CorruptError, from_oserror
 from bootseer.prefetch.cache_files import (
     FULL,
     HEADER_BYTES,
@@ -33,27 +33,15 @@ from bootseer.prefetch.cache_files import (
     write_all,
 )
 from bootseer.prefetch.presence import Presence, map_bytes
-from bootseer.prefetch.sums import (
-    RECORD_BYTES,
-    Sum,
-    Sums,
-    append_sums,
-    encode_sums,
-    matches,
-)
+from bootseer.prefetch.stream_check import StreamCheck
+from bootseer.prefetch.sums import append_sums, encode_sums
 
 _log = logging.getLogger(__name__)
 
 _ADVICE_BYTES = 128 * 1024
 """Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
-_VERIFY_BYTES = 8 * 2**20
-"""What `verify_all` does between two looks at whether to go on."""
-
-_LOG_BYTES_MAX = 2**28
-"""Enough for 2 TB in whole records; what lies behind is fetched again after a crash."""
-
-_RECHECK_BYTES = 4 * 2**20
-"""Not present for others for as long as it takes to read that much."""
+_NO_DISK = (*FULL, errno.EROFS)
+"""The disk takes nothing: no reason to fail for who could do without a cache."""
 
 
 class StreamCache:
@@ -66,24 +54,24 @@ class StreamCache:
         self.is_full = False
         """The disk refused a write: what comes in is no longer kept."""
         self._sector_count = -(-stream_length // SECTOR_BYTES)
-        self._sums: Sums | None = None
-        self._marking = threading.Lock()
         self._data_fd = self._sums_fd = -1
+        self._is_closed = False
         try:
             with locked(directory):
                 self._data_fd = os.open(directory / "data", OPEN_FLAGS, 0o600)
                 self._sums_fd = os.open(directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
-                self._present = self._open_present(boot)
+                self._present, self._check = self._open_present(boot)
                 # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
                 fcntl.flock(self._data_fd, fcntl.LOCK_SH)
         except OSError as error:
             self._close_files()
-            raise from_oserror(error, f"open the cache in {directory}") from error
-        self._is_suspect = self._present.is_suspect
+            if error.errno not in _NO_DISK:
+                raise from_oserror(error, f"open the cache in {directory}") from error
+            self._present, self._check = self._without_disk(error)
 
     # ---- opening --------------------------------------------------------------------------
 
-    def _open_present(self, boot: bytes) -> Presence:
+    def _open_present(self, boot: bytes) -> tuple[Presence, StreamCheck]:
         fd = os.open(self.directory / "present", OPEN_FLAGS, 0o600)
         try:
             is_new = os.fstat(fd).st_size == 0
@@ -101,17 +89,26 @@ class StreamCache:
                 present.make_room(0, SECTOR_BYTES)
             except OSError as error:
                 present.close()
-                if error.errno not in FULL:
+                if error.errno not in _NO_DISK:
                     raise
-                self._warn_full(error)
-                return Presence(mmap.mmap(-1, size), self.stream_length)
-            is_suspect = trusted.is_suspect if trusted else self._suspect_all(present)
+                return self._without_disk(error)
+            check = StreamCheck(
+                self.directory, self.stream_length, present, self._data_fd, self._sums_fd
+            )
+            is_suspect = trusted.is_suspect if trusted else check.suspect_all()
             # Last: until the header is there, whoever finds the map makes it anew. Of a new file
             # the disk has this header or none: a first start need not wait for the disk.
             present.begin(Header(False, boot, self.stream_length, is_suspect), durable=not is_new)
-            return present
+            return present, check
         finally:
             os.close(fd)
+
+    def _without_disk(self, error: OSError) -> tuple[Presence, StreamCheck]:
+        """Of a cache that keeps nothing."""
+        self._warn_full(error)
+        size = map_bytes(self.stream_length)
+        present = Presence(mmap.mmap(-1, size), self.stream_length)
+        return present, StreamCheck(self.directory, self.stream_length, present, -1, -1)
 
     def _is_trusted(self, fd: int, header: Header, boot: bytes) -> bool:
         return (
@@ -120,27 +117,6 @@ class StreamCache:
             and os.fstat(self._data_fd).st_size == self.stream_length
             and (header.boot == boot or header.is_clean)
         )
-
-    def _suspect_all(self, present: Presence) -> bool:
-        """Mark what was written once, in an empty map; whether that is anything."""
-        size = os.fstat(self._sums_fd).st_size
-        if size % RECORD_BYTES:
-            os.ftruncate(self._sums_fd, size - size % RECORD_BYTES)
-        found = False
-        for one in self._read_sums():
-            if self._has_room(present, one):
-                present.mark_suspect(one.offset, one.length)
-                found = True
-        return found
-
-    def _has_room(self, present: Presence, one: Sum) -> bool:
-        """Whether the map takes marks there; without, these bytes are fetched again."""
-        try:
-            present.make_room(one.offset, one.length)
-        except OSError as error:
-            self._warn_full(error)
-            return False
-        return True
 
     def _warn_full(self, error: OSError) -> None:
         if not self.is_full:
@@ -155,33 +131,55 @@ class StreamCache:
     # ---- what is here ---------------------------------------------------------------------
 
     def has(self, offset: int, length: int) -> bool:
-        """Whether all of `[offset, offset + length)` is here. After a crash of the machine this
-        may read it first, to verify it."""
-        if self._is_suspect:
-            self._verify(offset, length)
+        """Whether all of `[offset, offset + length)` is here, and as it was written: what this
+        process has not compared with its checksums yet is read first."""
+        if self._check.has_doubts(offset, length):
+            self._check.settle(offset, length)
+        if self._present.lacks(offset, length):
+            return False
+        if not self._check.is_due(offset, length):
+            return True
+        self._check.check(offset, length)
         return not self._present.lacks(offset, length)
 
-    def has_verified(self, offset: int, length: int) -> bool:
-        """As `has`, but False for what it would have to read first: for who must be quick."""
-        if self._is_suspect and self._present.doubts(offset, length):
+    def holds(self, offset: int, length: int) -> bool:
+        """As `has`, but believes the map, and reads only after a crash of the machine: for who
+        wants no byte yet. What turns out to be damaged is absent when it is read."""
+        if self._check.has_doubts(offset, length):
+            self._check.settle(offset, length)
+        return not self._present.lacks(offset, length)
+
+    def holds_now(self, offset: int, length: int) -> bool:
+        """As `holds`, but never reads, and is False after a crash for what is to be verified yet:
+        for who must be quick."""
+        if self._check.has_doubts(offset, length):
             return False
         return not self._present.lacks(offset, length)
 
     def missing(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """The absent parts of `[offset, offset + length)` as (offset, length), sector-aligned
-        but for the end of the stream, ascending."""
-        if self._is_suspect:
-            self._verify(offset, length)
+        but for the end of the stream, ascending; as `holds` has it."""
+        self._check.settle(offset, length)
         yield from self._present.missing(offset, length)
 
+    def here(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """The parts that are not missing, likewise."""
+        self._check.settle(offset, length)
+        yield from self._present.here(offset, length)
+
     def present_bytes(self) -> int:
-        """How much of the stream is here and verified."""
+        """How much of the stream is here."""
         return self._present.count_bytes()
 
     # ---- reading and writing --------------------------------------------------------------
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes, which `has` must have said are here. Raises: OSError."""
+        """The bytes, of which `has` or `holds` must have said that they are here. Raises: OSError;
+        CorruptError where they turn out to be damaged."""
+        if self._check.is_due(offset, length) and not self.has(offset, length):
+            raise CorruptError(
+                f"{self.directory}/data is not as it was written: the disk has damaged it"
+            )
         data = os.pread(self._data_fd, length, offset)
         if len(data) != length:
             raise OSError(errno.EIO, f"{self.directory}/data is shorter than its map says")
@@ -221,15 +219,18 @@ class StreamCache:
         except OSError as error:
             self._warn_full(error)
             return False
-        with self._marking:
-            self._present.mark(start, len(whole))
+        self._check.wrote(start, len(whole))
         return True
+
+    def forget(self) -> None:
+        """Nothing of it is believed any more, by no process."""
+        self._present.clear(0, self.stream_length)
 
     # ---- fetching once --------------------------------------------------------------------
 
-    def claim(self, offset: int, length: int) -> bool:
+    def announce(self, offset: int, length: int) -> bool:
         """Tell the other processes of the node that this one fetches `[offset, offset + length)`;
-        False when one of them does. A hint, which ends with `disclaim` or the process."""
+        False when one of them does. A hint, which ends with `withdraw` or the process."""
         try:
             fcntl.lockf(self._sums_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
         except OSError as error:
@@ -237,83 +238,30 @@ class StreamCache:
             return error.errno not in (errno.EAGAIN, errno.EACCES)
         return True
 
-    def disclaim(self, offset: int, length: int) -> None:
+    def withdraw(self, offset: int, length: int) -> None:
         """It is here, or it failed. Never raises."""
         with contextlib.suppress(OSError):
             fcntl.lockf(self._sums_fd, fcntl.LOCK_UN, length, offset)
 
-    # ---- after a crash --------------------------------------------------------------------
+    # ---- verifying ------------------------------------------------------------------------
 
     def recheck(self) -> int:
-        """Compare all that is here with its checksums, as after a crash; how many bytes were
-        damaged, which are absent from then on. Readers may go on meanwhile."""
-        before = self.present_bytes()
-        # Should we be killed meanwhile, the next one to open it goes on.
-        self._present.is_suspect = True
-        for start in range(0, self.stream_length, _RECHECK_BYTES):
-            length = min(_RECHECK_BYTES, self.stream_length - start)
-            with self._marking:
-                self._present.suspect(start, length)
-            self._verify(start, length)
-        self._is_suspect = True
-        self.verify_all()
-        return max(0, before - self.present_bytes())
+        """As `StreamCheck.recheck`."""
+        return self._check.recheck()
 
     def verify_all(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Verify all that was written before a crash of the machine, if there was one.
-
-        `may_go_on` is asked now and then. Raises nothing: what cannot be read is absent.
-        """
-        position: int | None = 0
-        while self._is_suspect and may_go_on():
-            position = self._present.next_suspect(position or 0)
-            if position is None:
-                self._is_suspect = self._present.is_suspect = False
-                return
-            self._verify(position, min(_VERIFY_BYTES, self.stream_length - position))
-
-    def _verify(self, offset: int, length: int) -> None:
-        """Leave nothing suspect in `[offset, offset + length)`: what a record proves is present,
-        the rest is absent. Several may do this at once: each only writes what is true."""
-        if not self._present.doubts(offset, length):
-            return
-        with self._marking:
-            if self._sums is None:
-                self._sums = self._read_sums()
-        for one in self._sums.covering(offset, length):
-            # Another record may have proved these already.
-            if (
-                self._present.doubts(one.offset, one.length)
-                and self._is_intact(one)
-                and self._has_room(self._present, one)
-            ):
-                self._present.mark(one.offset, one.length)
-        with self._marking:
-            self._present.clear_suspects(offset, length)
-
-    def _is_intact(self, one: Sum) -> bool:
-        try:
-            return matches(os.pread(self._data_fd, one.length, one.offset), one)
-        except OSError:
-            return False
-
-    def _read_sums(self) -> Sums:
-        size = os.fstat(self._sums_fd).st_size
-        try:
-            log = os.pread(self._sums_fd, min(size, _LOG_BYTES_MAX), 0)
-        except OSError as error:
-            _log.warning("cannot read %s/sums: %s", self.directory, error)
-            log = b""
-        return Sums(log, self.stream_length)
+        """As `StreamCheck.verify_all`."""
+        self._check.verify_all(may_go_on)
 
     # ---- the end --------------------------------------------------------------------------
 
     def close(self, *, durable: bool = True) -> None:
         """Let go. The last user on the node makes everything durable and marks it clean, unless it
         is told to leave that to `NodeCache.make_durable`."""
-        if self._data_fd < 0:
+        if self._is_closed:
             return
-        if durable:
+        self._is_closed = True
+        if durable and self._data_fd >= 0:
             try:
                 self._make_durable()
             except BlockingIOError:
@@ -321,6 +269,7 @@ class StreamCache:
             except OSError as error:
                 _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
         self._present.close()
+        self._check.close()
         self._close_files()
 
     def _make_durable(self) -> None:

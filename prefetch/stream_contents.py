@@ -42,6 +42,14 @@ class StreamContents:
         """Whose the extent with this number is."""
         return bisect_right(self._columns.extent_start, number) - 1
 
+    def inodes(self, blob: int, offset: int, length: int) -> Iterator[int]:
+        """Whose contents touch `[offset, offset + length)` of a stream; one may come twice."""
+        starts, numbers = self.layout(blob)
+        i = max(bisect_right(starts, offset) - 1, 0)
+        while i < len(starts) and starts[i] < offset + length:
+            yield self.inode_of(numbers[i])
+            i += 1
+
     def pages(self, blob: int, offset: int, length: int) -> Iterator[Pages]:
         """The whole pages of files that lie in `[offset, offset + length)` of a stream."""
         columns = self._columns

@@ -1,11 +1,14 @@
 """The streams of a tree's blobs, read through the node cache; what is missing is fetched.
 
 Alone decides where a missing byte comes from: the bundle, while a replay has it on its way, else
-the blob's own frames, else a second source of the whole stream. Bytes enter the cache only
-verified. Where the cache's disk is full, frames are kept in a small memory instead. Any thread may
-call `read`; no wait is without a deadline.
+the blob's own frames, else a second source of the whole stream. Frames enter the cache only
+verified; what else comes is claimed, until they have come (`image_stream`). Where the cache's disk
+is full, frames are kept in a small memory instead. Any thread may call `read`; no wait is without a
+deadline.
 """
 
+import logging
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +29,8 @@ from bootseer.prefetch.replay import Replay
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 from bootseer.transfer.statistics import Statistics
+
+_log = logging.getLogger(__name__)
 
 ReadObject: TypeAlias = Callable[[str, int, int], bytes]
 """`read(key, offset, length)` of the store."""
@@ -57,11 +62,17 @@ class BlobStreams:
         on_progress: Callable[[int], None] | None = None,
         repair: Repair | None = None,
         on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
+        index_digest: str | None = None,
+        is_local: bool = False,
+        on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
         stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
         had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
-        must be quick. Raises: BootseerError when the cache cannot be opened."""
+        must be quick. `index_digest` and `is_local`: see `NodeCache.open_image`; without the first,
+        all that is read is proven. `on_refuted` gets the ranges, each (number of a blob, offset,
+        length), of which wrong bytes may have been read, when a claim was found wrong.
+        Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
         """Set once a bundle is known; see `replay.Replay.start`."""
@@ -73,14 +84,10 @@ class BlobStreams:
         self._repairs = Repairs(repair)
         self._late = LateRanges()
         self._on_damage = on_damage
-        self.caches = []
-        try:
-            for blob in blobs:
-                self.caches.append(cache.open_stream(blob.stream_digest, blob.stream_length))
-        except BaseException:
-            for opened in self.caches:
-                opened.close()
-            raise
+        self._on_refuted = on_refuted
+        self._refuting = threading.Lock()
+        self._is_refuted = False
+        self.caches = cache.open_image(blobs, index_digest=index_digest, is_local=is_local)
         self._memory = FrameMemory(_MEMORY_BYTES)
         self._ahead = ReadAhead()
         self.executor = Executor(
@@ -183,7 +190,7 @@ class BlobStreams:
         length = last.stream_offset + last.stream_length - offset
         budget = Budget(limit_s)
         others = Budget(min(_OTHERS_S, limit_s * _OTHERS_SHARE))
-        while not cache.claim(offset, length) and others.left_s:
+        while not cache.proven.announce(offset, length) and others.left_s:
             time.sleep(_POLL_S)
             if cache.has(offset, length):
                 return
@@ -196,7 +203,7 @@ class BlobStreams:
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
             self.executor.demand_all(fetches, self._deliver_fault, deadline_s=budget.left_s)
         finally:
-            cache.disclaim(offset, length)
+            cache.proven.withdraw(offset, length)
 
     def _read_ahead(self, blob: int, numbers: Sequence[int], reader: int, end: int) -> None:
         """Ask for frames behind those that a fault needs, when faults follow each other."""
@@ -246,14 +253,14 @@ class BlobStreams:
         ranges: Iterable[tuple[int, int, int]] | None = None,
         priority: Priority = Priority.FILL,
     ) -> list[Fetch]:
-        """Fetches of what is stored and not here yet of `ranges`, each (number of a blob, offset,
+        """Fetches of what is stored and not proven yet of `ranges`, each (number of a blob, offset,
         length); by default of everything, which takes half a kilobyte for each 128 KiB."""
         if ranges is None:
             ranges = [(blob, 0, one.stream_length) for blob, one in enumerate(self.blobs)]
         wanted = {
             (blob, number): None
             for blob, offset, length in ranges
-            for start, count in self.caches[blob].missing(offset, length)
+            for start, count in self.caches[blob].proven.missing(offset, length)
             for number in frames_for(self.blobs[blob], start, count)
         }
         return plan((self.chunk(*one) for one in wanted), lambda chunk: False, priority=priority)
@@ -281,7 +288,7 @@ class BlobStreams:
             replay = self.replay
             return replay is not None and replay.is_cached(chunk)
         blob, _, frame = self._place_of(chunk)
-        return self.caches[blob].has_verified(frame.stream_offset, frame.stream_length)
+        return self.caches[blob].proven.holds_now(frame.stream_offset, frame.stream_length)
 
     def _deliver_fault(self, chunk: Chunk, data: memoryview) -> None:
         self.faults.came(fault=self._deliver(chunk, data))
@@ -296,18 +303,59 @@ class BlobStreams:
         """Keep a frame; how many bytes came, 0 for one that somebody else brought meanwhile."""
         blob, number, frame = self._place_of(chunk)
         cache = self.caches[blob]
-        if cache.has_verified(frame.stream_offset, frame.stream_length):
+        if cache.proven.holds_now(frame.stream_offset, frame.stream_length):
             return 0
         if self._memory.get(blob, number) is not None:
             return 0
         content = decode_frame(frame, data)
-        kept = cache.write(frame.stream_offset, content)
+        try:
+            kept = cache.prove(frame.stream_offset, content)
+        except CorruptError as error:
+            kept = False
+            self._refute(error)
         # A sector that two frames share is never marked; tar streams cut by us have none.
         if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
             self._memory.put(blob, number, content)
         return len(content)
 
+    def _refute(self, error: CorruptError) -> None:
+        """Believe no claim any more; the right bytes are fetched."""
+        with self._refuting:
+            if self._is_refuted:
+                return
+            self._is_refuted = True
+        _log.error(
+            "a bundle (or the registry, in place of the store) brought bytes that are not those of "
+            "the image: %s. It is not used any more, and the image is read without it. What has "
+            "read the image so far may have got wrong bytes: start it again, and find out who can "
+            "write to `hot/` and `bundles/` of the store",
+            error,
+        )
+        if self.replay is not None:
+            self.replay.give_up(error)
+        ranges = [
+            (number, *one) for number, cache in enumerate(self.caches) for one in cache.refute()
+        ]
+        # Not here: a reader waits for this thread, and the kernel for the reader.
+        threading.Thread(
+            target=self._on_refuted, args=(ranges,), name="refuted", daemon=True
+        ).start()
+
+    def unproven(self) -> list[tuple[int, int, int]]:
+        """What is claimed and not proven, each (number of a blob, offset, length)."""
+        return [
+            (number, *one)
+            for number, cache in enumerate(self.caches)
+            if len(self.blobs[number].frames)
+            for one in cache.unproven()
+        ]
+
     # ---- the rest -----------------------------------------------------------------------------
+
+    @property
+    def proven_bytes(self) -> int:
+        """How much of the image is here and was compared with its index."""
+        return sum(cache.proven.present_bytes() for cache in self.caches)
 
     @property
     def cached_bytes(self) -> int:

@@ -35,7 +35,7 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     What is mounted or on its way in is never removed. Servers of images keep the cache within
     the setting cache_limit by themselves.
     """
-    from bootseer.prefetch.cache import NodeCache
+    from bootseer.prefetch.cache import STREAMS, NodeCache
     from bootseer.prefetch.cache_room import CacheRoom, folders
 
     settings = current_settings()
@@ -44,13 +44,13 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
         CacheRoom(settings.cache_dir, trim_bytes).make()
     damaged_bytes = None
     if verify:
-        damaged_bytes = sum(node.recheck(stream.digest) for stream in node.streams())
+        damaged_bytes = sum(node.recheck(stream.key) for stream in node.streams())
     streams: list[dict[str, Any]] = []
     for stream in node.streams():
-        found = node.details(stream.digest)
+        found = node.details(stream.key)
         streams.append(
             {
-                "digest": stream.digest,
+                "digest": stream.key,
                 "size_bytes": stream.size_bytes,
                 "stream_bytes": found.stream_length if found else None,
                 "present_bytes": found.present_bytes if found else None,
@@ -73,7 +73,7 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     if damaged_bytes is not None:
         click.echo(f"damaged: {human_bytes(damaged_bytes)}", err=True)
     emit_table(("stream", "on disk", "here", "last used", "in use"), map(_row, streams))
-    rest = [one for one in kept if one.name != "streams"]
+    rest = [one for one in kept if one.name != STREAMS]
     if rest:
         emit_table(("beside them", "on disk"), ((o.name, human_bytes(o.size_bytes)) for o in rest))
 

@@ -236,6 +236,7 @@ def warm(reference: str) -> None:
                 NodeCache(settings.cache_dir),
                 deadline_s=settings.deadline_s,
                 on_progress=progress.advance,
+                is_local=not obtained.image.is_published,
             )
             try:
                 streams.fill()

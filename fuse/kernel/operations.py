@@ -148,6 +148,8 @@ class Operations:
     """`notify_store` of the server, which puts it here before it calls `mounted`; None where pages
     must not be stored: a server killed meanwhile would not end, nor who waits for it, were there no
     `MountOptions.kernel_deadline_s`."""
+    forget_pages: Callable[[int, int, int], bool] | None = None
+    """`notify_inval_inode` of the server, which puts it here likewise."""
 
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""

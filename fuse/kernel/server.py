@@ -135,6 +135,7 @@ class Server:
         self._dispatcher = Dispatcher(self.operations, backing)
         if attached.connection.times_out:
             self.operations.store_pages = self.notify_store
+        self.operations.forget_pages = self.notify_inval_inode
         try:
             self.operations.mounted()
         except BaseException:

@@ -34,7 +34,7 @@ def append_in_pieces(cache: NodeCache, seed: int = 1) -> None:
 
 
 def names(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "streams").iterdir())
+    return sorted(path.name for path in (tmp_path / "streams-3").iterdir())
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
     assert whole.read(0, len(STREAM)) == STREAM
     whole.close()
     assert names(tmp_path) == [DIGEST.replace(":", "-")]
-    assert [one.digest for one in cache.streams()] == [DIGEST]
+    assert [one.key for one in cache.streams()] == [DIGEST]
 
 
 def test_an_empty_stream(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_no_more_is_removed_than_a_new_stream_needs(tmp_path: Path) -> None:
             with cache.new_stream() as new:
                 new.append(bytes(18 * 2**20))
                 new.commit(digest).close()
-            os.utime(tmp_path / "streams" / digest.replace(":", "-"), (number, number))
+            os.utime(tmp_path / "streams-3" / digest.replace(":", "-"), (number, number))
         with cache.new_stream() as new:
             new.append(bytes(20 * 2**20))
             new.commit(DIGEST).close()
-        assert {one.digest for one in cache.streams()} == {*digests[1:], DIGEST}
+        assert {one.key for one in cache.streams()} == {*digests[1:], DIGEST}
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)

@@ -25,9 +25,9 @@ from tests.support.registry import Registry
 def test_only_names_of_registries_have_one(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     for name in ("train:v1", "library/train", "a/b/c:v1", "/train"):
-        assert second_source(settings, name) is None
+        assert second_source(settings, name, "sha256:" + "00" * 32) is None
     for name in ("localhost/train", "127.0.0.1:5000/train:v1", "ghcr.io/a/b@sha256:00"):
-        assert second_source(settings, name) is not None
+        assert second_source(settings, name, "sha256:" + "00" * 32) is not None
 
 
 @pytest.mark.fuse

@@ -21,6 +21,7 @@ from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import part_key
 from bootseer.prefetch.repairs import Came
 from bootseer.prefetch.replay import plan_replay
+from bootseer.prefetch.stream_keys import claimed_key, frames_key
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
 from tests.support.stored_image import INDEX, SIZES, Image, stored_image
@@ -248,8 +249,11 @@ def test_aim_counts_hits_waste_and_misses(image: Image) -> None:
 
 def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
     local = replace(image.tree.blobs[0], frames=())
-    streams = BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"))
-    streams.caches[0].write(0, bytes(512))
+    with pytest.raises(CorruptError, match="stored nowhere"):
+        BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"))
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams([local], image.read_object, cache, is_local=True)
+    streams.caches[0].proven.write(0, bytes(512))
     assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
     for _ in range(2):
         with pytest.raises(CorruptError, match="stored nowhere"):
@@ -283,9 +287,17 @@ def test_a_second_source_brings_what_the_store_cannot(
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(lost.stream_digest).close()
+            new.commit(claimed_key(INDEX, lost) if lost.frames else lost.stream_digest).close()
 
-    streams = BlobStreams([blob], image.read_object, cache, deadline_s=10, repair=repair)
+    streams = BlobStreams(
+        [blob],
+        image.read_object,
+        cache,
+        deadline_s=10,
+        repair=repair,
+        index_digest=INDEX,
+        is_local=damage == "local only",
+    )
     for offset in (0, 100_000, blob.stream_length - 700):
         assert bytes(streams.read(0, offset, 700)) == whole[offset : offset + 700]
     assert asked == [blob.stream_digest]
@@ -300,7 +312,8 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
         raise UnavailableError("gone, too")
 
     local = replace(image.tree.blobs[0], frames=())
-    streams = BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"), repair=repair)
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams([local], image.read_object, cache, repair=repair, is_local=True)
     for _ in range(3):
         with pytest.raises(CorruptError, match="stored nowhere"):
             streams.read(0, 512, 512)
@@ -362,7 +375,9 @@ def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
 
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams([local], image.read_object, cache, deadline_s=0.5, repair=repair)
+    streams = BlobStreams(
+        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+    )
     failed: list[BaseException] = []
 
     def read() -> None:
@@ -400,7 +415,9 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
             new.commit(lost.stream_digest).close()
 
     local = replace(blob, frames=())
-    streams = BlobStreams([local], image.read_object, cache, deadline_s=0.5, repair=repair)
+    streams = BlobStreams(
+        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+    )
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
 
@@ -422,9 +439,9 @@ def test_the_store_leaves_time_for_the_second_source(
     def repair(lost: Blob, came: Came) -> None:
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(lost.stream_digest).close()
+            new.commit(claimed_key(INDEX, lost)).close()
 
-    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair)
+    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair, index_digest=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
 
@@ -462,7 +479,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
         "from bootseer.prefetch.cache import NodeCache\n"
         "path, digest, length, offset, count = sys.argv[1:]\n"
         "c = NodeCache(Path(path)).open_stream(digest, int(length))\n"
-        "assert c.claim(int(offset), int(count))\n"
+        "assert c.announce(int(offset), int(count))\n"
         "print('claimed', flush=True)\n"
         "content = sys.stdin.buffer.read()\n"
         "c.write(int(offset), content) if content else None\n"
@@ -473,7 +490,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
     image.reads.clear()
     for answer in (b"", content):
         arguments = (
-            *(tmp_path / "cache", blob.stream_digest, blob.stream_length),
+            *(tmp_path / "cache", frames_key(blob), blob.stream_length),
             *(frame.stream_offset, frame.stream_length),
         )
         with subprocess.Popen(
@@ -498,6 +515,6 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
                 # It fails: whoever waits, or comes later, fetches for itself.
                 other.stdin.close()
                 other.wait(60)
-                assert streams.caches[0].claim(frame.stream_offset, frame.stream_length)
-                streams.caches[0].disclaim(frame.stream_offset, frame.stream_length)
+                assert streams.caches[0].proven.announce(frame.stream_offset, frame.stream_length)
+                streams.caches[0].proven.withdraw(frame.stream_offset, frame.stream_length)
     streams.close()

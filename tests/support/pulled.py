@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.config import Settings
-from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.cache import STREAMS, NodeCache
 from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
@@ -45,7 +45,11 @@ class Node:
         tree = self.tree(obtained)
         with open_store(self.settings.store_url) as store:
             streams = BlobStreams(
-                tree.blobs, store.read, NodeCache(self.settings.cache_dir), deadline_s=30
+                tree.blobs,
+                store.read,
+                NodeCache(self.settings.cache_dir),
+                deadline_s=30,
+                is_local=not obtained.image.is_published,
             )
             try:
                 return {
@@ -58,7 +62,7 @@ class Node:
 
     def left_behind(self) -> list[str]:
         """What a pull that failed must not leave."""
-        streams = self.settings.cache_dir / "streams"
+        streams = self.settings.cache_dir / STREAMS
         catalogue = self.settings.cache_dir / "catalogue"
         return [
             str(path.relative_to(self.settings.cache_dir))

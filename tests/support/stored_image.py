@@ -44,7 +44,11 @@ class Image:
 
     def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
         return BlobStreams(
-            self.tree.blobs, self.read_object, NodeCache(cache_dir), deadline_s=deadline_s
+            self.tree.blobs,
+            self.read_object,
+            NodeCache(cache_dir),
+            deadline_s=deadline_s,
+            index_digest=INDEX,
         )
 
     def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:

@@ -183,7 +183,7 @@ def test_a_crash_of_the_machine(node: Node) -> None:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
     sweep(node.settings)
-    (stream,) = (node.settings.cache_dir / "streams").glob("*-*")
+    (stream,) = (node.settings.cache_dir / "streams-3").glob("*-*")
     with (stream / "present").open("r+b") as file:
         file.seek(16)
         file.write(b"another boot id!")

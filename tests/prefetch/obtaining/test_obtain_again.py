@@ -59,7 +59,7 @@ def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None
 
 def test_a_lost_stream_is_pulled_again(node: Node, layout: Layout) -> None:
     _, contents = node.start(source_of(layout))
-    (stream, *_) = (node.settings.cache_dir / "streams").iterdir()
+    (stream, *_) = (node.settings.cache_dir / "streams-3").iterdir()
     shutil.rmtree(stream)
     assert node.start(source_of(layout))[1] == contents
     assert len(node.said) == 1
@@ -89,7 +89,7 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
         assert (found.record, again) == (indexed, contents)
         assert [line.startswith("warning: ") for line in down.said] == [True]
     # Incomplete: the source is there still.
-    shutil.rmtree(down.settings.cache_dir / "streams")
+    shutil.rmtree(down.settings.cache_dir / "streams-3")
     found, again = down.start(source_of(layout))
     assert (found.image.is_published, again) == (False, contents)
     assert ["without the shared store" in line for line in down.said] == [True, False]
@@ -119,7 +119,7 @@ def test_a_younger_image_of_the_name_stays(node: Node, tmp_path: Path) -> None:
 def test_a_layer_that_nobody_has_any_more(node: Node, layout: Layout, tmp_path: Path) -> None:
     obtained = node.obtain(source_of(layout))
     obtained.release()
-    shutil.rmtree(node.settings.cache_dir / "streams")
+    shutil.rmtree(node.settings.cache_dir / "streams-3")
     with pytest.raises(NotFoundError, match="neither in the store nor on this node"):
         publish_node_image(node.settings, obtained.record.index_digest)
     # Another node has published it meanwhile.
