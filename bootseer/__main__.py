@@ -19,6 +19,14 @@ def main() -> None:
     except KeyboardInterrupt:
         # While something was being loaded; later the command line sees to it.
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        from bootseer.errors import exit_code_of, missing_package
+
+        said = missing_package(error)
+        if said is error:
+            raise
+        sys.stderr.write(f"bootseer: {said}\n")
+        sys.exit(exit_code_of(said))
 
 
 def _run() -> None:

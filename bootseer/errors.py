@@ -7,6 +7,7 @@ with `errno_of` and `exit_code_of` and never invent codes of their own.
 """
 
 import errno
+import sys
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -127,6 +128,19 @@ def errno_of(error: BaseException) -> int:
         if cls in _CODES:
             return _CODES[cls][0]
     return errno.EIO
+
+
+def missing_package(error: ModuleNotFoundError) -> BaseException:
+    """What to say where a package is not installed that Bootseer's commands need; `error` itself
+    where the module is one of ours."""
+    name = error.name or ""
+    if not name or name.split(".")[0] == "bootseer":
+        return error
+    return UnsupportedError(
+        f"{sys.prefix} has Bootseer without the packages that its commands need (there is no "
+        f"{name}): bootseer.stage and bootseer.ready work there, commands do not; install it once "
+        "more without --no-deps, or run the commands from an environment that has all of it"
+    )
 
 
 def exit_code_of(error: BaseException) -> int:

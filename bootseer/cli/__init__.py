@@ -15,7 +15,7 @@ import click
 from bootseer import __version__
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, one_line
-from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of
+from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 from bootseer.redact import redact
 from bootseer.standard_files import open_standard_files
 
@@ -125,18 +125,30 @@ def _run(arguments: list[str] | None) -> int:
     except (BootseerError, OSError) as error:
         if not isinstance(error, BootseerError) and _is_output_lost():
             return _output_lost(error)
-        _log.debug("what failed, for debugging", exc_info=True)
-        click.echo(f"bootseer: {one_line(error)}", err=True)
-        return exit_code_of(error)
+        return _refused(error)
+    except ModuleNotFoundError as error:
+        said = missing_package(error)
+        return _internal_error(error) if said is error else _refused(said)
     except Exception as error:
-        # A fault of ours. Still one sentence: it is read by whoever is on call for the job.
-        _log.debug("what failed, for debugging", exc_info=True)
-        click.echo(
-            f"bootseer: internal error: {type(error).__name__}: {one_line(error)}; "
-            "run it again with -vv and please report what that prints",
-            err=True,
-        )
-        return EXIT_FAILURE
+        return _internal_error(error)
+
+
+def _refused(error: BaseException) -> int:
+    """One sentence that says what failed; the exit code."""
+    _log.debug("what failed, for debugging", exc_info=True)
+    click.echo(f"bootseer: {one_line(error)}", err=True)
+    return exit_code_of(error)
+
+
+def _internal_error(error: Exception) -> int:
+    """A fault of ours. Still one sentence: it is read by whoever is on call for the job."""
+    _log.debug("what failed, for debugging", exc_info=True)
+    click.echo(
+        f"bootseer: internal error: {type(error).__name__}: {one_line(error)}; "
+        "run it again with -vv and please report what that prints",
+        err=True,
+    )
+    return EXIT_FAILURE
 
 
 def _is_output_lost() -> bool:
