@@ -165,7 +165,7 @@ def test_on_a_track_stages_lie_within_each_other_or_follow(
             assert one.start_ns <= other.start_ns
         for number, one in enumerate(track):
             for other in track[number + 1 :]:
-                ends = [stage.end_ns or 10**30 for stage in (one, other)]
+                ends = [10**30 if x.end_ns is None else x.end_ns for x in (one, other)]
                 assert ends[0] <= other.start_ns or ends[1] <= ends[0]
 
 
