@@ -1,6 +1,7 @@
 """`python -m bootseer` is the command line, and so is the program `bootseer`."""
 
 import gc
+import os
 import sys
 from itertools import pairwise
 
@@ -14,6 +15,10 @@ _MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 
 def main() -> None:
     """Run the command that the arguments say, and exit."""
+    if "BOOTSEER_DISABLE" in os.environ:
+        from bootseer.disabled import become_command
+
+        become_command(sys.argv[1:])
     try:
         _run()
     except KeyboardInterrupt:

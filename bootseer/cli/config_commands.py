@@ -2,13 +2,14 @@
 
 import click
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.config import variable_of
 from bootseer.redact import redact
 from bootseer.structs import asdict
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def config() -> None:
     """Show the settings and where each came from."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -16,7 +17,7 @@ from bootseer.cli.output import (
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def hints() -> None:
     """What starts of an image read, as lists from and for other tools."""
 

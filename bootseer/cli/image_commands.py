@@ -14,6 +14,7 @@ from bootseer.cli.image_output import image_summary
 from bootseer.cli.image_run_commands import COMMANDS
 from bootseer.cli.image_status import status
 from bootseer.cli.image_trace_commands import trace
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -31,7 +32,7 @@ _SHORT_DIGEST = 19
 """sha256: and twelve digits, as Docker shows them."""
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
     emit_json,
@@ -16,7 +17,7 @@ from bootseer.cli.output import (
 from bootseer.errors import InvalidInputError, NotFoundError
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def trace() -> None:
     """What starts of a workload read: recorded traces."""
 

@@ -1,5 +1,7 @@
-"""A group of commands of which some are in other modules, loaded when one of them is used: a start
-of a job waits for all that its command loads.
+"""Groups of commands, and commands that wrap another one.
+
+Some commands of a group are in other modules, loaded when one of them is used: a start of a job
+waits for all that its command loads.
 """
 
 import importlib
@@ -8,14 +10,18 @@ from typing import Any
 
 import click
 
+from bootseer.nearest import nearest
+
 
 class LazyGroup(click.Group):
     """`elsewhere`: of each command that is not added the module in `bootseer.cli` that has it, and
     its name there."""
 
-    def __init__(self, *args: Any, elsewhere: Mapping[str, tuple[str, str]], **rest: Any) -> None:
+    def __init__(
+        self, *args: Any, elsewhere: Mapping[str, tuple[str, str]] | None = None, **rest: Any
+    ) -> None:
         super().__init__(*args, **rest)
-        self._elsewhere = elsewhere
+        self._elsewhere = elsewhere or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted((*self.commands, *self._elsewhere))
@@ -27,3 +33,29 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(f"bootseer.cli.{module}"), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            close = nearest(args[0], self.list_commands(ctx))
+            hint = f" Did you mean {close!r}?" if close else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class WrappingCommand(click.Command):
+    """One whose last arguments are another command, with options of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)  # The parser takes them away.
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if "--" not in words:
+                raise click.UsageError(
+                    f"No such option: {error.option_name}. If it belongs to COMMAND, put -- before "
+                    f"COMMAND: {ctx.command_path} ... -- COMMAND {error.option_name}",
+                    ctx,
+                ) from error
+            raise

@@ -3,11 +3,13 @@
 import click
 from msgspec.structs import replace
 
+from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import current_settings, say
 from bootseer.cli.snapshot_output import mode_option
 
 
 @click.command(
+    cls=WrappingCommand,
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' "
     "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt -- python train.py",
 )

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     Age,
     current_settings,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from bootseer.gc.plan import Plan
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def store() -> None:
     """The shared store: delete what nobody needs."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     emit_json,
     emit_table,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from bootseer.store.backend import FileInfo
 
 
-@click.group()
+@click.group(cls=LazyGroup)
 def stripe() -> None:
     """Striped checkpoints without a mount: copy, list, check, convert.
 

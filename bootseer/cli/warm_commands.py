@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import (
     Seconds,
     current_settings,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from bootseer.prefetch.warm.request import WarmRequest
 
 
-@click.command(epilog="Example: bootseer warm /lustre/envs/train -- python train.py")
+@click.command(
+    cls=WrappingCommand, epilog="Example: bootseer warm /lustre/envs/train -- python train.py"
+)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option(

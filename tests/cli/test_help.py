@@ -64,3 +64,28 @@ def test_version_says_which(world: World) -> None:
     result = world("--version")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("bootseer, version ")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("rnu",), "Did you mean 'run'?"),
+        (("docter",), "Did you mean 'doctor'?"),
+        (("image", "satus"), "Did you mean 'status'?"),
+        (("snapshot", "verfy"), "Did you mean 'verify'?"),
+        (("stripe", "convret"), "Did you mean 'convert'?"),
+        (("store", "zzzzzz"), "No such command 'zzzzzz'.\n"),
+        (
+            ("run", "python", "x", "--epochs", "3"),
+            "put -- before COMMAND: bootseer run ... -- COMMAND --epochs",
+        ),
+        (("warm", "/x", "python", "--epochs=3"), "bootseer warm ... -- COMMAND --epochs"),
+    ],
+    ids=" ".join,
+)
+def test_a_slip_is_answered_with_what_is_meant(
+    world: World, words: tuple[str, ...], hint: str
+) -> None:
+    found = world(*words)
+    assert found.code == 2
+    assert hint in found.err
