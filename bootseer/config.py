@@ -40,6 +40,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _SIZE_LIMIT_BYTES = 2**63
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
 _AGE_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+AUTOMATIC_AGE_S = -1.0
+"""The maximum age that depends on the set-up."""
 _AGE_MAX_S = 100 * 365 * 86_400
 # Names that become file names or parts of store keys.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -82,7 +84,8 @@ class Settings(Struct, frozen=True):
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
     snapshot_max_age_s: float
-    """An older snapshot is made anew by the set-up that would use it; 0: none is too old."""
+    """An older snapshot is made anew by the set-up that would use it; 0: none is too old;
+    AUTOMATIC_AGE_S: a week where what the set-up gets may change without notice."""
     restore_mode: str
     """How snapshots are put in place: one of `RESTORE_MODES`."""
     trusted_owners: str
@@ -120,6 +123,19 @@ def parse_age(text: str) -> float:
         seconds = -1.0
     if not 0 <= seconds <= _AGE_MAX_S:
         raise InvalidInputError(f"{text!r} is not an age; write for example 12h, 7d, 4w or off")
+    return seconds
+
+
+def parse_max_age(text: str) -> float:
+    """`parse_age`, for snapshots: also "auto", and no age of zero. Raises: InvalidInputError."""
+    if text == "auto":
+        return AUTOMATIC_AGE_S
+    seconds = parse_age(text)
+    if seconds == 0 and text != "off":
+        raise InvalidInputError(
+            f"{text!r} would let every node run the set-up at every start; to have it made anew "
+            "once change --salt, to have no limit write off"
+        )
     return seconds
 
 
@@ -204,7 +220,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "metrics_dir": _path_or_off,
     "auto_index": _switch,
     "registry_hosts_dir": _path,
-    "snapshot_max_age_s": parse_age,
+    "snapshot_max_age_s": parse_max_age,
     "restore_mode": _restore_mode,
     "trusted_owners": _owners,
 }

@@ -74,7 +74,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "metrics_dir": "off",
         "auto_index": "on",
         "registry_hosts_dir": "/etc/containerd/certs.d",
-        "snapshot_max_age_s": "off",
+        "snapshot_max_age_s": "auto",
         "restore_mode": "auto",
         "trusted_owners": "root",
     }

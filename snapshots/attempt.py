@@ -37,6 +37,8 @@ class Attempt(Struct):
     """Where each target lies on this host."""
     key: str = ""
     """The fingerprint; empty until it is known."""
+    max_age_s: float = 0.0
+    """How old a stored snapshot may be; 0: any age."""
     waited_s: float = 0.0
     """For another process or node that was busy with the same set-up."""
 

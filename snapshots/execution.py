@@ -14,6 +14,7 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue, outside
+from bootseer.snapshots.age import show_age
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.layered_scan import hard_links, scan_after
 from bootseer.snapshots.manifest import Manifest, Outside, text_of
@@ -84,6 +85,10 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
         setup_s=setup_s,
         changed_outside=ran.outside.paths,
     )
+    if not_in_key := under.resolved.all_unknown(under.bases):
+        limit = attempt.max_age_s
+        renewed = f"; it is made anew once it is {show_age(int(limit * 1e9))} old" if limit else ""
+        attempt.report(f"the key of the snapshot does not tell {'; '.join(not_in_key)}{renewed}")
     if sentence := ran.outside.sentence():
         attempt.report(f"warning: {sentence}")
     attempt.report(

@@ -7,16 +7,18 @@ nothing. Stateless; any thread.
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.config import Settings
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import age_of, is_too_old
+from bootseer.snapshots.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.present import key_in_place, mounts_in_place
+from bootseer.snapshots.restoring.restore import base_part_name
 from bootseer.snapshots.scan import NOTHING, base_digest, scan
 from bootseer.snapshots.setup.fingerprint import SECRETS, Part
-from bootseer.snapshots.setup.request import Report, Request, resolve
+from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
@@ -52,6 +54,10 @@ class Explanation(Struct, frozen=True):
     """Where there is none: the one that differs least."""
     differences: tuple[Difference, ...]
     """Between the nearest and this."""
+    unknown: tuple[str, ...] = ()
+    """What may decide the result and is not among the parts, in a few words each."""
+    max_age_s: float = 0.0
+    """How old a stored snapshot may be; 0: any age."""
 
 
 def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
@@ -101,6 +107,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
         "image": "the image is another one",
         "salt": "the salt is another one",
         "installation": "Python lies in another place",
+        "settings": "these settings are others",
         "directory": "the working directory is another one",
     }.get(kind, "")
 
@@ -123,6 +130,18 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
     Raises: as `request.resolve`; UnavailableError, CorruptError, DeadlineError of the store.
     """
     resolved = resolve(request, report)
+    max_age_s = settled_max_age(settings.snapshot_max_age_s, is_open=resolved.is_open)
+    found = _explain(settings, request, resolved, max_age_s)
+    filled = {
+        target: next((p.value for p in found.parts if p.name == base_part_name(target)), NOTHING)
+        for target in resolved.targets
+    }
+    return replace(found, unknown=resolved.all_unknown(filled), max_age_s=max_age_s)
+
+
+def _explain(
+    settings: Settings, request: Request, resolved: Resolved, max_age_s: float
+) -> Explanation:
     targets = tuple(text_of(target) for target in resolved.targets)
     paths = {target: resolve_in_root(request.root, target) for target in resolved.targets}
     outdated = ""
@@ -152,7 +171,7 @@ def explain_setup(settings: Settings, request: Request, report: Report) -> Expla
         parts = tuple(sorted(resolved.all_parts(bases)))
         manifest = catalogue.load(store, key)
         if manifest is not None:
-            if is_too_old(manifest, settings.snapshot_max_age_s):
+            if is_too_old(manifest, max_age_s):
                 reason = _outdated("its snapshot", manifest)
                 return Explanation(RUN, reason, key, targets, parts, manifest, None, ())
             age = age_of(manifest)

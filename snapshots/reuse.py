@@ -68,7 +68,7 @@ def keep_in_place(
 def _is_outdated(attempt: Attempt, store: Store) -> bool:
     """Whether the snapshot in place is too old by now."""
     max_age_s = attempt.settings.snapshot_max_age_s
-    if not max_age_s:
+    if max_age_s <= 0:
         return False
     try:
         manifest = catalogue.load(store, attempt.key)

@@ -23,7 +23,7 @@ from bootseer.errors import (
 from bootseer.prefetch.cover_users import sweep_covers
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import age_of, is_too_old
+from bootseer.snapshots.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
 from bootseer.snapshots.keeper import LeaseKeeper
@@ -122,6 +122,9 @@ class _Run:
         """All of it; anything but the command's own failure ends in `ordinary`."""
         attempt = self.attempt
         attempt.targets = resolved.targets
+        attempt.max_age_s = settled_max_age(
+            self.settings.snapshot_max_age_s, is_open=resolved.is_open
+        )
         ran = False
         with ExitStack() as stack:
             try:
@@ -281,7 +284,7 @@ class _Run:
             pause = min(1.5 * pause, _POLL_MAX_S)
 
     def _is_too_old(self, manifest: Manifest) -> bool:
-        return is_too_old(manifest, self.settings.snapshot_max_age_s)
+        return is_too_old(manifest, self.attempt.max_age_s)
 
     def _is_published(self, store: Store, known: Manifest | None) -> bool:
         """Whether there is a snapshot, and another one than `known`."""

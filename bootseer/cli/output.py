@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import Struct
 
-from bootseer.config import Config, Settings, load_config, parse_age, parse_size
+from bootseer.config import Config, Settings, load_config, parse_age, parse_max_age, parse_size
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.redact import redact
 
@@ -146,6 +146,20 @@ class Age(click.ParamType[float]):
     ) -> float:
         try:
             return value if isinstance(value, float) else parse_age(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+
+
+class MaxAge(click.ParamType[float]):
+    """How old a snapshot may be."""
+
+    name = "age"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_max_age(str(value))
         except InvalidInputError as error:
             self.fail(str(error), param, ctx)
 

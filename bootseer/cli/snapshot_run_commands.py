@@ -10,7 +10,7 @@ import click
 from msgspec.structs import replace
 
 from bootseer.cli.output import (
-    Age,
+    MaxAge,
     Seconds,
     current_settings,
     emit_json,
@@ -54,7 +54,7 @@ _OPTIONS = (
         "variables",
         metavar="NAME",
         multiple=True,
-        help="An environment variable that decides the result.",
+        help="An environment variable that decides the result; its value is not stored.",
     ),
     click.option("--salt", metavar="TEXT", default="", help="Another salt, another snapshot."),
     click.option(
@@ -64,8 +64,9 @@ _OPTIONS = (
         "--max-age",
         "max_age_s",
         metavar="AGE",
-        type=Age(),
-        help="An older snapshot does not count: it is made anew. 12h, 7d, 4w or off.",
+        type=MaxAge(),
+        help="An older snapshot does not count: it is made anew. 12h, 7d, 4w, off, or auto: 7d "
+        "where the result may change without notice. Default: BOOTSEER_SNAPSHOT_MAX_AGE.",
     ),
     click.argument("command", nargs=-1, required=True),
 )
@@ -203,6 +204,7 @@ def explain(as_json: bool, **options: Any) -> None:
     Where there is none: what differs from the stored snapshot that comes nearest. Nothing is run
     and nothing changes.
     """
+    from bootseer.snapshots.age import show_age
     from bootseer.snapshots.explain import explain_setup
 
     settings, request = _request(options)
@@ -212,6 +214,10 @@ def explain(as_json: bool, **options: Any) -> None:
         return
     emit_table(("part", "value"), ((part.name, part.value) for part in found.parts))
     click.echo()
+    for what in found.unknown:
+        click.echo(f"not in the key: {what}")
+    if found.max_age_s:
+        click.echo(f"made anew once it is {show_age(int(found.max_age_s * 1e9))} old")
     click.echo(_sentence(found))
     if found.nearest is not None:
         click.echo(
@@ -240,6 +246,8 @@ def _document(found: "Explanation") -> dict[str, Any]:
         "fingerprint": found.fingerprint,
         "targets": found.targets,
         "parts": {part.name: part.value for part in found.parts},
+        "unknown": list(found.unknown),
+        "max_age_seconds": found.max_age_s,
         "created": human_time(found.snapshot.created_ns) if found.snapshot else None,
         "nearest": found.nearest.fingerprint if found.nearest else None,
         "differences": [

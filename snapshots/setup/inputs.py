@@ -1,37 +1,43 @@
-"""Digests of the files that a set-up reads: what the user declared, and what the command names.
+"""The files that a set-up reads: what the user declared, and what the command names.
 
-Alone owns reading input files. Follows `-r`, `-c` and `--find-links` lines of requirement files, as
-pip does; credentials in URLs of such files do not count.
+Alone decides what is looked at. Follows `-r`, `-c` and `--find-links` lines of requirement files,
+as pip does, and shell scripts; credentials in URLs of such files do not count.
 Nothing here runs anything. Paths are the job's: relative ones start at its working directory and
 all are resolved inside its root.
 """
 
-import hashlib
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import unquote
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.redact import without_users
 from bootseer.rooted import resolve_in_root
-from bootseer.snapshots.setup.command import Hints
+from bootseer.snapshots.setup.digests import (
+    InputDigest,
+    bytes_digest,
+    file_digest,
+    tree_digest,
+    wheels_digest,
+)
 from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.reading.command import hints_of_script
+from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.setup.reading.words import SHELLS, base_name
+from bootseer.snapshots.setup.requirements import (
+    Requirements,
+    local_path,
+    open_requirements,
+    read_requirements,
+)
 
-# Of files that nobody declared: a word of the command may happen to name a data set.
-_GUESSED_BYTES_MAX = 256 * 1024 * 1024
-_GUESSED_FILES_MAX = 20_000
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
-_READ_BYTES = 1024 * 1024
-# A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
-# all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
-_END_BYTES = 16 * 1024
-# In a source tree these change by themselves.
-_IGNORED = {".git", "__pycache__", ".venv", "build", "dist", ".tox", ".mypy_cache", ".ruff_cache"}
+_SCRIPT_BYTES_MAX = 1024 * 1024
+_GLOB_FILES_MAX = 1000
 # Variables with files, separated by blanks, which pip and uv read like those that options name.
 FILE_VARIABLES = (
     "PIP_REQUIREMENT",
@@ -41,17 +47,14 @@ FILE_VARIABLES = (
     "UV_BUILD_CONSTRAINT",
     "UV_OVERRIDE",
 )
-_INCLUDE = re.compile(
-    r"\s*(?:-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(?P<file>[^\s#]+)"
-)
-_LINKS = re.compile(r"\s*(?:-f|--find-links)(?:\s+|=|(?<=-f))(?P<place>[^\s#]+)")
 _REQUIREMENTS = (".txt", ".in", ".pip")
-# A project or an archive on this host: "-e ./project[extra]", "name @ file:///wheel".
-_LOCAL = re.compile(
-    r"\s*(?:(?:-e|--editable)(?:\s+|=))?(?:[\w.,\[\]-]+\s*@\s*)?"
-    r"(?P<path>file:///[^\s;#\[]+|\.{0,2}/[^\s;#\[]*|\.)"
-)
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+# The folder of a script, as scripts ask for it.
+_OWN_FOLDER = re.compile(
+    r"\$\(\s*(?:cd\s+)?\"?\$?\(?\s*dirname\s+(?:--\s+)?\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?\s*\)?"
+    r"\"?(?:\s*&&\s*pwd(?:\s+-P)?)?\s*\)|\$\{0%/\*\}"
+)
 
 
 class Place(Struct, frozen=True):
@@ -68,217 +71,266 @@ class Place(Struct, frozen=True):
         return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
 
 
-class _Collected(Struct, dict=True):
-    place: Place
-    outputs: tuple[bytes, ...]
-    parts: dict[str, Part] = field(default_factory=dict)
-    found: list[str] = field(default_factory=list)
+class Inputs(Struct, frozen=True):
+    """What a set-up reads, and what of that cannot be told."""
+
+    parts: tuple[Part, ...]
+    found: tuple[str, ...]
     """Inputs that nobody declared."""
-    has_directory: bool = False
+    open_requirements: tuple[str, ...]
+    """What means something else when an index has something else."""
+    opaque: tuple[str, ...]
+    """What is run without being understood."""
+    rough: tuple[str, ...]
+    """Inputs of which not all was read."""
+    variables: tuple[str, ...]
+    """Whose values requirement files take in."""
+    tools: frozenset[str]
+    """Whose settings decide."""
+    lists: tuple[str, ...]
+    """Files of requirements among the inputs that nobody declared."""
 
 
 def collect_inputs(
-    place: Place, declared: Iterable[str], hints: Hints, outputs: Sequence[bytes]
-) -> tuple[list[Part], list[str]]:
+    place: Place,
+    declared: Iterable[str],
+    hints: Hints,
+    outputs: Sequence[bytes],
+    environ: Mapping[str, str] | None = None,
+    find: Callable[[str], str | None] = lambda program: None,
+) -> Inputs:
     """Parts for every input file, and the names of those found without being declared.
 
-    What lies in `outputs`, the targets, is an input only when it is declared.
+    What lies in `outputs`, the targets, is an input only when it is declared. `find` gives the path
+    of a program.
 
     Raises: NotFoundError for a declared file that is missing, or another error of reading it.
     A file that the command only seems to name is left out when it does not exist.
     """
-    collected = _Collected(place, tuple(outputs))
+    collector = _Collector(place, outputs, environ or {}, find)
     for name in declared:
-        _add(collected, name, is_declared=True)
-    for name in hints.files:
-        _add(collected, _requirement_path(name), is_declared=False)
-    for name in hints.link_dirs:
-        _add_links(collected, name)
-    parts = sorted(collected.parts.values())
-    if collected.has_directory:
-        # A project that is installed from its source may record where that lies.
-        parts.append(Part("directory", place.directory))
-    return parts, collected.found
+        collector.add(name, is_declared=True)
+    collector.follow(hints)
+    return collector.collected()
 
 
-def _add(collected: _Collected, name: str, *, is_declared: bool) -> None:
-    if name in collected.parts or "://" in name or "\0" in name:
-        return
-    if not is_declared and _is_output(collected, name):
-        return
-    try:
-        path = collected.place.host(name)
-        mode = path.stat().st_mode
-    except (OSError, InvalidInputError) as error:
-        if is_declared:
-            raise NotFoundError(f"the input {name} cannot be read: {error}") from error
-        return
-    try:
-        if stat.S_ISDIR(mode):
-            without = {str(resolve_in_root(collected.place.root, one)) for one in collected.outputs}
-            value = _tree_digest(path, without, limited=not is_declared)
-            collected.has_directory |= value is not None
-        elif stat.S_ISREG(mode):
-            if not is_declared and path.stat().st_size > _GUESSED_BYTES_MAX:
+class _Collector:
+    def __init__(
+        self,
+        place: Place,
+        outputs: Sequence[bytes],
+        environ: Mapping[str, str],
+        find: Callable[[str], str | None],
+    ) -> None:
+        self._place = place
+        self._outputs = outputs
+        self._environ = environ
+        self._find = find
+        self._parts: dict[str, Part] = {}
+        self._found: list[str] = []
+        self._has_directory = False
+        self._requirements: list[str] = []
+        self._constraints: list[str] = []
+        self._open: list[str] = []
+        self._opaque: list[str] = []
+        self._rough: list[str] = []
+        self._variables: set[str] = set()
+        self._scripts: set[str] = set()
+        self._tools: set[str] = set()
+        self._lists: list[str] = []
+        self._lines: dict[str, Requirements] = {}
+
+    def collected(self) -> Inputs:
+        parts = sorted(self._parts.values())
+        if self._has_directory:
+            # A project that is installed from its source may record where that lies.
+            parts.append(Part("directory", self._place.directory))
+        return Inputs(
+            tuple(parts),
+            tuple(self._found),
+            (*self._open, *open_requirements(self._requirements, self._constraints)),
+            tuple(dict.fromkeys(self._opaque)),
+            tuple(self._rough),
+            tuple(sorted(self._variables)),
+            frozenset(self._tools),
+            tuple(self._lists),
+        )
+
+    def follow(self, hints: Hints) -> None:
+        """Adds what hints name, as far as it exists."""
+        self._opaque += hints.opaque
+        self._tools.update(hints.tools)
+        for name in hints.files:
+            is_list = name in hints.requirement_files
+            for path in self._expanded(_requirement_path(name)):
+                self.add(path, is_list=is_list, is_indexed=name in hints.indexed_files)
+        for name in hints.link_dirs:
+            for path in self._expanded(local_path(name)):
+                self._add_links(path)
+        for name in hints.scripts:
+            for path in self._expanded(name):
+                if not self._follow_script(path, is_shell=True):
+                    self._opaque.append(path)
+        for name in hints.programs:
+            self._follow_program(name)
+        self._open += [name for name in hints.lock_files if not self._exists(name)]
+        for name in hints.spec_files:
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            self._open += [] if text is not None and "@EXPLICIT" in text else [name]
+        for word in hints.requirements:
+            path = _requirement_path(word)
+            is_local = ("/" in word or path in (".", "..")) and self._exists(path)
+            # Whose own requirements are looked up.
+            (self._open if is_local else self._requirements).append(word)
+
+    def add(
+        self,
+        name: str,
+        *,
+        is_declared: bool = False,
+        is_list: bool = False,
+        is_indexed: bool = False,
+    ) -> None:
+        """Adds a file or a directory. `is_list`: of requirements or constraints; `is_indexed`:
+        which are looked up."""
+        if name in self._parts or "://" in name or "\0" in name or not name:
+            return
+        if not is_declared and self._is_output(name):
+            return
+        try:
+            path = self._place.host(name)
+            mode = path.stat().st_mode
+        except (OSError, InvalidInputError) as error:
+            if is_declared:
+                raise NotFoundError(f"the input {name} cannot be read: {error}") from error
+            return
+        try:
+            if stat.S_ISDIR(mode):
+                tops = {str(resolve_in_root(self._place.root, one)) for one in self._outputs}
+                digest = tree_digest(path, tops, limited=not is_declared)
+                self._has_directory = True
+            elif stat.S_ISREG(mode):
+                digest = self._digest(name, path, is_list=is_list, limited=not is_declared)
+            else:
                 return
-            value = _requirements_digest(path) if name.endswith(_REQUIREMENTS) else None
-            value = value or _file_digest(path)
-        else:
+        except OSError as error:
+            if is_declared:
+                raise from_oserror(error, f"read the input {name}") from error
             return
-    except OSError as error:
-        if is_declared:
-            raise from_oserror(error, f"read the input {name}") from error
-        return
-    if value is None:
-        return
-    collected.parts[name] = Part(f"input {name}", value)
-    if not is_declared:
-        collected.found.append(name)
-    if stat.S_ISREG(mode) and name.endswith(_REQUIREMENTS):
-        _follow(collected, name, path)
+        self._parts[name] = Part(f"input {name}", digest.value)
+        if not is_declared:
+            self._found.append(name)
+            self._lists += [name] if is_list else []
+        if digest.is_rough:
+            self._rough.append(name)
+        if name in self._lines:
+            self._follow_list(name, self._lines[name], is_indexed=is_indexed)
 
+    def _digest(self, name: str, path: Path, *, is_list: bool, limited: bool) -> InputDigest:
+        if is_list or name.endswith(_REQUIREMENTS):
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            if text is not None:
+                # Credentials change more often than what an index serves.
+                public = without_users(text)
+                found = self._lines[name] = read_requirements(public)
+                text = found.text if is_list else public
+                return bytes_digest(text.encode("utf-8", "surrogateescape"))
+        return file_digest(path, limited=limited)
 
-def _is_output(collected: _Collected, name: str) -> bool:
-    path = os.fsencode(os.path.normpath(collected.place.absolute(name)))
-    return any((path + b"/").startswith(output + b"/") for output in collected.outputs)
+    def _text(self, name: str, bytes_max: int) -> str | None:
+        """A file's text; None where it is none, too large, or cannot be read."""
+        try:
+            path = self._place.host(name)
+            if not path.is_file() or path.stat().st_size > bytes_max:
+                return None
+            return path.read_text(encoding="utf-8", errors="surrogateescape")
+        except (OSError, InvalidInputError):
+            return None
 
+    def _is_output(self, name: str) -> bool:
+        path = os.fsencode(os.path.normpath(self._place.absolute(name)))
+        return any((path + b"/").startswith(output + b"/") for output in self._outputs)
 
-def _follow(collected: _Collected, name: str, path: Path) -> None:
-    """Adds what a requirements file includes. Any text file may pass here: no errors."""
-    try:
-        if path.stat().st_size > _REQUIREMENTS_BYTES_MAX:
-            return
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return
-    directory = name.rpartition("/")[0]
-    for line in text.replace("\\\n", " ").splitlines():
-        if match := _INCLUDE.match(line):
+    def _exists(self, name: str) -> bool:
+        try:
+            return self._place.host(name).exists()
+        except (OSError, InvalidInputError):
+            return False
+
+    def _expanded(self, name: str) -> list[str]:
+        """A path as a shell would read it: with the home, variables and patterns filled in; none
+        where that cannot be told."""
+        if name.startswith("~/"):
+            name = f"$HOME{name[1:]}"
+        name = _VARIABLE.sub(lambda match: self._environ.get(match[1] or match[2], match[0]), name)
+        if "$" in name or "\0" in name:
+            return []
+        if not ("*" in name or "?" in name) or "://" in name or self._exists(name):
+            return [name]
+        fixed, _, pattern = re.split(r"[*?\[]", name)[0].rpartition("/")
+        pattern = name[len(fixed) + 1 :] if fixed or name.startswith("/") else name
+        try:
+            top = self._place.host(fixed or ("/" if name.startswith("/") else "."))
+            found = sorted(path.relative_to(top) for path in top.glob(pattern))[:_GLOB_FILES_MAX]
+        except (OSError, ValueError, InvalidInputError, NotImplementedError):
+            return []
+        return [os.path.join(fixed, path) if fixed else str(path) for path in found]
+
+    def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
+        """Adds what a requirements file includes. Any text file may pass here: no errors."""
+        is_indexed = is_indexed and found.uses_index
+        self._constraints += found.requirements
+        self._variables.update(found.variables)
+        if is_indexed:
+            self._requirements += found.requirements
+        directory = name.rpartition("/")[0]
+        for included, is_constraint in found.includes:
             # pip takes these relative to the including file,
-            included = match["file"]
-            relative = f"{directory}/{included}" if directory else included
-            _add(collected, included if included.startswith("/") else relative, is_declared=False)
-        elif match := _LINKS.match(line):
+            path = included if included.startswith("/") else os.path.join(directory, included)
+            self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
+        for place in found.links:
             # also these if it is there, else from the working directory,
-            found = _local_path(match["place"])
-            if directory and not found.startswith("/"):
-                relative = f"{directory}/{found}"
-                found = relative if _exists(collected, relative) else found
-            _add_links(collected, found)
-        elif match := _LOCAL.match(line):
+            relative = os.path.join(directory, place)
+            self._add_links(relative if directory and self._exists(relative) else place)
+        for path in found.local:
             # and local projects relative to the working directory.
-            _add(collected, _local_path(match["path"]), is_declared=False)
+            self.add(path)
+            self._open += [path] if is_indexed else []
 
+    def _follow_program(self, program: str) -> None:
+        """A program of the user's: a script of a shell tells what it reads."""
+        for path in self._expanded(program) if "/" in program else [self._find(program)]:
+            if path is None or not self._follow_script(path, is_shell=False):
+                self._opaque.append(program)
 
-def _exists(collected: _Collected, name: str) -> bool:
-    try:
-        return collected.place.host(name).exists()
-    except (OSError, InvalidInputError):
-        return False
+    def _follow_script(self, name: str, *, is_shell: bool) -> bool:
+        """Adds a script and, if it is a shell's, what it names; False where that cannot be told."""
+        text = self._text(name, _SCRIPT_BYTES_MAX)
+        first = (text or "").partition("\n")[0]
+        if text is None or not (is_shell or first.startswith("#!")):
+            return False
+        self.add(name)
+        if not is_shell and not SHELLS.intersection(map(base_name, first[2:].split())):
+            return False
+        if name not in self._scripts:
+            self._scripts.add(name)
+            folder = name.rpartition("/")[0] or "."
+            self.follow(hints_of_script(_OWN_FOLDER.sub(lambda match: folder, text)))
+        return True
 
-
-def _local_path(text: str) -> str:
-    """A place of wheels as a path, also where it is a file URL."""
-    return unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+    def _add_links(self, name: str) -> None:
+        if "://" in name or "\0" in name or name in self._parts:
+            return
+        try:
+            digest = wheels_digest(self._place.host(name))
+        except (OSError, InvalidInputError):
+            return  # pip says what is wrong with it
+        self._parts[name] = Part(f"wheels {name}", digest.value)
+        self._found.append(name)
 
 
 def _requirement_path(word: str) -> str:
     """The path in a requirement of a command line, if it is one of this host; else any text."""
     if "file:///" in word:
-        word = _local_path(word[word.index("file:///") :].partition("#")[0])
+        word = local_path(word[word.index("file:///") :].partition("#")[0])
     return _EXTRAS.sub("", word)
-
-
-def _requirements_digest(path: Path) -> str | None:
-    """Without credentials in URLs, which change more often than what an index serves; None for a
-    file that has none."""
-    if path.stat().st_size > _REQUIREMENTS_BYTES_MAX:
-        return None
-    text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    public = without_users(text)
-    if public == text:
-        return None
-    data = public.encode("utf-8", "surrogateescape")
-    return "sha256:" + hashlib.sha256(data).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return "sha256:" + digest.hexdigest()
-
-
-def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> str | None:
-    """Over names, modes and contents, but for the folders `without`, which the set-up makes; None
-    for a guessed directory that is too large to be one."""
-    digest = hashlib.sha256()
-    files = 0
-    size_bytes = 0
-    for directory, folders, names in os.walk(top):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in _IGNORED
-            and not name.endswith(".egg-info")
-            and os.path.join(directory, name) not in without
-        )
-        for name in sorted(names):
-            if name.endswith(".pyc"):
-                continue
-            path = Path(directory, name)
-            info = path.lstat()
-            files += 1
-            size_bytes += info.st_size
-            if limited and (files > _GUESSED_FILES_MAX or size_bytes > _GUESSED_BYTES_MAX):
-                return None
-            relative = os.fsencode(path.relative_to(top))
-            if stat.S_ISREG(info.st_mode):
-                content = _file_digest(path)
-            elif stat.S_ISLNK(info.st_mode):
-                content = "link " + os.readlink(path)
-            else:
-                continue
-            data = os.fsencode(content)
-            mode = info.st_mode & 0o111
-            digest.update(b"%d:%b,%d,%d:%b," % (len(relative), relative, mode, len(data), data))
-    return "sha256:" + digest.hexdigest()
-
-
-def _add_links(collected: _Collected, name: str) -> None:
-    """A folder of wheels: names, sizes and ends, which tell a build from another of its version."""
-    name = _local_path(name)
-    if "://" in name or "\0" in name or name in collected.parts:
-        return
-    digest = hashlib.sha256()
-    try:
-        path = collected.place.host(name)
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.is_file():
-                line = os.fsencode(entry.name)
-                end = _end(Path(entry.path))
-                size = entry.stat().st_size
-                digest.update(b"%d:%b,%d,%d:%b," % (len(line), line, size, len(end), end))
-    except (OSError, InvalidInputError):
-        return  # pip says what is wrong with it
-    collected.parts[name] = Part(f"wheels {name}", "sha256:" + digest.hexdigest())
-    collected.found.append(name)
-
-
-def _end(path: Path) -> bytes:
-    """The last bytes of a file; of one that cannot be read, none."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _END_BYTES))
-            return file.read(_END_BYTES)
-    except OSError:
-        return b""
-
-
-def check_declared(names: Iterable[str]) -> None:
-    """Raises: InvalidInputError for a name that no file can have."""
-    for name in names:
-        if not name or "\0" in name:
-            raise InvalidInputError(f"{name!r} is not the name of an input file")

@@ -5,8 +5,9 @@ interpreter, targets) but changes nothing.
 """
 
 import os
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -14,10 +15,11 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.redact import without_users
+from bootseer.rooted import find_program
 from bootseer.scripts import as_script
 from bootseer.snapshots.manifest import text_of
 from bootseer.snapshots.restoring.restore import base_part_name
-from bootseer.snapshots.setup.command import hints_of
+from bootseer.snapshots.scan import NOTHING
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
@@ -28,11 +30,18 @@ from bootseer.snapshots.setup.fingerprint import (
 from bootseer.snapshots.setup.inputs import (
     FILE_VARIABLES,
     Place,
-    check_declared,
     collect_inputs,
 )
 from bootseer.snapshots.setup.interpreter import Runner, find_python, find_uv_environment, probe
+from bootseer.snapshots.setup.reading.command import hints_of
+from bootseer.snapshots.setup.requirements import (
+    folderless_names,
+    shared_part_name,
+    with_names,
+)
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
+from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
+from bootseer.snapshots.setup.unknown import is_open, unknown, unknown_before
 from bootseer.snapshots.upper_layer import Layers
 
 Report = Callable[[str], None]
@@ -109,10 +118,19 @@ class Resolved(Struct, frozen=True):
 
     targets: tuple[bytes, ...]
     parts: tuple[Part, ...]
+    unknown: tuple[str, ...] = ()
+    """What may decide the result and is not in the key, in a few words each."""
+    is_open: bool = False
+    """Whether the same set-up may give something else another day."""
 
     def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
         """With what was in each target (`scan.base_digest`)."""
         return [*self.parts, *(Part(base_part_name(t), bases[t]) for t in self.targets)]
+
+    def all_unknown(self, bases: Mapping[bytes, str]) -> tuple[str, ...]:
+        """What is not in the key, with what was in each target."""
+        filled = [text_of(target) for target in self.targets if bases[target] != NOTHING]
+        return (*self.unknown, *unknown_before(filled))
 
     def key(self, bases: Mapping[bytes, str]) -> str:
         """The fingerprint."""
@@ -140,6 +158,7 @@ def resolve(request: Request, report: Report) -> Resolved:
     if not request.command:
         raise InvalidInputError("there is no set-up command; write it behind --")
     check_declared(request.inputs)
+    check_variables(request.variables)
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
     place = Place(request.root, directory)
@@ -166,16 +185,36 @@ def resolve(request: Request, report: Report) -> Resolved:
     for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
         hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
     for name in FILE_VARIABLES:
-        hints = replace(hints, files=(*hints.files, *environ.get(name, "").split()))
-    inputs, found = collect_inputs(place, request.inputs, hints, targets.paths)
-    if found:
-        report(f"inputs named in the command or the environment: {', '.join(found)}")
-    command = command_part(request.command)
-    variables = variable_parts(environ, request.variables)
+        lists = environ.get(name, "").split()
+        hints = replace(
+            hints,
+            files=(*hints.files, *lists),
+            requirement_files=(*hints.requirement_files, *lists),
+        )
+    search_path = environ.get("PATH") or _PATH
+    inputs = collect_inputs(
+        place,
+        request.inputs,
+        hints,
+        targets.paths,
+        environ,
+        lambda program: find_program(request.root, program, search_path, directory),
+    )
+    if inputs.found:
+        report(f"inputs named in the command or the environment: {', '.join(inputs.found)}")
+    # What is not understood may use any of them.
+    tools = TOOLS if inputs.opaque else inputs.tools
+    prefix = interpreter.prefix if interpreter else ""
+    settings = settings_parts(place, tools, environ, prefix, targets.paths)
+    shared = folderless_names(inputs.lists, [part.name for part in inputs.parts])
+    command = command_part([with_names(word, shared) for word in request.command])
+    declared = (*request.variables, *inputs.variables)
+    variables = variable_parts(environ, declared)
     base = request.base or environ.get("BOOTSEER_IMAGE", "")
     parts = [
         *command.parts,
-        *inputs,
+        *(Part(shared_part_name(part.name, shared), part.value) for part in inputs.parts),
+        *settings.parts,
         *variables.parts,
         *(interpreter.parts() if interpreter else ()),
         Part("machine", os.uname().machine),
@@ -183,5 +222,27 @@ def resolve(request: Request, report: Report) -> Resolved:
         Part("salt", request.salt),
         *(Part(f"target {text_of(path)}", "") for path in targets.paths),
     ]
-    parts += secret_part(parts, (*command.secrets, *variables.secrets))
-    return Resolved(targets.paths, tuple(sorted(parts)))
+    parts += secret_part(parts, (*command.secrets, *variables.secrets, *settings.secrets))
+    return Resolved(
+        targets.paths,
+        tuple(sorted(parts)),
+        tuple(unknown(inputs, environ, request.command, declared)),
+        is_open(inputs, environ),
+    )
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raises: InvalidInputError for what no environment variable is called."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise InvalidInputError(
+                f"{name.partition('=')[0]!r} is not the name alone of an environment variable; "
+                "--env takes a name, and the value is the one that the variable has"
+            )
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Raises: InvalidInputError for a name that no file can have."""
+    for name in names:
+        if not name or "\0" in name:
+            raise InvalidInputError(f"{name!r} is not the name of an input file")

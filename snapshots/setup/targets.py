@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from bootseer.errors import UnsupportedError
 from bootseer.snapshots.manifest import target_path, text_of
-from bootseer.snapshots.setup.command import Hints
 from bootseer.snapshots.setup.interpreter import Interpreter
+from bootseer.snapshots.setup.reading.hints import Hints
 
 # As pip reads its variables (strtobool).
 _TRUE = {"1", "true", "yes", "y", "t", "on"}

@@ -1,8 +1,12 @@
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.snapshots.setup.command import Hints, hints_of, simple_commands
+from bootseer.snapshots.setup.reading.command import hints_of
+from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.setup.reading.words import simple_commands
 
 
 @pytest.mark.parametrize(
@@ -10,7 +14,14 @@ from bootseer.snapshots.setup.command import Hints, hints_of, simple_commands
     [
         (
             ["pip", "install", "-r", "requirements.txt"],
-            Hints(("pip",), files=("requirements.txt",), uses_pip=True),
+            Hints(
+                ("pip",),
+                files=("requirements.txt",),
+                uses_pip=True,
+                requirement_files=("requirements.txt",),
+                indexed_files=("requirements.txt",),
+                tools=("pip",),
+            ),
         ),
         (
             [
@@ -23,34 +34,81 @@ from bootseer.snapshots.setup.command import Hints, hints_of, simple_commands
                 "a",
                 "./b.whl",
             ],
-            Hints(("python3",), files=("a", "./b.whl"), link_dirs=("wheels",), uses_pip=True),
+            Hints(
+                ("python3",),
+                files=("a", "./b.whl"),
+                link_dirs=("wheels",),
+                uses_pip=True,
+                tools=("pip",),
+            ),
         ),
         (
             ["pip", "install", "--target", "/opt/x", "-cconstraints.txt", "a==1"],
-            Hints(("pip",), install_dirs=("/opt/x",), files=("constraints.txt", "a==1")),
+            Hints(
+                ("pip",),
+                install_dirs=("/opt/x",),
+                files=("constraints.txt", "a==1"),
+                requirement_files=("constraints.txt",),
+                requirements=("a==1",),
+                tools=("pip",),
+            ),
         ),
         (["python3", "-m", "venv", "--prompt", "p", "env"], Hints(("python3",), ("env",))),
         (["virtualenv", "-p", "python3.12", "env"], Hints(("python3.12",), ("env",))),
         (
             ["sh", "-c", "python3 -m venv /e && /e/bin/pip install -r r.txt"],
-            Hints(("python3", "/e/bin/pip"), ("/e",), files=("r.txt",), uses_pip=True),
+            Hints(
+                ("python3", "/e/bin/pip"),
+                ("/e",),
+                files=("r.txt",),
+                uses_pip=True,
+                requirement_files=("r.txt",),
+                indexed_files=("r.txt",),
+                tools=("pip",),
+            ),
         ),
         (
             ["bash", "-ec", ". env/bin/activate; X=1 pip install a"],
-            Hints(("pip",), ("env",), files=("a",), uses_pip=True),
+            Hints(
+                ("pip",),
+                ("env",),
+                files=("a",),
+                uses_pip=True,
+                requirements=("a",),
+                tools=("pip",),
+            ),
         ),
-        (["bash", "setup.sh", "x"], Hints(files=("setup.sh",))),
+        (["bash", "setup.sh", "x"], Hints(files=("setup.sh",), scripts=("setup.sh",))),
         (
             ["uv", "pip", "install", "a"],
-            Hints(("python3",), files=("a",), uses_pip=True, uses_uv=True),
+            Hints(
+                ("python3",),
+                files=("a",),
+                uses_pip=True,
+                uses_uv=True,
+                requirements=("a",),
+                tools=("uv",),
+            ),
         ),
         (
             ["conda", "env", "create", "-p", "/c", "-f", "environment.yml"],
-            Hints(environment_dirs=("/c",), files=("environment.yml",)),
+            Hints(
+                environment_dirs=("/c",),
+                files=("environment.yml",),
+                spec_files=("environment.yml",),
+                tools=("conda",),
+            ),
         ),
         (
             ["pip", "install", "--user", "a"],
-            Hints(("pip",), files=("a",), uses_pip=True, uses_user_site=True),
+            Hints(
+                ("pip",),
+                files=("a",),
+                uses_pip=True,
+                uses_user_site=True,
+                requirements=("a",),
+                tools=("pip",),
+            ),
         ),
     ],
 )
@@ -73,6 +131,63 @@ def test_shells_inside_shells_are_read() -> None:
         ["pip", "install", "a"],
         ["tee", "log"],
     ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "/job/x.sh",
+        "source /job/x.sh",
+        ". /job/x.sh",
+        "bash -eux /job/x.sh",
+        "bash -euxo pipefail /job/x.sh a",
+        "sh -o errexit -- /job/x.sh",
+        "bash --norc --rcfile rc /job/x.sh",
+        "sudo -u me -E /job/x.sh",
+        "timeout -k 5 10m /job/x.sh",
+        "nice -n 10 /job/x.sh",
+        "ionice -c 3 nice /job/x.sh",
+        "env -u X A=b /job/x.sh",
+        "nohup stdbuf -oL /job/x.sh > log 2>&1 &",
+        "exec time -p /job/x.sh",
+        "cat list | xargs -n 1 /job/x.sh",
+        "flock /lock /job/x.sh",
+        "flock /lock -c '/job/x.sh a'",
+        "su - me -c '/job/x.sh'",
+        "if true; then /job/x.sh; fi",
+        "while /job/x.sh; do sleep 1; done",
+        "eval /job/x.sh",
+        "# why\n/job/x.sh",
+        "true # why\n/job/x.sh",
+        "cd /elsewhere; /job/x.sh",
+        "uv run /job/x.sh",
+        "srun -N 1 --ntasks=1 /job/x.sh",
+    ],
+)
+def test_scripts_are_found_behind_what_runs_them(command: str) -> None:
+    """They reached the key only as the first word, with "./" in front."""
+    is_plain = not any(letter in command for letter in ";|&#\n")
+    for words in (["sh", "-c", command], *([shlex.split(command)] if is_plain else [])):
+        found = hints_of(words)
+        assert "/job/x.sh" in found.files, words
+        assert "/job/x.sh" in (*found.scripts, *found.programs), words
+
+
+def test_files_that_commands_read_are_found() -> None:
+    script = """
+        fetch() { true; }
+        fetch
+        cp a.cfg b.cfg /opt/env/
+        tar -xzf wheels.tar.gz -C /opt
+        xargs pip install < list.txt
+        pip install $(cat more.txt)
+        cd sub; pip install -r r.txt
+    """
+    found = hints_of(["sh", "-c", script])
+    assert {"a.cfg", "b.cfg", "wheels.tar.gz", "list.txt", "more.txt"} <= set(found.files)
+    # The "cd" may have been meant for another command.
+    assert {"r.txt", "sub/r.txt"} <= set(found.requirement_files)
+    assert found.programs == ()
 
 
 @given(st.lists(st.text(max_size=20), max_size=6))

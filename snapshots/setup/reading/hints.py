@@ -1,0 +1,92 @@
+"""Hints: what is taken from the words of a set-up command, checked by nobody yet. Pure."""
+
+import posixpath
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+
+class Hints(Struct, frozen=True):
+    """What the words of a set-up command tell. Paths are as written, relative ones included."""
+
+    python_words: tuple[str, ...] = ()
+    """Programs that are, or live beside, the interpreter in use: "python3", "/opt/v/bin/pip"."""
+    environment_dirs: tuple[str, ...] = ()
+    """Environments that the command makes or activates."""
+    install_dirs: tuple[str, ...] = ()
+    """Given with --target or --prefix."""
+    files: tuple[str, ...] = ()
+    """Words that may be input files or directories."""
+    link_dirs: tuple[str, ...] = ()
+    """Folders of wheels (--find-links)."""
+    uses_pip: bool = False
+    """Installs into the environment of the interpreter in use."""
+    uses_user_site: bool = False
+    """`pip install --user`."""
+    uses_uv: bool = False
+    """`uv pip`, which prefers the active environment to the interpreter on PATH."""
+    projects: tuple[tuple[str, str], ...] = ()
+    """"uv", "poetry" or "pdm", and the folder of the project whose environment it fills."""
+    uses_conda: bool = False
+    """Changes the active conda environment."""
+    names_conda_environment: bool = False
+    """Changes one that is given by its name, which only conda's settings lead to."""
+    requirement_files: tuple[str, ...] = ()
+    """Those of `files` that are lists of requirements or constraints."""
+    indexed_files: tuple[str, ...] = ()
+    """Those of them whose requirements are looked up in an index."""
+    requirements: tuple[str, ...] = ()
+    """Words that are looked up in an index, unless they name a file."""
+    lock_files: tuple[str, ...] = ()
+    """Those of `files` without which everything is looked up anew."""
+    spec_files: tuple[str, ...] = ()
+    """Those of `files` that are conda's lists."""
+    scripts: tuple[str, ...] = ()
+    """Files of `files` that a shell runs or reads."""
+    programs: tuple[str, ...] = ()
+    """Programs of which nothing is known; with a "/" in `files`, too."""
+    opaque: tuple[str, ...] = ()
+    """Else what is run without being understood, for people."""
+    tools: tuple[str, ...] = ()
+    """Those whose settings decide: "pip", "uv", "conda"."""
+
+
+def merged(one: Hints, other: Hints) -> Hints:
+    """What both say, in this order."""
+    values: dict[str, Any] = {}
+    for name in Hints.__struct_fields__:
+        a, b = getattr(one, name), getattr(other, name)
+        values[name] = a or b if isinstance(a, bool) else tuple(dict.fromkeys(a + b))
+    return Hints(**values)
+
+
+def moved_to(hints: Hints, directory: str) -> Hints:
+    """The hints of a command that runs in `directory`. As "cd" may have been meant for another
+    command, files may also lie where they did."""
+    if not directory:
+        return hints
+
+    def moved(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path if ":/" in path else posixpath.join(directory, path) for path in paths)
+
+    def both(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*paths, *moved(paths))))
+
+    return replace(
+        hints,
+        python_words=tuple(
+            posixpath.join(directory, word) if "/" in word else word for word in hints.python_words
+        ),
+        environment_dirs=moved(hints.environment_dirs),
+        install_dirs=moved(hints.install_dirs),
+        projects=tuple((tool, posixpath.join(directory, path)) for tool, path in hints.projects),
+        files=both(hints.files),
+        link_dirs=both(hints.link_dirs),
+        requirement_files=both(hints.requirement_files),
+        indexed_files=both(hints.indexed_files),
+        scripts=both(hints.scripts),
+        lock_files=moved(hints.lock_files),
+        spec_files=moved(hints.spec_files),
+    )
