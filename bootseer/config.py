@@ -88,6 +88,8 @@ class Settings(Struct, frozen=True):
     AUTOMATIC_AGE_S: a week where what the set-up gets may change without notice."""
     restore_mode: str
     """How snapshots are put in place: one of `RESTORE_MODES`."""
+    restore_privileges: bool
+    """Whether set-user-ID and set-group-ID bits and file capabilities of snapshots are restored."""
     trusted_owners: str
     """Whose folders and configuration are trusted besides ours and root's; see `trust`."""
 
@@ -222,6 +224,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,
     "restore_mode": _restore_mode,
+    "restore_privileges": _switch,
     "trusted_owners": _owners,
 }
 

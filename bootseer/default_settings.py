@@ -76,5 +76,6 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "registry_hosts_dir": "/etc/containerd/certs.d",
         "snapshot_max_age_s": "auto",
         "restore_mode": "auto",
+        "restore_privileges": "off",
         "trusted_owners": "root",
     }

@@ -19,11 +19,13 @@ def mount_layers(
     *,
     source: str = "bootseer",
     options: str = "",
+    flags: int = 0,
 ) -> None:
     """Mount `lowers`, the uppermost first, on `target`; what is written goes to `scratch`/upper.
 
     `upper` and `work` are in `scratch` already. What is written is meant to go with the mount, so
-    nobody ever waits for a disk. `options` begin with a comma. Raises: OSError.
+    nobody ever waits for a disk. `options` begin with a comma; `flags` are those of mount(2).
+    Raises: OSError.
     """
     with contextlib.ExitStack() as stack:
 
@@ -37,8 +39,8 @@ def mount_layers(
         upper, work = by_descriptor(scratch / "upper"), by_descriptor(scratch / "work")
         options = f"lowerdir={lower},upperdir={upper},workdir={work}{options}"
         try:
-            namespaces.mount(source, target, "overlay", options=options + ",volatile")  # 5.10+
+            namespaces.mount(source, target, "overlay", flags, options + ",volatile")  # 5.10+
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            namespaces.mount(source, target, "overlay", options=options)
+            namespaces.mount(source, target, "overlay", flags, options)

@@ -35,6 +35,7 @@ from bootseer.snapshots.manifest import (
     Target,
     text_of,
 )
+from bootseer.snapshots.restoring.admission import privileged
 from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.store import Store
@@ -79,6 +80,13 @@ def capture(
         # Without a name: it goes with the process, however that ends.
         with tempfile.TemporaryFile(dir=folder) as file:
             tree, blob = _pack(change, paths, cast(BinaryIO, file), others)
+            if inodes := privileged(tree):
+                logger.warning(
+                    "%d files in %s have set-user-ID or set-group-ID bits or capabilities: nodes "
+                    "restore these with BOOTSEER_RESTORE_PRIVILEGES=on only",
+                    len(inodes),
+                    text_of(change.path),
+                )
             encoded = index.encode(tree)
             stored = Stored(index.digest(encoded), len(encoded))
             data = Path(f"/proc/self/fd/{file.fileno()}")

@@ -88,7 +88,13 @@ def restore_snapshot(
             catalogue.note_used(store, manifest)
             return manifest
         if directory is not None:
-            restore_to(store, manifest, directory, deadline_s=settings.deadline_s)
+            restore_to(
+                store,
+                manifest,
+                directory,
+                deadline_s=settings.deadline_s,
+                privileges=settings.restore_privileges,
+            )
             catalogue.note_used(store, manifest)
             return manifest
         placed = place(manifest, _ROOT)
@@ -137,4 +143,11 @@ def _restore_relocated(
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
         work.recover([path], remember(settings, _ROOT))
-        restore_relocated(store, manifest, path, deadline_s=settings.deadline_s, report=report)
+        restore_relocated(
+            store,
+            manifest,
+            path,
+            deadline_s=settings.deadline_s,
+            privileges=settings.restore_privileges,
+            report=report,
+        )

@@ -25,7 +25,8 @@ def show(source: SettingsSource, as_json: bool) -> None:
     values["store_url"] = redact(loaded.settings.store_url)
     values["submission"] = loaded.settings.submission or "none"
     values["metrics_dir"] = loaded.settings.metrics_dir or "off"
-    values["auto_index"] = "on" if loaded.settings.auto_index else "off"
+    for name in ("auto_index", "restore_privileges"):
+        values[name] = "on" if values[name] else "off"
     if as_json:
         emit_json(
             {

@@ -70,6 +70,7 @@ def restore_relocated(
     path: Path,
     *,
     deadline_s: float,
+    privileges: bool,
     report: Callable[[str], None],
 ) -> None:
     """An environment at another path, changed so that it works there; the caller holds its lock.
@@ -94,6 +95,7 @@ def restore_relocated(
         fill=fill,
         # What is there is no longer what the snapshot holds.
         on_finished=lambda target, fingerprint, base, exact: None,
+        privileges=privileges,
     )
 
 

@@ -26,9 +26,10 @@ from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.snapshots.catalogue import load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.admission import admit_tree
 from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
 from bootseer.snapshots.restoring.node_trees import NodeTrees
-from bootseer.snapshots.restoring.restore import Placed, check_tree
+from bootseer.snapshots.restoring.restore import Placed
 from bootseer.store import Store
 from bootseer.structs import asdict
 
@@ -57,7 +58,7 @@ def hold_snapshot(
     with ExitStack() as undo:
         for item in placed:
             tree = load_tree(store, item.target)
-            check_tree(item.target, tree)
+            admit_tree(item.target, tree, privileges=settings.restore_privileges)
 
             def build_one(path: Path, target: Target = item.target, tree: Tree = tree) -> None:
                 build(target, tree, path)

@@ -31,15 +31,21 @@ def cover_target(
     is_difference: bool,
     deletions: Sequence[bytes],
     source: str,
+    privileges: bool,
 ) -> None:
     """Show the snapshot's `tree` on `target`, an existing directory, in one step.
 
     What the job writes goes to `scratch`, an existing empty directory, or to memory where its file
     system cannot take it. `is_difference`: what is in `target` now shows through, but for
-    `deletions`, paths below it. Raises: UnsupportedError where this kernel has no such overlay.
+    `deletions`, paths below it. Without `privileges` no set-user-ID bit or capability counts there;
+    device nodes never do, nor does what the covered file system forbids.
+    Raises: UnsupportedError where this kernel has no such overlay.
     """
     try:
-        _try(tree, target, scratch, is_difference, deletions, source)
+        # An overlay does not have the flags of what it shows.
+        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NOEXEC)
+        flags = namespaces.MS_NODEV | kept | (0 if privileges else namespaces.MS_NOSUID)
+        _try(tree, target, scratch, is_difference, deletions, source, flags)
     except OSError as error:
         if isinstance(error, BootseerError):
             raise
@@ -49,7 +55,7 @@ def cover_target(
         _log.info("%s cannot take what is written: it goes to memory instead", scratch)
         try:
             namespaces.mount("tmpfs", scratch, "tmpfs", options="mode=700")
-            _try(tree, target, scratch, is_difference, deletions, source)
+            _try(tree, target, scratch, is_difference, deletions, source, flags)
         except OSError as again:
             with contextlib.suppress(OSError):
                 namespaces.unmount(scratch)
@@ -65,6 +71,7 @@ def _try(
     is_difference: bool,
     deletions: Sequence[bytes],
     source: str,
+    flags: int,
 ) -> None:
     for name in ("upper", "work"):
         (scratch / name).mkdir(mode=0o700, exist_ok=True)
@@ -79,12 +86,12 @@ def _try(
     # The merged root has the attributes of the upper one.
     copy_attributes(tree, scratch / "upper")
     try:
-        mount_layers(lowers, scratch, target, source=source, options=_OPTIONS)
+        mount_layers(lowers, scratch, target, source=source, options=_OPTIONS, flags=flags)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         # A kernel without redirects: directories of lower layers cannot be renamed then.
-        mount_layers(lowers, scratch, target, source=source)
+        mount_layers(lowers, scratch, target, source=source, flags=flags)
 
 
 def copy_attributes(source: Path, target: Path) -> None:

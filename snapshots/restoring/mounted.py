@@ -103,7 +103,7 @@ def cover_all(
                 mode=mode,
                 ready_name=one.ready_name,
             )
-            _cover(item, one, record)
+            _cover(item, one, record, privileges=settings.restore_privileges)
             undo.callback(_uncover, item.path, one.state_dir.name)
         for one in served:
             # From here on it is finished, and stays.
@@ -116,7 +116,7 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
     return settings.cache_dir / "containers" / state_dir.name
 
 
-def _cover(item: Placed, served: Served, record: Mounted) -> None:
+def _cover(item: Placed, served: Served, record: Mounted, *, privileges: bool) -> None:
     file = served.state_dir / _RECORD
     try:
         # By now somebody lives who will remove it.
@@ -133,6 +133,7 @@ def _cover(item: Placed, served: Served, record: Mounted) -> None:
         is_difference=not item.target.whole,
         deletions=item.target.deletions,
         source=source_of(served.state_dir.name),
+        privileges=privileges,
     )
 
 

@@ -44,10 +44,12 @@ class NodeTrees:
         # Images share the cache, and have the other half at least.
         self._limit_bytes = settings.cache_limit_bytes // 2
         self._deadline_s = settings.deadline_s
+        # Files are shared with their modes (see `admission`): trees of both kinds may be needed.
+        self._kind = "" if settings.restore_privileges else "-unprivileged"
 
     def path(self, index_digest: str) -> Path:
         """Where the tree lies, or would."""
-        return self.directory / index_digest.partition(":")[2]
+        return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
 
     def has(self, index_digest: str) -> bool:
         """Whether the tree is here; whether it is as it should be is known in `using`."""

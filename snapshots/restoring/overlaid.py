@@ -11,14 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
+from bootseer.config import Settings
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.prefetch import namespaces
 from bootseer.private import make_private_directory
 from bootseer.snapshots.catalogue import load_tree
 from bootseer.snapshots.manifest import Target
+from bootseer.snapshots.restoring.admission import admit_tree
 from bootseer.snapshots.restoring.layers import cover_target
 from bootseer.snapshots.restoring.node_trees import NodeTrees
-from bootseer.snapshots.restoring.restore import Placed, check_tree
+from bootseer.snapshots.restoring.restore import Placed
 from bootseer.store import Store
 
 Build = Callable[[Target, Tree, Path], None]
@@ -26,7 +28,12 @@ Build = Callable[[Target, Tree, Path], None]
 
 
 def overlay_snapshot(
-    store: Store, trees: NodeTrees, placed: Sequence[Placed], scratch: Path, build: Build
+    settings: Settings,
+    store: Store,
+    trees: NodeTrees,
+    placed: Sequence[Placed],
+    scratch: Path,
+    build: Build,
 ) -> None:
     """Mount all targets of a snapshot, or none. `scratch`: where what is written goes, a folder of
     the container's own.
@@ -34,11 +41,12 @@ def overlay_snapshot(
     Raises: UnsupportedError where this kernel has no such overlay; BootseerError.
     """
     locks: list[int] = []
+    privileges = settings.restore_privileges
     with ExitStack() as undo:
         for item in placed:
             target = item.target
             tree = load_tree(store, target)
-            check_tree(target, tree)
+            admit_tree(target, tree, privileges=privileges)
             digest = target.index.digest
 
             def build_one(path: Path, target: Target = target, tree: Tree = tree) -> None:
@@ -47,7 +55,8 @@ def overlay_snapshot(
             with trees.using(digest, tree, build_one) as (source, lock):
                 locks.append(os.dup(lock))
                 undo.callback(os.close, locks[-1])
-                _cover(item, source, scratch / f"{os.getpid()}-{digest[-16:]}-{len(locks)}")
+                own = scratch / f"{os.getpid()}-{digest[-16:]}-{len(locks)}"
+                _cover(item, source, own, privileges=privileges)
                 undo.callback(namespaces.unmount, item.path)
         for lock in locks:
             # Also in the program that this process becomes.
@@ -55,7 +64,7 @@ def overlay_snapshot(
         undo.pop_all()
 
 
-def _cover(item: Placed, source: Path, scratch: Path) -> None:
+def _cover(item: Placed, source: Path, scratch: Path, *, privileges: bool) -> None:
     try:
         make_private_directory(scratch)
         item.path.mkdir(parents=True, exist_ok=True)
@@ -70,4 +79,5 @@ def _cover(item: Placed, source: Path, scratch: Path) -> None:
         is_difference=not item.target.whole,
         deletions=item.target.deletions,
         source="bootseer",
+        privileges=privileges,
     )

@@ -93,6 +93,8 @@ def _cover(settings: Settings, target: Path) -> None:
         is_difference=False,
         deletions=(),
         source=source_of(state_dir.name),
+        # It shows what is there.
+        privileges=True,
     )
     add_user(state_dir, os.getpid())
     if is_entered(target):

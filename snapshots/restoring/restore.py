@@ -14,14 +14,14 @@ from bootseer.blob.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
-    CorruptError,
     InvalidInputError,
 )
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
 from bootseer.snapshots.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import work as working
-from bootseer.snapshots.scan import NOTHING, WORK_PREFIX, Scan, base_digest
+from bootseer.snapshots.restoring.admission import admit_tree
+from bootseer.snapshots.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
 
 # Names whose directory knows its own path: such a tree works nowhere else.
@@ -82,21 +82,22 @@ def restore(
     *,
     fill: Fill,
     on_finished: working.OnFinished,
+    privileges: bool,
 ) -> None:
     """Put all targets of a snapshot in place, or change nothing.
 
     What is there (`bases`) has been found to fit (`check_base`). `fill` makes each target's tree,
-    beside it. `on_finished` is called for each target before a crash could no longer be recovered
-    from. Raises: CorruptError, NotFoundError, UnavailableError, DeadlineError, NoSpaceError,
-    PermissionDeniedError: nothing has changed, unless the message says that a restore could not be
-    *finished*; the next run goes on with it.
+    beside it. `privileges`: see `admit_tree`. `on_finished` is called for each target before a
+    crash could no longer be recovered from. Raises: CorruptError, NotFoundError, UnavailableError,
+    DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed, unless the message says
+    that a restore could not be *finished*; the next run goes on with it.
     """
     works: list[working.Work] = []
     exact: list[str] = []
     try:
         for item in placed:
             tree, encoded = load_encoded_tree(store, item.target)
-            check_tree(item.target, tree)
+            admit_tree(item.target, tree, privileges=privileges)
             work = working.make_work(item.path)
             works.append(work)
             exact.append(fill(item.target, tree, work.tree))
@@ -114,12 +115,6 @@ def restore(
         if not working.is_committed(works):
             working.remove(works)
         raise
-
-
-def check_tree(target: Target, tree: Tree) -> None:
-    """Whether a target's tree keeps off the names of restores. Raises: CorruptError."""
-    if any(name.name.startswith(WORK_PREFIX) for name in tree.children(0)):
-        raise CorruptError(f"the snapshot of {text_of(target.path)} holds a reserved name")
 
 
 class Fetched(Struct, frozen=True):
@@ -189,10 +184,13 @@ def one_directory(manifest: Manifest) -> Target:
     return manifest.targets[0]
 
 
-def restore_to(store: Store, manifest: Manifest, directory: Path, *, deadline_s: float) -> None:
+def restore_to(
+    store: Store, manifest: Manifest, directory: Path, *, deadline_s: float, privileges: bool
+) -> None:
     """A snapshot of one plain directory, at another path. Raises: InvalidInputError for more than
     one target, a difference, or a tree that knows its path; AlreadyExistsError."""
     target = one_directory(manifest)
     tree = load_tree(store, target)
     check_relocatable(tree)
+    admit_tree(target, tree, privileges=privileges)
     fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)

@@ -109,7 +109,15 @@ def restore_by_choice(
         moved_bytes += done.moved_bytes
         return made_digest(tree, recorded, done.records)
 
-    restore(manifest, placed, bases, store, fill=extract, on_finished=on_finished)
+    restore(
+        manifest,
+        placed,
+        bases,
+        store,
+        fill=extract,
+        on_finished=on_finished,
+        privileges=settings.restore_privileges,
+    )
     if warning:
         # Only now: where this fails as well, as with a store that is gone, that is the one warning.
         report(warning)
@@ -150,9 +158,17 @@ def _link(
         return ""
 
     if choice.method == modes.OVERLAY and wish.scratch is not None:
-        overlay_snapshot(store, trees, placed, wish.scratch, build)
+        overlay_snapshot(settings, store, trees, placed, wish.scratch, build)
     elif choice.method == modes.OVERLAY:
         hold_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
     else:
-        restore(manifest, placed, bases, store, fill=fill, on_finished=on_finished)
+        restore(
+            manifest,
+            placed,
+            bases,
+            store,
+            fill=fill,
+            on_finished=on_finished,
+            privileges=settings.restore_privileges,
+        )
     return Restored(choice, moved_bytes)

@@ -28,8 +28,9 @@ from bootseer.private import make_private_directory
 from bootseer.snapshots.catalogue import decode_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.manifest import Manifest, text_of
 from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.admission import admit_tree
 from bootseer.snapshots.restoring.mounted import Served, cover_all, scratch_of
-from bootseer.snapshots.restoring.restore import Placed, check_tree
+from bootseer.snapshots.restoring.restore import Placed
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ def mount_snapshot(
             serving.go()
         # Meanwhile: half of what a server would take until it can serve.
         for item, index in zip(placed, indexes, strict=True):
-            check_tree(item.target, decode_tree(item.target, index.data))
+            tree = decode_tree(item.target, index.data)
+            admit_tree(item.target, tree, privileges=settings.restore_privileges)
         for serving in all_serving:
             serving.wait()
         served = [

@@ -16,6 +16,12 @@ from tests.support.snapshot_mounts import end_everything
 MakeNode = Callable[[str], Settings]
 
 
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is restored is what was captured, to the last bit; test_privileges is about the rest."""
+    monkeypatch.setenv("BOOTSEER_RESTORE_PRIVILEGES", "on")
+
+
 @pytest.fixture
 def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
     """`make_node("a")`: the settings of a node that shares only the store with the others."""

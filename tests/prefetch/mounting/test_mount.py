@@ -40,6 +40,24 @@ def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
             assert found[path] == attributes, path
 
 
+def test_a_mount_on_the_host_gives_no_rights(tmp_path: Path) -> None:
+    """Its set-ID programs and device nodes are seen, but are of no effect."""
+    skip_unless_fuse()
+    skip_unless_root()
+    settings = settings_at(tmp_path)
+    index(settings, odd_tree(tmp_path / "source"), "odd:1")
+    code = """
+import errno, os, sys
+try:
+    os.open(sys.argv[1] + "/null", os.O_RDONLY)
+except OSError as error:
+    print(errno.errorcode[error.errno])
+print(bool(os.statvfs(sys.argv[1]).f_flag & os.ST_NOSUID))
+"""
+    with mounted(settings, "odd:1", tmp_path / "mnt"):
+        assert outside(code, tmp_path / "mnt") == "EACCES\nTrue\n"
+
+
 def test_seek_finds_the_holes_of_a_sparse_file(node: Node) -> None:
     with (node.source / "sparse").open("wb") as file:
         file.seek(2**20)
