@@ -46,14 +46,13 @@ from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess, begin_server
 from bootseer.private import private_directory
+from bootseer.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.rooted import resolve_in_root
 
 if TYPE_CHECKING:
     from bootseer.prefetch.extracted import ExtractedImage
 
 _log = logging.getLogger(__name__)
-
-READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 
 
 class Container(Struct):

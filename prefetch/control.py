@@ -1,5 +1,5 @@
-"""Talking to the server of a mount: a private stream socket for commands, an abstract datagram
-socket for `bootseer.ready()`, and the life of the process for which it was started.
+"""Talking to the server of a mount: a private stream socket for commands, the socket for
+`bootseer.ready()`, and the life of the process for which it was started.
 
 `ControlServer` is one thread of the server's process that waits for all of these; its callbacks run
 in that thread and must be quick. `ask` is the other side. The exchange is that of `control_socket`.
@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,15 +18,11 @@ from typing import Any
 from bootseer import control_socket
 from bootseer.control_socket import Command
 from bootseer.errors import BootseerError
+from bootseer.ready_socket import ReadySocket
 
 _log = logging.getLogger(__name__)
 
 _ANSWER_BYTES_MAX = 2**20
-
-
-def new_ready_name() -> str:
-    """A name for a ready socket, without the NUL that abstract addresses begin with."""
-    return f"bootseer-ready-{os.urandom(8).hex()}"
 
 
 class ControlServer:
@@ -41,8 +36,7 @@ class ControlServer:
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         self._listener = control_socket.listen(directory / "control")
-        self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._ready.bind("\0" + ready_name)
+        self._ready = ReadySocket(ready_name)
         self._on_ready: Callable[[], None] | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for source in (self._listener, self._ready, self._wake_read):
@@ -104,11 +98,8 @@ class ControlServer:
             _log.warning("%s", error)
 
     def _receive_ready(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                message = self._ready.recv(64)
-                if message == b"ready" and self._on_ready is not None:
-                    self._call(self._on_ready)
+        if self._ready.take() and self._on_ready is not None:
+            self._call(self._on_ready)
 
     def _accept(self) -> None:
         try:

@@ -21,7 +21,6 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.control import new_ready_name
 from bootseer.prefetch.mount_state import (
     MountState,
     is_alive,
@@ -36,6 +35,7 @@ from bootseer.prefetch.serve_plan import (
     plan_to_json,
 )
 from bootseer.prefetch.server_process import ServerProcess, begin_server
+from bootseer.ready_socket import new_ready_name
 
 _log = logging.getLogger(__name__)
 

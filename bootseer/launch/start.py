@@ -23,9 +23,10 @@ from bootseer.config import Settings
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
+from bootseer.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.scripts import execute
 from bootseer.timeline.otlp import START
-from bootseer.timeline.recorder import FILE_VARIABLE, READY_VARIABLE, Span, Timeline
+from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container import Container

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from bootseer.private import open_private_directory
+from bootseer.ready_socket import tell_ready
 from bootseer.redact import redact
 from bootseer.timeline.otlp import (
     READY,
@@ -30,7 +31,6 @@ from bootseer.timeline.otlp import (
 
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "BOOTSEER_TIMELINE"
-READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 # torchrun starts failed workers again in place: in a timeline that was begun before.
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -246,10 +246,4 @@ def ready() -> None:
     timeline = current()
     if timeline is not None:
         timeline.span(READY).end()
-    for name in filter(None, os.environ.get(READY_VARIABLE, "").split(",")):
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer:
-                peer.setblocking(False)
-                peer.sendto(b"ready", b"\0" + name.encode())
-        except OSError as error:
-            _log.debug("nobody listens for ready at %s: %s", name, error)
+    tell_ready()

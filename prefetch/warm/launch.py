@@ -5,7 +5,6 @@ Owns the rule that warming never costs a start more than a warning and a bounded
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 from collections.abc import Callable
@@ -21,10 +20,11 @@ from bootseer.prefetch.warm.record import WarmRecord, read_record
 from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
 from bootseer.prefetch.warm.state import node_paths, read_state, take_lock
+from bootseer.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.ready_socket import new_ready_name
 from bootseer.redact import public_url
 from bootseer.store import open_store
 
-READY_VARIABLE = "BOOTSEER_READY_SOCKETS"
 _LOG_BYTES_MAX = 2**20
 
 
@@ -34,7 +34,7 @@ def start_warming(request: WarmRequest) -> str:
     Returns once the command may start, with a warning for people or "". Never raises for a failure
     of warming. `bootseer.ready()` of the command ends a recording: the environment says where.
     """
-    request = replace(request, pid=os.getpid(), ready_name=f"bootseer-ready-{secrets.token_hex(8)}")
+    request = replace(request, pid=os.getpid(), ready_name=new_ready_name())
     try:
         warning = _start(request)
     except (BootseerError, OSError) as error:

@@ -9,7 +9,6 @@ or at a deadline. Owns the rule when to record, and what is made of a record tha
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from bootseer.prefetch.warm.record import (
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
+from bootseer.ready_socket import ReadySocket
 from bootseer.store import Store, open_store
 from bootseer.structs import asdict
 from bootseer.timeline import stage
@@ -160,9 +160,24 @@ def _ends(request: WarmRequest) -> Iterator[list[int]]:
         except OSError as error:
             raise from_oserror(error, f"watch process {request.pid}") from error
         stack.callback(os.close, command)
-        ready = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        ready.bind("\0" + request.ready_name)
-        yield [command, ready.fileno()]
+        ready = ReadySocket(request.ready_name)
+        stack.callback(ready.close)
+        said = os.eventfd(0, os.EFD_CLOEXEC)
+        stack.callback(os.close, said)
+        over, end = os.pipe2(os.O_CLOEXEC)
+        stack.callback(os.close, over)
+
+        def listen() -> None:
+            while over not in wait_readable([ready.fileno(), over], None):
+                if ready.take():
+                    os.eventfd_write(said, 1)
+                    return
+
+        listener = threading.Thread(target=listen, name="ready", daemon=True)
+        listener.start()
+        stack.callback(listener.join)
+        stack.callback(os.close, end)
+        yield [command, said]
 
 
 def _keep_deadline(request: WarmRequest) -> None:

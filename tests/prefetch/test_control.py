@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import bootseer
 from bootseer.control_socket import Command
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
-from bootseer.prefetch.control import ControlServer, ask, new_ready_name
+from bootseer.prefetch.control import ControlServer, ask
+from bootseer.ready_socket import new_ready_name
 from tests.support.waiting import wait_for
 
 
@@ -81,10 +83,21 @@ def test_a_silent_client_is_hung_up_on(directory: Path, server: str) -> None:
         assert ask(directory, "status", timeout_s=60) == {"answer": 42}
 
 
-def test_ready_and_window(server: str, events: Events) -> None:
+def test_ready_and_window(
+    directory: Path, server: str, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
-        client.sendto(b"nonsense", "\0" + server)
-        client.sendto(b"ready", "\0" + server)
+        # Its name is in /proc/net/unix: who has only that is a stranger.
+        name, _, secret = server.partition(":")
+        assert f"@{name}\n" in Path("/proc/net/unix").read_text()
+        assert secret not in Path("/proc/net/unix").read_text()
+        for message in (b"nonsense", b"ready", b"ready " + b"0" * 32, b"ready " + b"x" * 200):
+            client.sendto(message, "\0" + name)
+        # Whoever is answered after them was heard after them.
+        assert ask(directory, "status") == {"answer": 42}
+        assert not events.ready.is_set()
+    monkeypatch.setenv("BOOTSEER_READY_SOCKETS", f"nobody-here:00,{server}")
+    bootseer.ready()
     assert events.ready.wait(60)
     assert events.window.wait(60)
 
@@ -112,3 +125,13 @@ def test_a_server_that_is_gone_or_silent(directory: Path) -> None:
         listener.listen(1)
         with pytest.raises(DeadlineError, match="did not answer"):
             ask(directory, "status", timeout_s=0.2)
+
+
+def test_a_name_that_somebody_has_taken_does_not_end_the_server(directory: Path) -> None:
+    entry = new_ready_name()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as thief:
+        thief.bind("\0" + entry.partition(":")[0])
+        server = ControlServer(directory, entry, {"status": lambda: {"answer": 42}})
+        server.start(lambda: None, 1000, lambda: None)
+        assert ask(directory, "status") == {"answer": 42}
+        server.close()

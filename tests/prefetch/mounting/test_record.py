@@ -59,7 +59,8 @@ def test_ready_by_datagram_ends_the_record(node: Node) -> None:
         read_hot(node, image.directory)
         outside(
             "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
-            "s.sendto(b'ready', '\\0' + sys.argv[1])",
+            "name, _, secret = sys.argv[1].partition(':');"
+            "s.sendto(b'ready ' + secret.encode(), '\\0' + name)",
             image.ready_name,
         )
         wait_for(lambda: image.status()["record"] == "published")
