@@ -1,19 +1,20 @@
 """HTTP to one server of a registry, and to wherever it sends us.
 
-Alone uses urllib3: connection pools, certificates, proxies, and the deadline of every wait. Knows
-nothing of logins, redirects and retries. An answer's head must be there within the deadline, also
-when it trickles; its body is watched by who reads it. Thread-safe; a `Response` is for one thread.
+Uses urllib3: connection pools, certificates, proxies, and the deadline of every wait. Knows
+nothing of logins, redirects and retries. Before anything is sent to another server than the
+registry's, the address that answers is judged (`addresses`). An answer's head must be there within
+the deadline, also when it trickles; its body is watched by who reads it. Thread-safe; a `Response`
+is for one thread.
 """
 
-import contextlib
 import logging
 import socket
 import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
-from typing import BinaryIO, TypeVar
+from collections.abc import Mapping
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import urllib3
@@ -27,19 +28,21 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.registry.addresses import Reach, may_lead, reach_of
+from bootseer.registry.connections import CONNECT_S, Guarded, pool_classes
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import is_loopback
-from bootseer.registry.retry import STALL_S
 
 # It logs whole URLs, and the URL that a registry redirects to is a secret.
 logging.getLogger("urllib3").setLevel(logging.CRITICAL + 1)
 
-CONNECT_S = 10.0
-"""A TCP handshake takes three packets; two of them may be lost (1 s and 2 s) and more."""
 _CONNECTIONS_MAX = 32
+_WHERE = {
+    Reach.NETWORK: "a private network",
+    Reach.LINK: "this node's own network (link-local)",
+    Reach.MACHINE: "this machine",
+}
 _PIECE_BYTES = 2**20
-
-_Result = TypeVar("_Result")
 
 
 class Response:
@@ -84,67 +87,17 @@ class Response:
         self._raw.close()
 
 
-def _in_time(sock: socket.socket, function: Callable[[], _Result], seconds: float) -> _Result:
-    """What `function`, which reads from `sock`, returns; after `seconds` it finds the end there.
-
-    A socket's own time-out starts again with every byte.
-    """
-
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        with contextlib.suppress(OSError):
-            # Not the method of an SSL socket, which would change it under its reader.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        result = function()
-    except Exception:
-        # Whatever the shut socket made of itself in the libraries.
-        if late.is_set():
-            raise TimeoutError(f"no answer within {seconds:g} s") from None
-        raise
-    finally:
-        timer.cancel()
-    with contextlib.suppress(OSError):  # closed already, where no body follows
-        # From here on only the body is waited for.
-        sock.settimeout(min(STALL_S, seconds))
-    return result
-
-
-class _Connection(urllib3.connection.HTTPConnection):
-    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]  # as its base
-        return _in_time(self.sock, super().getresponse, self.timeout or CONNECT_S)
-
-
-class _SecureConnection(urllib3.connection.HTTPSConnection):
-    def connect(self) -> None:
-        super().connect()
-        # Whoever wrote `skip_verify` knows; urllib3 would warn at each request.
-        self.is_verified = True
-
-    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]  # as its base
-        return _in_time(self.sock, super().getresponse, self.timeout or CONNECT_S)
-
-
-class _Pool(urllib3.HTTPConnectionPool):
-    ConnectionCls = _Connection
-
-
-class _SecurePool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _SecureConnection
-
-
 class Transport:
     """Connections to one `Host`, and to others on its behalf."""
 
     def __init__(self, host: Host, deadline_s: float) -> None:
         self._host = host
         self._deadline_s = deadline_s
+        parts = urlsplit(host.base_url)
+        port = parts.port or urllib3.connection.port_by_scheme[parts.scheme]
+        self._own = ((parts.hostname or "").lower(), port)
+        # Until it has been seen, as behind a proxy: what may lead to the least.
+        self._own_reach = _literal_reach(self._own[0]) or Reach.EVERYBODY
         self._managers: dict[str, urllib3.PoolManager] = {}
         self._lock = threading.Lock()
 
@@ -161,9 +114,12 @@ class Transport:
         may take the deadline and `more_s`.
 
         Raises: UnavailableError, DeadlineError; PermissionDeniedError for a certificate that is
-        not trusted; InvalidInputError.
+        not trusted, and for a server that this registry may not send us to; InvalidInputError.
         """
         parts = urlsplit(url)
+        reach = _literal_reach(parts.hostname or "")
+        if reach is not None and (parts.hostname or "") != self._own[0]:
+            self._check(reach, parts.hostname or "")
         server = parts.netloc.rpartition("@")[2]
         manager = self._manager(parts.scheme, parts.hostname or "")
         try:
@@ -185,6 +141,26 @@ class Transport:
         except (exceptions.HTTPError, OSError, ValueError) as error:
             raise _error(error, server) from error
         return Response(raw, server)
+
+    def _check(self, reach: Reach, server: str) -> None:
+        """Raises: PermissionDeniedError."""
+        if not may_lead(self._own_reach, reach):
+            raise PermissionDeniedError(
+                f"{self._host.name} sends us to {server}, which is in "
+                f"{_WHERE[reach]}, and it is not there itself; refused"
+            )
+
+    def _guard(self, connection: Guarded, sock: socket.socket) -> None:
+        address = str(sock.getpeername()[0])
+        reach = reach_of(address)
+        if (connection.host.strip("[]").lower(), connection.port) == self._own:
+            self._own_reach = reach
+            return
+        try:
+            self._check(reach, f"{connection.host} ({address})")
+        except BaseException:
+            sock.close()
+            raise
 
     def _manager(self, scheme: str, host: str) -> urllib3.PoolManager:
         proxy = self._host.proxy or _proxy(scheme, host)
@@ -209,9 +185,11 @@ class Transport:
                 ssl_context=context,
                 maxsize=_CONNECTIONS_MAX,
             )
+            # What a name means behind a proxy is for that to judge.
+            manager.pool_classes_by_scheme = pool_classes(lambda connection, sock: None)
         else:
             manager = urllib3.PoolManager(ssl_context=context, maxsize=_CONNECTIONS_MAX)
-        manager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+            manager.pool_classes_by_scheme = pool_classes(self._guard)
         return manager
 
     def _context(self) -> ssl.SSLContext:
@@ -237,6 +215,14 @@ class Transport:
             managers, self._managers = self._managers, {}
         for manager in managers.values():
             manager.clear()
+
+
+def _literal_reach(host: str) -> Reach | None:
+    """Of a host that is an address; None for a name."""
+    try:
+        return reach_of(host)
+    except ValueError:
+        return None
 
 
 def _no_password() -> str:
@@ -265,6 +251,8 @@ def _error(error: BaseException, server: str) -> BootseerError:
     cause: BaseException | None = error
     reason = ""
     while cause is not None and not reason:
+        if isinstance(cause, BootseerError):
+            return cause
         if isinstance(cause, ssl.SSLCertVerificationError):
             return PermissionDeniedError(
                 f"the certificate of {server} is not trusted ({cause.verify_message}); give its "

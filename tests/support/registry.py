@@ -256,8 +256,8 @@ class _Server(ThreadingHTTPServer):
         """A client that has gone is no matter."""
 
 
-def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    """A server on a free loopback port; end it with shutdown() and server_close()."""
-    server = _Server(("127.0.0.1", 0), handler)
+def serve(handler: type[BaseHTTPRequestHandler], address: str = "127.0.0.1") -> ThreadingHTTPServer:
+    """A server on a free port of a loopback address; end it with shutdown() and server_close()."""
+    server = _Server((address, 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
