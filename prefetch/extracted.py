@@ -164,7 +164,8 @@ def _extract(settings: Settings, obtained: ObtainedImage, target: Path) -> None:
                 return local[blob].read(offset, length)
             return store.read(keys[blob], offset, length)
 
-        extract(tree, read, target, allow_devices=can_mount_directly())
+        is_root = can_mount_directly()
+        extract(tree, read, target, allow_devices=is_root, skip_devices=not is_root)
 
 
 def _lock(directory: Path) -> bool:

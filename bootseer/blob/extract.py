@@ -69,6 +69,7 @@ def extract(
     files: Sequence[int] = (),
     owners: bool | None = None,
     allow_devices: bool = False,
+    skip_devices: bool = False,
     in_place: bool = False,
     durable: bool = False,
     recorded: bytes = b"",
@@ -90,8 +91,9 @@ def extract(
     `on_progress` is called with counts of content bytes written.
 
     On failure nothing remains. Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError
-    (also for device nodes without `allow_devices`), InvalidInputError (beyond a limit),
-    CorruptError, and whatever `read` raises.
+    (also for device nodes, unless `allow_devices` makes them or `skip_devices` leaves them out, in
+    one line of the log), InvalidInputError (beyond a limit), CorruptError, and whatever `read`
+    raises.
     """
     if processes is not None and processes < 1:
         raise InvalidInputError(f"processes is {processes}, not 1 or more")
@@ -128,8 +130,19 @@ def extract(
             if pool is not None:
                 stack.callback(pool.close)
             plan = plan_extraction(
-                tree, max_files=max_files, max_bytes=max_bytes, allow_devices=allow_devices
+                tree,
+                max_files=max_files,
+                max_bytes=max_bytes,
+                allow_devices=allow_devices,
+                skip_devices=skip_devices,
             )
+            if plan.devices:
+                shown = os.fsdecode(tree.path(tree.columns.name_inode[plan.devices[0]]))
+                _log.warning(
+                    "%d device nodes are left out, such as %s: only root can make them",
+                    len(plan.devices),
+                    shown,
+                )
             more = {"is_verified": is_verified, "file_count": len(files)}
             columns = worker_columns(tree, plan, asdict(settings) | more, recorded)
             records = make_records(tree, recorded, pool)

@@ -40,6 +40,8 @@ class Plan(Struct, frozen=True):
     large: list[int]
     others: list[int]
     """Symbolic links, fifos, sockets, devices."""
+    devices: list[int]
+    """The device nodes that are skipped, by their first names."""
     links: list[tuple[int, int]]
     """(further name, first name of the same inode)"""
     with_xattrs: list[int]
@@ -100,10 +102,15 @@ class Plan(Struct, frozen=True):
 
 
 def plan_extraction(
-    tree: Tree, *, max_files: int, max_bytes: int, allow_devices: bool = False
+    tree: Tree,
+    *,
+    max_files: int,
+    max_bytes: int,
+    allow_devices: bool = False,
+    skip_devices: bool = False,
 ) -> Plan:
     """Raises: InvalidInputError beyond a limit; PermissionDeniedError for a device node that is
-    not allowed; CorruptError for contents that make no sense."""
+    neither allowed nor to be skipped; CorruptError for contents that make no sense."""
     c = tree.columns
     if tree.name_count > max_files:
         raise InvalidInputError(f"{tree.name_count} names are more than the {max_files} allowed")
@@ -117,6 +124,7 @@ def plan_extraction(
     others: list[int] = []
     links: list[tuple[int, int]] = []
     with_xattrs: list[int] = []
+    devices: list[int] = []
     modes, starts, xattrs, sizes = c.mode, c.extent_start, c.xattr, c.size_bytes
     extents = (c.extent_file_offset, c.extent_blob, c.extent_blob_offset, c.extent_length)
     file_offsets, blobs, blob_offsets, lengths = extents
@@ -154,11 +162,18 @@ def plan_extraction(
         elif stat.S_ISDIR(mode):
             directories.append(i)
         else:
-            if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not allow_devices:
+            is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+            if is_device and skip_devices:
+                devices.append(i)
+                continue
+            if is_device and not allow_devices:
                 raise PermissionDeniedError(
                     f"{quoted(tree.path(number))} is a device node, which is not allowed here"
                 )
             others.append(i)
+    if devices:
+        skipped = set(devices)
+        links = [pair for pair in links if pair[1] not in skipped]
     files.sort()
     large.sort()
     group_start, task_bytes = _groups(tree, files)
@@ -173,6 +188,7 @@ def plan_extraction(
         _parents_first(tree, directories),
         large_files,
         others,
+        devices,
         links,
         with_xattrs,
         array("I", [*(i for _, _, i, _ in files), *empty]),

@@ -105,6 +105,19 @@ def test_of_two_extractions_to_one_target_one_wins(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["x"]
 
 
+def test_devices_are_left_out_with_all_their_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Inode(stat.S_IFBLK | 0o660, rdev=os.makedev(8, 0))
+    names = [(b"a", 1), (b"b", 2), (b"c", 1), (b"d", 2), (b"e", 3)]
+    inodes = [DIR, device, Inode(stat.S_IFIFO | 0o644), Inode(stat.S_IFREG | 0o644)]
+    extract(build_tree(names, inodes, []), unused, tmp_path / "out", skip_devices=True)
+    assert sorted(os.listdir(tmp_path / "out")) == ["b", "d", "e"]
+    assert (tmp_path / "out/b").stat().st_nlink == 2
+    (line,) = caplog.messages
+    assert "1 device nodes" in line
+
+
 def test_limits_and_devices(tmp_path: Path) -> None:
     tree = build_tree([(b"null", 1)], [DIR, Inode(stat.S_IFCHR | 0o666, rdev=os.makedev(1, 3))], [])
     with pytest.raises(PermissionDeniedError, match="null"):

@@ -1,7 +1,12 @@
 """Where no image can be mounted it is extracted: the right one, and all of it."""
 
 import fcntl
+import json
 import os
+import shutil
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +19,9 @@ from bootseer.config import Settings
 from bootseer.prefetch import extracted
 from bootseer.prefetch.catalogue import publish_image
 from bootseer.prefetch.extracted import prepare_extracted
+from bootseer.prefetch.settings_json import settings_to_json
 from bootseer.store import open_store
-from tests.support.image_mounts import index, settings_at
+from tests.support.image_mounts import index, settings_at, skip_unless_root
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -63,6 +69,41 @@ def test_a_record_with_a_stolen_identity_brings_no_other_image(
         publish_image(store, replace(evil, identity=good.identity))
     assert words(settings, "evil") == {"evil", "20"}
     assert words(settings, "good") == {"good", "20"}
+
+
+@pytest.mark.root
+def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Images that debootstrap has made have /dev/console and the like."""
+    skip_unless_root()
+    if not shutil.which("setpriv"):
+        pytest.skip("becoming another user needs setpriv")
+    root = plain(tmp_path, "root", "word")
+    (root / "dev").mkdir()
+    os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))
+    index(settings, root, "debian")
+    subprocess.run(["chown", "-R", "65534:65534", tmp_path], check=True)
+    for folder in tmp_path.parents:
+        if folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    code = """
+import json, logging, os, sys
+from bootseer.prefetch.extracted import prepare_extracted
+from bootseer.prefetch.settings_json import settings_from_json
+logging.basicConfig()
+container = prepare_extracted(settings_from_json(json.loads(sys.argv[1])), "debian")
+print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))
+"""
+    user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    done = subprocess.run(
+        [*user, sys.executable, "-c", code, json.dumps(settings_to_json(settings))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[] 21\n"), done.stderr
+    assert "dev/console" in done.stderr
 
 
 def test_a_remover_that_is_killed_leaves_no_half_of_an_image(
