@@ -92,7 +92,9 @@ _HARMLESS = frozenset(_HARMLESS_PROGRAMS.split())
 _READERS: dict[str, Callable[[list[str]], list[str]]] = {
     "cat": lambda words: positional(words, set()),
     "cp": lambda words: positional(words, {"-t", "-S"})[: None if "-t" in words else -1],
-    "install": lambda words: positional(words, {"-t", "-m", "-o", "-g", "-S"})[:-1],
+    "install": lambda words: positional(words, {"-t", "-m", "-o", "-g", "-S"})[
+        : None if "-t" in words else -1
+    ],
     "unzip": lambda words: positional(words, {"-d", "-x"})[:1],
     "tar": lambda words: (
         [word for word in positional(words, {"-C", "--directory"}) if "." in word]
