@@ -120,6 +120,18 @@ def test_sigterm_unmounts(tmp_path: Path, mountpoint: Path, local_url: str) -> N
         assert not os.path.ismount(mountpoint)
 
 
+def test_a_save_that_does_not_end_after_sigterm_leaves_the_old_file(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url, shutdown_s=0.5) as mount:
+        writer = start_slow_writer(mountpoint)
+        os.kill(mount.pid, signal.SIGTERM)
+        wait_until_gone(mount.pid)
+        assert not os.path.ismount(mountpoint)
+        end(writer)
+    assert_only_the_old_file(tmp_path, local_url)
+
+
 def test_the_mount_ends_with_the_process_it_is_for(
     tmp_path: Path, mountpoint: Path, local_url: str
 ) -> None:
