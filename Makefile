@@ -36,13 +36,19 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test fuzz test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/ready
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+# Mutations of all that is read from disks and networks, for so long; a failing input is kept in
+# .fuzz, and `python -m tests.fuzz TARGET FILE` reads it again.
+MINUTES ?= 10
+fuzz: $(VENV)/ready
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 # With the containerd of Debian's next release, 2.x: not in `test`, since it changes from day to day.
 test-containerd-2: system-test $(VENV)/ready

@@ -4,11 +4,11 @@ Pure. Each function raises CorruptError naming `where` the document came from, a
 `parse_versioned` UnknownFormatError.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from bootseer.bounded_json import parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
@@ -23,12 +23,7 @@ COUNT_MAX = 2**53
 
 def parse(data: bytes, size_max: int, where: str) -> Any:
     """The document in `data`, of at most `size_max` bytes."""
-    if len(data) > size_max:
-        raise CorruptError(f"{where} is larger than {size_max} bytes")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where} is not valid JSON") from error
+    return parse_json(data, where, size_max)
 
 
 def parse_versioned(

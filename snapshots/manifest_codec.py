@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bootseer.bounded_json import parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.snapshots.manifest import (
     EARLIER_MAX,
@@ -33,10 +34,10 @@ LAYERED_VERSION = 2
 them must not read it, since its garbage collector would delete them."""
 
 # Bounds that no honest manifest comes near; deletions of a whole conda environment take 10 MB.
-MANIFEST_BYTES_MAX = 256 * 1024 * 1024
+MANIFEST_BYTES_MAX = 128 * 1024 * 1024
 TARGETS_MAX = 1000
 PARTS_MAX = 100_000
-DELETIONS_MAX = 5_000_000
+DELETIONS_MAX = 4_000_000
 PATH_BYTES_MAX = 1024 * 1024
 SIZE_BYTES_MAX = 1 << 50
 INDEX_BYTES_MAX = 4 << 30
@@ -104,12 +105,7 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     Raises: CorruptError, also where it is another snapshot's; UnknownFormatError for a version
     that this release does not know.
     """
-    if len(data) > MANIFEST_BYTES_MAX:
-        raise CorruptError(f"a snapshot manifest of {len(data)} bytes is too large")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"a snapshot manifest is not valid JSON: {error}") from None
+    document = parse_json(data, "a snapshot manifest", MANIFEST_BYTES_MAX)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptError("this is not a snapshot manifest")
     version = document.get("version")

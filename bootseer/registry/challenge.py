@@ -22,6 +22,7 @@ def parse_challenges(header: str) -> Sequence[Challenge]:
     """All challenges in a header's value; what cannot be understood ends the list."""
     text = header[:_HEADER_CHARACTERS_MAX]
     challenges: list[Challenge] = []
+    parameters: dict[str, str] = {}
     position = 0
     while position < len(text):
         if text[position] in " \t,":
@@ -31,13 +32,13 @@ def parse_challenges(header: str) -> Sequence[Challenge]:
         if parameter and challenges:
             name, quoted, plain = parameter.groups()
             value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else plain
-            parameters = {**challenges[-1].parameters, name.lower(): value}
-            challenges[-1] = Challenge(challenges[-1].scheme, parameters)
+            parameters[name.lower()] = value
             position = parameter.end()
             continue
         scheme = _SCHEME.match(text, position)
         if scheme is None:
             break
-        challenges.append(Challenge(scheme[1].lower(), {}))
+        parameters = {}
+        challenges.append(Challenge(scheme[1].lower(), parameters))
         position = scheme.end()
     return challenges

@@ -1,17 +1,19 @@
 """Manifests and indexes of manifests: what they are called, and their digests and JSON. Pure."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
+from bootseer.bounded_json import parse_json
 from bootseer.errors import CorruptError
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+DOCUMENT_BYTES_MAX = 8 * 2**20
+"""Registries refuse manifests above 4 MiB; a configuration with a long history may be larger."""
 INDEX_TYPES = (INDEX_TYPE, "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFEST_TYPES = (MANIFEST_TYPE, "application/vnd.docker.distribution.manifest.v2+json")
 
@@ -39,8 +41,8 @@ def fallback_tag(digest: str) -> str:
 def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     """A JSON object from a registry. Raises: CorruptError."""
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
+        document = parse_json(data, where, DOCUMENT_BYTES_MAX)
+    except CorruptError:
         document = None
     if not isinstance(document, dict):
         raise CorruptError(f"{where} sent what is not a JSON object")

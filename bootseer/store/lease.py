@@ -84,7 +84,9 @@ def decode(data: bytes) -> Record | None:
         return None
     if not isinstance(owner, str) or not isinstance(token, str) or not _TOKEN.fullmatch(token):
         return None
-    if type(expires_at_ns) is not int or type(ttl_ns) is not int:
+    if any(
+        type(time_ns) is not int or abs(time_ns) >= 2**63 for time_ns in (expires_at_ns, ttl_ns)
+    ):
         return None
     return Record(owner, token, expires_at_ns, ttl_ns)
 

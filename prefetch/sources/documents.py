@@ -24,11 +24,9 @@ from bootseer.prefetch.checked_json import (
     strings_in,
 )
 from bootseer.prefetch.records import ImageConfig
-from bootseer.registry.documents import INDEX_TYPES
+from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES
 from bootseer.registry.platforms import this_architecture, unsuitability
 
-DOCUMENT_BYTES_MAX = 8 * 2**20
-"""Registries refuse manifests above 4 MiB; a configuration with a long history may be larger."""
 LAYER_COUNT_MAX = 1000
 """Overlayfs stops at 500, Docker at 127."""
 ENTRY_COUNT_MAX = 10_000

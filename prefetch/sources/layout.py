@@ -13,7 +13,6 @@ from msgspec import Struct
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.sources.documents import (
-    DOCUMENT_BYTES_MAX,
     Descriptor,
     parse_config,
     parse_index,
@@ -22,6 +21,7 @@ from bootseer.prefetch.sources.documents import (
     verified,
 )
 from bootseer.prefetch.sources.model import TarLayer, layer_count_checked
+from bootseer.registry.documents import DOCUMENT_BYTES_MAX
 
 OpenFile = Callable[[str], BinaryIO]
 """Opens a file by its path in the layout. Raises: NotFoundError."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.sources.documents import (
-    DOCUMENT_BYTES_MAX,
     Descriptor,
     Manifest,
     parse_config,
@@ -19,7 +18,7 @@ from bootseer.prefetch.sources.documents import (
 )
 from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
 from bootseer.registry.client import RegistryClient, open_registry_client
-from bootseer.registry.documents import INDEX_TYPES, Document
+from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES, Document
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
 from bootseer.registry.reference import Reference
 from bootseer.registry.reference import parse_reference as parse_image_name

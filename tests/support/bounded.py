@@ -22,6 +22,26 @@ def run_bounded(
     Fails the test where it raised anything else, or took more than `memory_bytes` beyond what this
     process has, or more than `cpu_s` of CPU time.
     """
+    code = _code_of(call, refusals, memory_bytes, cpu_s)
+    assert code in (OK, REFUSED), (
+        f"it was ended by signal {-code}: it took more than {cpu_s} s of CPU time"
+        if code < 0
+        else "it failed with something else than it may, or for want of memory; see stderr"
+    )
+    return code == OK
+
+
+def ended_well(call: Callable[[], object], *, memory_bytes: int, cpu_s: int) -> bool:
+    """Call it as `run_bounded` does; False where that would fail the test."""
+    return _code_of(call, (), memory_bytes, cpu_s) == OK
+
+
+def _code_of(
+    call: Callable[[], object],
+    refusals: tuple[type[Exception], ...],
+    memory_bytes: int,
+    cpu_s: int,
+) -> int:
     pid = os.fork()
     if not pid:
         status = BROKEN
@@ -31,13 +51,7 @@ def run_bounded(
         finally:
             os._exit(status)
     _, ended = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(ended)
-    assert code in (OK, REFUSED), (
-        f"it was ended by signal {-code}: it took more than {cpu_s} s of CPU time"
-        if code < 0
-        else "it failed with something else than it may, or for want of memory; see stderr"
-    )
-    return code == OK
+    return os.waitstatus_to_exitcode(ended)
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:

@@ -1,0 +1,217 @@
+"""What registries, HDFS and the kernel send, and the files that say how to reach them."""
+
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
+from bootseer.fuse.kernel import wire
+from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
+from bootseer.fuse.kernel.operations import Caller, Operations
+from bootseer.prefetch.sources import documents
+from bootseer.registry.challenge import parse_challenges
+from bootseer.registry.documents import parse_object
+from bootseer.registry.hosts import parse_hosts
+from bootseer.store import hdfs_protobuf as pb
+from bootseer.store.hdfs_datanode import DataNodes, _Connection, _headers
+from bootseer.store.hdfs_replicas import Replica
+from bootseer.store.hdfs_rpc import UNANSWERED, NameNode, StoredBlock
+from bootseer.store.hdfs_rpc_frames import result_of
+from bootseer.store.opened import Attempt
+from tests.fuzz import samples
+from tests.fuzz.harness import Target
+from tests.fuzz.mutations import mutated, mutated_json_bytes
+
+# ---- HDFS ---------------------------------------------------------------------------------------
+
+
+def _delimited(*messages: bytes) -> bytes:
+    return b"".join(pb.varint(len(message)) + message for message in messages)
+
+
+def _answers() -> list[bytes]:
+    head = pb.number(1, 0) + pb.number(2, 0)
+    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1) + pb.number(4, 1000)
+    identity = (
+        pb.text(1, "127.0.0.1") + pb.text(2, "host") + pb.text(3, "uuid") + pb.number(4, 9866)
+    )
+    info = pb.blob(1, identity) + pb.text(8, "/rack")
+    located = (
+        pb.blob(1, block) + pb.number(2, 0) + pb.blob(3, info) * 2 + pb.number(4, 0)
+        + pb.blob(5, pb.blob(1, b"token")) + pb.number(7, 1) + pb.text(8, "storage")
+    )  # fmt: skip
+    blocks = pb.number(1, 1000) + pb.blob(2, located) * 2 + pb.number(3, 0) + pb.blob(4, located)
+    status = pb.number(11, 2**27) + pb.number(1, 1)
+    usage = pb.number(3, 5) + pb.number(4, 10)
+    failed = (
+        pb.number(2, 1) + pb.text(4, "org.apache.X") + pb.text(5, "is not the lease owner (=a: /")
+    )
+    return [
+        _delimited(head, pb.blob(1, blocks)),
+        _delimited(head, pb.blob(1, located)),
+        _delimited(head, pb.blob(1, status)),
+        _delimited(head, pb.blob(1, usage)),
+        _delimited(head, pb.number(1, 1000) + pb.number(3, 500)),
+        _delimited(failed),
+    ]
+
+
+class _Answered(NameNode, frozen=True):
+    """A NameNode that says what a test says."""
+
+    answer: bytes = b""
+
+    def _call(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
+        return result_of(self.answer)
+
+
+def _read_answer(data: bytes) -> None:
+    node = _Answered((), "user", 1.0, answer=data)
+    for ask in (
+        lambda: node.stored_blocks("/f", 2**40),
+        lambda: node.writing_servers("/f"),
+        lambda: node.add_block("/f", "holder", ()).block_of(1),
+        lambda: node.plain_block_bytes("/f"),
+        node.capacity,
+        node.default_block_bytes,
+        lambda: node.quota("/"),
+        lambda: node.complete("/f", "holder", b""),
+    ):
+        try:
+            ask()
+        except UNANSWERED:
+            pass
+
+
+_LENGTH = 3000
+
+
+@st.composite
+def _transfers(draw: st.DrawFn) -> bytes:
+    """What a DataNode sends for a read of `_LENGTH` bytes: its response, then packets."""
+    checksum = pb.number(1, 0) + pb.number(2, 512)
+    body = pb.number(1, 0) + pb.blob(4, pb.blob(1, checksum) + pb.number(2, 0))
+    response = draw(mutated((_delimited(body),))) if draw(st.booleans()) else _delimited(body)
+    size = draw(st.sampled_from((512, 1024, 4096, 1, 7)))
+    heads = _headers(0, 3072, size)
+    count = len(heads) // 31
+    packets = b"".join(
+        heads[31 * n : 31 * n + 31] + b"x" * min(size, max(3072 - size * n, 0))
+        for n in range(count)
+    )
+    return response + draw(mutated((packets,)))
+
+
+def _read_transfer(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(1)
+        theirs.sendall(data[: 2**16])
+        theirs.shutdown(socket.SHUT_WR)
+        nodes = DataNodes(5)
+        connection = _Connection(("127.0.0.1", 1), ours)
+        nodes._take = lambda address: connection  # type: ignore[method-assign]
+        block = StoredBlock(0, 4096, b"block", b"token", (Replica(("127.0.0.1", 1)),))
+        buffer = bytearray(_LENGTH)
+        assert nodes.read_into([block], 0, memoryview(buffer), Attempt()) in (0, _LENGTH)
+        nodes.close()
+
+
+# ---- registries ---------------------------------------------------------------------------------
+
+_DESCRIPTOR: dict[str, Any] = {
+    "digest": samples.DIGEST, "size": 5, "mediaType": "application/vnd.oci.image.layer.v1.tar",
+    "annotations": {"org.opencontainers.image.ref.name": "v1"},
+    "platform": {"architecture": "amd64", "os": "linux"},
+}  # fmt: skip
+_DOCUMENTS: list[Any] = [
+    {"schemaVersion": 2, "manifests": [_DESCRIPTOR, _DESCRIPTOR]},
+    {"schemaVersion": 2, "config": _DESCRIPTOR, "layers": [_DESCRIPTOR]},
+    {"architecture": "amd64", "config": {"Env": ["A=1"], "Cmd": ["x"], "User": "9"},
+     "rootfs": {"type": "layers", "diff_ids": [samples.DIGEST]}},
+    [{"Config": "c.json", "RepoTags": ["a:b"], "Layers": ["l/layer.tar"]}],
+]  # fmt: skip
+
+
+def _read_document(data: bytes) -> None:
+    for read in (
+        documents.parse_index,
+        documents.parse_manifest,
+        documents.parse_config,
+        documents.parse_archive_manifest,
+        parse_object,
+    ):
+        try:
+            read(data, "a document")
+        except (CorruptError, UnknownFormatError, InvalidInputError):
+            pass
+
+
+_HOSTS = b"""
+server = "https://registry.example"
+[host."https://mirror.example:5000/v2/x"]
+  capabilities = ["pull", "resolve"]
+  ca = ["a.crt", "b.crt"]
+  client = [["a.cert", "a.key"], "b.pem"]
+  skip_verify = true
+  override_path = true
+  [host."https://mirror.example:5000/v2/x".header]
+    x-a = ["1", "2"]
+"""
+_CHALLENGE = b'Bearer realm="https://a/token",service="x",scope="a\\"b", Basic realm=y, error=1'
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+_OPCODES = sorted(
+    value
+    for name, value in vars(wire).items()
+    if name.isupper() and isinstance(value, int) and 0 < value < 60
+)
+
+
+# One for all: it reports a kind of failure once.
+_DISPATCHER = Dispatcher(Operations(), None)
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> bytes:
+    """The number of an operation, a node, and a request's body."""
+    opcode = draw(st.sampled_from(sorted(set(_OPCODES))))
+    body = draw(
+        mutated((b"name\0", b"name\0other\0", bytes(96), b"\xff" * 128, bytes(40) + b"a\0b\0"))
+    )
+    return struct.pack("<IQ", opcode, draw(st.sampled_from((1, 0, 2**64 - 1)))) + body
+
+
+def _read_request(data: bytes) -> None:
+    opcode, node = struct.unpack_from("<IQ", data)
+    caller = Caller(0, 0, 1, 0)
+    answer = _DISPATCHER.answer(opcode, caller, node, memoryview(data)[12:])
+    assert answer is None or isinstance(answer, Answer)
+    if answer is not None:
+        assert 0 <= answer.error <= 511
+        assert not (answer.error and answer.body)
+
+
+NETWORK_TARGETS = (
+    Target("hdfs-answer", mutated(_answers()), _read_answer, (BootseerError,)),
+    Target("hdfs-transfer", _transfers(), _read_transfer, ()),
+    Target("registry-document", mutated_json_bytes(_DOCUMENTS), _read_document, ()),
+    Target(
+        "registry-hosts",
+        mutated((_HOSTS,)),
+        lambda data: parse_hosts(data, "registry.example", Path("/x/hosts.toml")),
+        (InvalidInputError,),
+    ),
+    Target(
+        "registry-challenge",
+        mutated((_CHALLENGE,)),
+        lambda data: parse_challenges(data.decode("latin-1")),
+        (),
+    ),
+    Target("fuse-request", _requests(), _read_request, ()),
+)

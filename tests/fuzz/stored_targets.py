@@ -1,0 +1,151 @@
+"""What the store holds beside images: environments, striped files, records, leases."""
+
+import hashlib
+import json
+import struct
+from typing import Any
+
+import xxhash
+from hypothesis import strategies as st
+
+from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.fuse.striped import layout
+from bootseer.prefetch import chains, hot_store, records, relatives
+from bootseer.snapshots import manifest_codec
+from bootseer.snapshots.manifest import Manifest, Outside, Stored
+from bootseer.snapshots.manifest import Target as SnapshotTarget
+from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.store import lease, uses
+from tests.fuzz import samples
+from tests.fuzz.harness import Target
+from tests.fuzz.mutations import mutated, mutated_json, mutated_json_bytes
+
+_DAMAGED = (CorruptError, UnknownFormatError)
+_PARTS = (Part("command", '["x"]'), Part("salt", ""))
+
+
+def _manifest() -> Any:
+    stored = Stored(samples.DIGEST, 1000)
+    targets = (
+        SnapshotTarget(b"/opt/env-\xff", False, stored, Stored(samples.INDEX, 100),
+                       (b"lib/old.py", b"\xfe"), 3, 5000),
+        SnapshotTarget(b"/other", True, stored, Stored(samples.INDEX, 100), (), 0, 0,
+                       (Stored("sha256:" + "77" * 32, 7),)),
+    )  # fmt: skip
+    outside = Outside(("/etc/x",), True, 7)
+    whole = Manifest(
+        fingerprint(_PARTS), _PARTS, targets, 1, 2, "node", "base", "0.1.0", outside=outside
+    )
+    return json.loads(manifest_codec.encode(whole))
+
+
+@st.composite
+def _manifests(draw: st.DrawFn) -> bytes:
+    document = draw(mutated_json((_manifest(),)))
+    if isinstance(document, dict) and draw(st.booleans()):
+        document.pop("digest", None)
+        parts: Any = document.get("parts")
+        try:
+            document["fingerprint"] = fingerprint([Part(*part) for part in parts])
+        except (TypeError, AttributeError, ValueError):
+            pass
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        document["digest"] = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    data = json.dumps(document).encode()
+    return draw(mutated((data,))) if draw(st.integers(0, 4)) == 0 else data
+
+
+def _read_manifest(data: bytes) -> None:
+    found = manifest_codec.decode(data)
+    for target in found.targets:
+        assert target.path.startswith(b"/")
+        for path in (target.path[1:], *target.deletions):
+            assert not {b"", b".", b".."} & set(path.split(b"/"))
+    manifest_codec.encode(found)
+
+
+def _layout() -> bytes:
+    block = layout.MIN_BLOCK_BYTES
+    segments = []
+    for number, count in ((1, 1), (2, 3)):
+        size = 5 * block + 100 * number
+        parts = tuple(
+            layout.Part(f"{i:02x}", layout.part_size(size, block, count, i)) for i in range(count)
+        )
+        sums = layout.pack_checksums(list(range(-(-size // block))))
+        segments.append(layout.Segment(f"{number:032x}", size, block, block, parts, sums))
+    return layout.encode_layout(layout.Layout("f" * 32, tuple(segments)))
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> bytes:
+    """The body mutated, and then both checksums and the padding made right."""
+    good = _layout()
+    (body_bytes,) = struct.unpack_from("<Q", good, 40)
+    body = draw(mutated((good[128 : 128 + body_bytes],)))
+    head = bytearray(good[:120])
+    if draw(st.integers(0, 3)) == 0:
+        head[32:] = draw(mutated((bytes(head[32:]),)))[:88].ljust(88, b"\0")
+    else:
+        struct.pack_into("<QQ", head, 40, len(body), xxhash.xxh3_64_intdigest(body))
+    data = bytes(head) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(head))) + body
+    return data + bytes((1729 - len(data)) % 4096)
+
+
+def _read_layout(data: bytes) -> None:
+    found = layout.decode_layout(data, "f")
+    assert found.size_bytes == sum(segment.size_bytes for segment in found.segments)
+    assert layout.decode_layout(layout.encode_layout(found), "f") == found
+
+
+_CHAIN = chains.chain_ids([samples.DIGEST])[-1]
+
+
+def _records() -> list[Any]:
+    config = records.ImageConfig(env=("A=1",), diff_ids=(samples.DIGEST,))
+    layers = (records.ImageLayer(samples.DIGEST, samples.DIGEST, 7),)
+    image = records.ImageRecord("a:b", samples.DIGEST, samples.INDEX, 9, config, layers, 5, 3, 7)
+    layer = records.LayerRecord(
+        samples.DIGEST, samples.DIGEST, 7, samples.INDEX, (b"usr", b"\xff"), ((b"a", b"b"),)
+    )
+    pointer = hot_store.HotPointer(samples.INDEX, samples.DIGEST, 9, 200, samples.DIGEST, 2, 5)
+    related = [relatives.Relative(samples.INDEX, 5, ((samples.DIGEST, 7),))]
+    chain = {"kind": "bootseer-chain", "version": 1, "chain_id": _CHAIN,
+             "diff_ids": [samples.DIGEST], "index_digest": samples.INDEX}  # fmt: skip
+    use = {"kind": "bootseer-use", "version": 1, "index_digest": samples.INDEX,
+           "blob_digests": [samples.DIGEST]}  # fmt: skip
+    held = lease.Record("owner", "0" * 32, 5, 10)
+    found = [
+        json.loads(data)
+        for data in (
+            records.encode_image(image),
+            records.encode_layer(layer),
+            hot_store.encode_pointer(pointer),
+            relatives.encode(related),
+            held.encode(),
+        )
+    ]
+    return [*found, chain, use]
+
+
+def _read_record(data: bytes) -> None:
+    for read in (
+        lambda: records.decode_image(data, "x"),
+        lambda: records.decode_layer(data, "x"),
+        lambda: hot_store.decode_pointer(data, samples.INDEX, "x"),
+        lambda: relatives.decode(data, "x"),
+        lambda: chains.decode_chain(data, _CHAIN, "x"),
+        lambda: uses.decode_use(data, "x"),
+        lambda: lease.decode(data),
+    ):
+        try:
+            read()
+        except _DAMAGED:
+            pass
+
+
+STORED_TARGETS = (
+    Target("manifest", _manifests(), _read_manifest, _DAMAGED),
+    Target("layout", _layouts(), _read_layout, _DAMAGED),
+    Target("record", mutated_json_bytes(_records()), _read_record, ()),
+)

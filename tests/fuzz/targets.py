@@ -1,0 +1,7 @@
+"""All targets, by name."""
+
+from tests.fuzz.image_targets import IMAGE_TARGETS
+from tests.fuzz.network_targets import NETWORK_TARGETS
+from tests.fuzz.stored_targets import STORED_TARGETS
+
+TARGETS = {target.name: target for target in (*IMAGE_TARGETS, *NETWORK_TARGETS, *STORED_TARGETS)}
