@@ -14,16 +14,14 @@ import fcntl
 import logging
 import os
 import secrets
-import subprocess
 from pathlib import Path
 
 from bootseer.errors import BusyError, UnavailableError, from_oserror
 from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot, Usage
 from bootseer.private import make_private_directory
+from bootseer.removal import remove_tree
 
 _log = logging.getLogger(__name__)
-
-_REMOVAL_S = 600.0
 
 
 class Directories:
@@ -42,9 +40,10 @@ class Directories:
         try:
             for path in (root, self.trees, self._snapshots, self._removed):
                 make_private_directory(path)
-            # A container's processes, of whatever user, walk through here to their root.
-            for path in (root, self.trees, self._snapshots):
-                path.chmod(0o711)
+            # Earlier releases let all users in. containerd, as root, mounts what is here; a process
+            # of a container, whatever its user, only ever sees that mount.
+            for path in (root, self.trees, self._snapshots, self._removed):
+                path.chmod(0o700)
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -107,18 +106,10 @@ class Directories:
     def empty(self) -> None:
         """Remove what was set aside. May take long; never raises."""
         for path in self._removed.iterdir():
-            # A container can make directories deeper than Python's own removal goes.
-            command = ["rm", "-rf", "--one-file-system", "--", str(path)]
             try:
-                done = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVAL_S
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                _log.warning("cannot remove %s: %s", path, error)
-                continue
-            if done.returncode:
-                reason = done.stderr.decode(errors="replace").strip()[:200]
-                _log.warning("cannot remove %s: %s", path, reason)
+                remove_tree(path)
+            except OSError as error:
+                _log.warning("cannot remove all of %s: %s", path, error)
 
     def usage(self, number: int) -> Usage:
         """What the snapshot takes now. Names that vanish meanwhile do not count."""

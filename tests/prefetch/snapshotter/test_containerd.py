@@ -193,6 +193,43 @@ def test_containers_of_one_image_write_apart(site: Site) -> None:
     wait_for(lambda: not node.trees())
 
 
+def test_only_containers_see_what_is_served(site: Site) -> None:
+    """Whichever user they run as, also in a user namespace; no user of the node does."""
+    node = site.node
+    reference = site.push("closed", layers("closed"))
+    site.index("closed")
+    node.pull(reference)
+    # That of the node's own folder must not be what keeps others out.
+    node.base.chmod(0o711)
+    try:
+        mapped = ("--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536")
+        for name, options in (("root", ()), ("map", mapped)):
+            read = ("sh", "-c", "cat /opt/top && cat /proc/self/uid_map")
+            out = node.run(reference, f"closed-{name}", *read, options=options)
+            assert out.startswith("top of closed\n"), name
+            assert ("100000" in out) is (name == "map")
+        node.start(reference, "closed", "sh", "-c", "echo secret > /written; sleep 1000")
+        try:
+            wait_for(lambda: node.execute("closed", "ls", "/written", check=False).returncode == 0)
+            user = ("--user", "65534:65534", "--exec-id", "user")
+            done = node.ctr("task", "exec", *user, "closed", "cat", "/opt/top", "/opt/closed")
+            assert done.stdout == "top of closed\nclosed\n"
+            (tree,) = node.trees()
+            (upper,) = (node.root / "snapshots").glob("*/fs/written")
+            for path in (tree / "opt/top", upper, node.root / "trees", node.root / "snapshots"):
+                assert path.exists()
+                # stat says so where not even the folders above may be entered.
+                nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+                done = subprocess.run(
+                    [*nobody, "ls", path], capture_output=True, text=True, timeout=TIMEOUT_S
+                )
+                assert "Permission denied" in done.stderr, done.stdout
+        finally:
+            node.remove("closed")
+    finally:
+        node.base.chmod(0o700)
+
+
 def test_several_pulls_of_one_image_at_once(site: Site) -> None:
     node = site.node
     reference = site.push("crowd", layers("crowd"))
