@@ -57,7 +57,7 @@ def borrow(
 def _old_tree(settings: Settings, store: Store, index_digest: str) -> Tree:
     """From the node's copy, else from the store; not kept, since it is needed once."""
     try:
-        return read_kept_tree(settings.cache_dir, index_digest)
+        return read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
     except BootseerError:
         key = index_key(index_digest)
         data = store.read(key, 0, _INDEX_BYTES_MAX + 1)

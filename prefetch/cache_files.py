@@ -32,6 +32,8 @@ OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a full disk says."""
+NO_DISK = (*FULL, errno.EROFS)
+"""The disk takes nothing: no reason to fail for who could do without a cache."""
 
 LOCK_S = 60.0
 """An fsync of gigabytes takes that long on a slow disk."""

@@ -200,25 +200,29 @@ def fetch_index(store: Store, digest: str) -> bytes:
     return data
 
 
-def load_tree(store: Store, record: ImageRecord, cache_dir: Path) -> Tree:
+def load_tree(
+    store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
+) -> Tree:
     """The image's tree. Raises: as `have_index`; UnknownFormatError."""
-    return decode(have_index(store, record, cache_dir))
+    return decode(have_index(store, record, cache_dir, run_dir=run_dir))
 
 
-def have_index(store: Store, record: ImageRecord, cache_dir: Path) -> bytes:
-    """The image's index, as its digest has it. It is kept in `cache_dir` and verified at every use;
-    a copy that is damaged is fetched again.
+def have_index(
+    store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
+) -> bytes:
+    """The image's index, as its digest has it. It is kept in `cache_dir`, or for a while in
+    `run_dir` (`keep_index`), and verified at every use; a copy that is damaged is fetched again.
 
     Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
     made; UnavailableError, NoSpaceError.
     """
     with contextlib.suppress(BootseerError):
-        return read_index(cache_dir, record.index_digest)
+        return read_index(cache_dir, record.index_digest, run_dir=run_dir)
     try:
         data = fetch_index(store, record.index_digest)
     except NotFoundError as error:
         raise CorruptError(
             f"the index of image {record.reference} is missing in {store.url}; index it again"
         ) from error
-    keep_index(cache_dir, record.index_digest, data)
+    keep_index(cache_dir, record.index_digest, data, run_dir=run_dir)
     return data

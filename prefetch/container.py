@@ -28,6 +28,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.prefetch import namespaces
+from bootseer.prefetch.cache_files import NO_DISK
 from bootseer.prefetch.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.mount import MountedImage, mount_image
 from bootseer.prefetch.mount_state import is_alive, new_mount_dir
@@ -45,7 +46,7 @@ from bootseer.prefetch.process_spec import (
 from bootseer.prefetch.records import ImageConfig
 from bootseer.prefetch.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.server_process import ServerProcess, begin_server
-from bootseer.private import private_directory
+from bootseer.private import make_private_directory, private_directory
 from bootseer.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.rooted import resolve_in_root
 
@@ -243,8 +244,9 @@ def prepare_container(
         scratch = settings.cache_dir / "containers" / state_dir.name
         try:
             tree, root = state_dir / "tree", state_dir / "root"
-            for path in (tree, root, scratch):
+            for path in (tree, root):
                 private_directory(path)
+            scratch = _make_scratch(scratch, state_dir)
             options = replace(
                 options,
                 purpose="run",
@@ -263,6 +265,23 @@ def prepare_container(
                 shutil.rmtree(state_dir, ignore_errors=True)
             raise
     return Container(mounted, root, scratch, rootless, parsed)
+
+
+def _make_scratch(wanted: Path, state_dir: Path) -> Path:
+    """Where the container's writes go. Raises: BootseerError."""
+    try:
+        make_private_directory(wanted)
+    except OSError as error:
+        if error.errno not in NO_DISK:
+            raise from_oserror(error, f"make the folder {wanted}") from error
+        _log.warning(
+            "cannot make %s: %s; what the container writes goes to %s instead",
+            wanted,
+            error.strerror,
+            state_dir,
+        )
+        return private_directory(state_dir / "scratch")
+    return wanted
 
 
 def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:

@@ -119,7 +119,12 @@ class _Start:
             try:
                 record = find_image(self._store, name)
                 if self._is_same(source, record):
-                    tree = load_tree(self._store, record, self._settings.cache_dir)
+                    tree = load_tree(
+                        self._store,
+                        record,
+                        self._settings.cache_dir,
+                        run_dir=self._settings.run_dir,
+                    )
                     if source.identity is not None:
                         check_streams(tree, source.config.diff_ids, f"the record of {name}")
                     check_blobs(self._store, record)
@@ -203,7 +208,9 @@ class _Start:
             tree = merge([layer.tree for layer in layers])
             index = encode(tree)
             record = describe_image(source, name, tree, index, (), created_ns)
-            keep_index(self._settings.cache_dir, record.index_digest, index)
+            keep_index(
+                self._settings.cache_dir, record.index_digest, index, run_dir=self._settings.run_dir
+            )
             image = NodeImage(record, tuple(layer.digest for layer in layers))
             remember(lambda: self._catalogue.keep_image(image))
         except BaseException:

@@ -87,7 +87,7 @@ def _stored(
 ) -> ObtainedImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
     # Left in the node's cache, where the server takes it from without the store, and decodes it.
-    have_index(store, record, settings.cache_dir)
+    have_index(store, record, settings.cache_dir, run_dir=settings.run_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:
@@ -113,7 +113,9 @@ def image_on_node(
     cache = NodeCache(settings.cache_dir)
     streams: list[StreamCache] = []
     try:
-        for blob in read_kept_tree(settings.cache_dir, known.record.index_digest).blobs:
+        for blob in read_kept_tree(
+            settings.cache_dir, known.record.index_digest, run_dir=settings.run_dir
+        ).blobs:
             if blob.frames and not whole:
                 continue
             if not is_stored(blob) and known.is_published:

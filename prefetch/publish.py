@@ -185,9 +185,13 @@ def publish_record(
     index_digest = publish_node_image(settings, info.index_digest)
     # Of the published image, whose files have digests. Its inodes may have other numbers, where
     # another release has packed a layer.
-    tree = read_kept_tree(settings.cache_dir, index_digest)
+    tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
     if index_digest != info.index_digest:
-        entries = renumbered(read_kept_tree(settings.cache_dir, info.index_digest), tree, entries)
+        entries = renumbered(
+            read_kept_tree(settings.cache_dir, info.index_digest, run_dir=settings.run_dir),
+            tree,
+            entries,
+        )
     files, accesses = accesses_of(tree, entries)
     trace = Trace(
         index_digest,

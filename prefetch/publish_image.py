@@ -96,7 +96,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
                 _log.info("published the image %s", record.reference)
                 for layer in layers:
                     layer.share(store)
-            load_tree(store, record, settings.cache_dir)
+            load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
         catalogue.keep_published(index_digest, record)
     return record.index_digest
 

@@ -55,7 +55,12 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         state = plan.state
         write_state(plan.state_dir, state)
         await_index()
-        tree = read_kept_tree(plan.settings.cache_dir, state.index_digest, checks=plan.checks_index)
+        tree = read_kept_tree(
+            plan.settings.cache_dir,
+            state.index_digest,
+            checks=plan.checks_index,
+            run_dir=plan.settings.run_dir,
+        )
         log = AccessLog()
 
         def worker() -> TreeFileSystem:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from bootseer.errors import CorruptError, from_oserror
 from bootseer.prefetch.cache_files import (
-    FULL,
     HEADER_BYTES,
+    NO_DISK,
     OPEN_FLAGS,
     SECTOR_BYTES,
     Header,
@@ -40,8 +40,6 @@ _log = logging.getLogger(__name__)
 
 _ADVICE_BYTES = 128 * 1024
 """Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
-_NO_DISK = (*FULL, errno.EROFS)
-"""The disk takes nothing: no reason to fail for who could do without a cache."""
 
 
 class StreamCache:
@@ -65,7 +63,7 @@ class StreamCache:
                 fcntl.flock(self._data_fd, fcntl.LOCK_SH)
         except OSError as error:
             self._close_files()
-            if error.errno not in _NO_DISK:
+            if error.errno not in NO_DISK:
                 raise from_oserror(error, f"open the cache in {directory}") from error
             self._present, self._check = self._without_disk(error)
 
@@ -89,7 +87,7 @@ class StreamCache:
                 present.make_room(0, SECTOR_BYTES)
             except OSError as error:
                 present.close()
-                if error.errno not in _NO_DISK:
+                if error.errno not in NO_DISK:
                     raise
                 return self._without_disk(error)
             check = StreamCheck(
@@ -231,6 +229,8 @@ class StreamCache:
     def announce(self, offset: int, length: int) -> bool:
         """Tell the other processes of the node that this one fetches `[offset, offset + length)`;
         False when one of them does. A hint, which ends with `withdraw` or the process."""
+        if self._sums_fd < 0:
+            return True
         try:
             fcntl.lockf(self._sums_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
         except OSError as error:
@@ -240,6 +240,8 @@ class StreamCache:
 
     def withdraw(self, offset: int, length: int) -> None:
         """It is here, or it failed. Never raises."""
+        if self._sums_fd < 0:
+            return
         with contextlib.suppress(OSError):
             fcntl.lockf(self._sums_fd, fcntl.LOCK_UN, length, offset)
 

@@ -46,7 +46,7 @@ def import_command(reference: str, file: Path, workload: str | None, as_json: bo
     listed = hint_lists.parse(_read(file, hint_lists.HINTS_BYTES_MAX + 1))
     with open_current_store() as store:
         record = find_image(store, reference)
-        tree = load_tree(store, record, settings.cache_dir)
+        tree = load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
         hinted = hint_lists.trace_of(
             listed,
             tree,

@@ -118,7 +118,7 @@ def ls(reference: str, path: str, as_json: bool) -> None:
     settings = current_settings()
     with open_current_store() as store:
         record = find_image(store, reference)
-        tree = load_tree(store, record, settings.cache_dir)
+        tree = load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
     wanted = b"/".join(p for p in path.encode("utf-8", "surrogateescape").split(b"/") if p)
     number = tree.resolve(wanted)
     if number is None:

@@ -83,9 +83,11 @@ def container_layers(container: "Container") -> "Layers":
     image = container.image
     tree = None
     if isinstance(image, MountedImage):
-        cache_dir, digest = image.settings.cache_dir, image.state.index_digest
+        settings, digest = image.settings, image.state.index_digest
         # Once for all targets of a set-up: it takes as long as a scan of thousands of names.
-        tree = functools.cache(functools.partial(read_kept_tree, cache_dir, digest))
+        tree = functools.cache(
+            functools.partial(read_kept_tree, settings.cache_dir, digest, run_dir=settings.run_dir)
+        )
     return Layers(container.root, container.scratch / "upper", image.directory, tree)
 
 

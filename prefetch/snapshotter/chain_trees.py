@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from bootseer.blob.index import decode, encode
 from bootseer.blob.index import digest as digest_of
@@ -157,7 +158,7 @@ class ChainTrees:
         """The digest of the layers' merged tree, which others need not merge again."""
         data = encode(merge(self._layer_trees(store, diff_ids)))
         digest = digest_of(data)
-        keep_index(self._settings.cache_dir, digest, data)
+        keep_index(self._settings.cache_dir, digest, data, run_dir=self._settings.run_dir)
         try:
             store.publish(index_key(digest), data)
             publish_chain_index(store, diff_ids, digest)
@@ -179,15 +180,20 @@ class ChainTrees:
     def _index(self, store: Store, digest: str) -> Tree:
         """The tree of a layer or an image; its index stays in the node's cache."""
         with contextlib.suppress(BootseerError):
-            return decode(read_index(self._settings.cache_dir, digest))
+            return decode(
+                read_index(self._settings.cache_dir, digest, run_dir=self._settings.run_dir)
+            )
         data = fetch_index(store, digest)
-        keep_index(self._settings.cache_dir, digest, data)
+        keep_index(self._settings.cache_dir, digest, data, run_dir=self._settings.run_dir)
         return decode(data)
 
     def _is_kept(self, digest: str) -> bool:
         """Whether its index is in the node's cache, undamaged: a crash may have torn it."""
+        places = self._settings.cache_dir, self._settings.run_dir
+        return any(self._is_intact(index_path(place, digest), digest) for place in places)
+
+    def _is_intact(self, path: Path, digest: str) -> bool:
         try:
-            path = index_path(self._settings.cache_dir, digest)
             status = path.stat()
             # It is only ever replaced; once per file is enough for large ones.
             file = (status.st_ino, status.st_size)

@@ -112,9 +112,11 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> _Index:
     digest = item.target.index.digest
     with contextlib.suppress(BootseerError):
         # A damaged copy is no fault of the snapshot's.
-        return _Index(read_index(settings.cache_dir, digest), is_fetched=False)
+        return _Index(
+            read_index(settings.cache_dir, digest, run_dir=settings.run_dir), is_fetched=False
+        )
     data = read_encoded_tree(store, item.target)
-    keep_index(settings.cache_dir, digest, data)
+    keep_index(settings.cache_dir, digest, data, run_dir=settings.run_dir)
     return _Index(data, is_fetched=True)
 
 
