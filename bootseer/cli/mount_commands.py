@@ -143,7 +143,7 @@ def mount(
     url, directory = places[0], Path(places[1])
     settings = current_settings()
     if mkdir:
-        make_mount_point(directory)
+        make_mount_point(settings.run_dir, directory)
     spec = mount_spec(
         settings,
         url,

@@ -147,7 +147,7 @@ class CheckpointMounts:
         from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
 
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
-            take_off_dead_mounts(old)
+            take_off_dead_mounts(self._settings.run_dir, old)
             with contextlib.suppress(OSError):
                 # A young one may be another start's that is about to mount there.
                 if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
@@ -160,7 +160,7 @@ class CheckpointMounts:
 
         directory = self._directory(number)
         # Before the folder is made: a dead mount answers nobody, mkdir included.
-        take_off_dead_mounts(directory)
+        take_off_dead_mounts(self._settings.run_dir, directory)
         try:
             make_directory(directory)
         except OSError as error:

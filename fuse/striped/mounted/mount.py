@@ -138,7 +138,7 @@ def mount_spec(
         shutdown_s=shutdown_s,
     )
     spec.stripe_settings  # noqa: B018  (checks the numbers)
-    take_off_dead_mounts(path)
+    take_off_dead_mounts(settings.run_dir, path)
     if find_mount(path) is not None:
         raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
     return spec

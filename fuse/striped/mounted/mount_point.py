@@ -11,8 +11,9 @@ import logging
 import os
 from pathlib import Path
 
-from bootseer.errors import InvalidInputError, UnsupportedError, from_oserror
-from bootseer.fuse.kernel.mounts import detach, find_mount
+from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
+from bootseer.fuse.kernel.mounts import absolute, detach, find_mount
+from bootseer.fuse.striped.mounted.mount_spec import read_state
 from bootseer.fuse.striped.mounted.server import SUBTYPE
 
 _log = logging.getLogger(__name__)
@@ -26,11 +27,14 @@ _IMMUTABLE = 0x10  # FS_IMMUTABLE_FL, what `chattr +i` sets
 _NO_ATTRIBUTES = frozenset({errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
-def take_off_dead_mounts(directory: Path) -> None:
+def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
     """Take off the checkpoint mounts on `directory` whose server is gone, as after SIGKILL.
 
     A mount that answers stays. Raises: BootseerError.
     """
+    # Nor is it asked then: a server that is there but stuck would keep us waiting.
+    if _is_served(run_dir, directory):
+        return
     while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
         try:
             directory.stat()
@@ -42,9 +46,18 @@ def take_off_dead_mounts(directory: Path) -> None:
         detach(directory, lazy=True)
 
 
-def make_mount_point(directory: Path) -> None:
+def _is_served(run_dir: Path, directory: Path) -> bool:
+    """Whether a server with this run directory lives. Others, of another container, are asked."""
+    try:
+        state = read_state(run_dir, directory)
+    except BootseerError:
+        return False
+    return state is not None and state.is_running
+
+
+def make_mount_point(run_dir: Path, directory: Path) -> None:
     """Make `directory` and its parents where they are missing. Raises: BootseerError."""
-    take_off_dead_mounts(directory)
+    take_off_dead_mounts(run_dir, absolute(directory))
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
