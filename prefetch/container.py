@@ -160,6 +160,7 @@ class Container(Struct):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> "subprocess.CompletedProcess[bytes]":
         """`subprocess.run` of a program of the container, as its root user; enters it first.
 
@@ -181,6 +182,7 @@ class Container(Struct):
             stderr=stderr,
             env=self.job_environment(os.environ) if env is None else env,
             timeout=timeout,
+            pass_fds=pass_fds,
             check=False,
             preexec_fn=into_root,
         )

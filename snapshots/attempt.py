@@ -35,6 +35,8 @@ class Attempt(Struct):
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)
     """Where each target lies on this host."""
+    locks: tuple[int, ...] = ()
+    """Descriptors of the targets' locks, as long as they are held."""
     key: str = ""
     """The fingerprint; empty until it is known."""
     max_age_s: float = 0.0

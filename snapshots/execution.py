@@ -66,10 +66,10 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     if not under.renew:
         attempt.report(f"no snapshot {attempt.key[:12]} yet; running the set-up")
     look = _look_outside(attempt)
-    setup_s = run_command(attempt.request)
+    setup_s = run_command(attempt.request, attempt.locks)
     try:
         ran = Ran(setup_s, look(setup_s))
-        manifest = _publish(attempt, store, under, ran)
+        manifest, is_stored = _publish(attempt, store, under, ran)
     except Exception as error:
         if not isinstance(error, BootseerError | OSError):
             logger.exception("unexpected error in a capture")
@@ -78,10 +78,10 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     for target, path in attempt.paths.items():
         attempt.note(path, attempt.key, under.bases[target], "")
     result = attempt.result(
-        "captured",
+        "captured" if is_stored else "ran",
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,
-        moved_bytes=manifest.stored_bytes,
+        moved_bytes=manifest.stored_bytes if is_stored else 0,
         setup_s=setup_s,
         changed_outside=ran.outside.paths,
     )
@@ -91,6 +91,12 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
         attempt.report(f"the key of the snapshot does not tell {'; '.join(not_in_key)}{renewed}")
     if sentence := ran.outside.sentence():
         attempt.report(f"warning: {sentence}")
+    if not is_stored:
+        attempt.report(
+            f"warning: another node has stored snapshot {attempt.key[:12]} meanwhile, since this "
+            "one could not renew its lease; what the set-up made here is not stored"
+        )
+        return result
     attempt.report(
         f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
         f"{setup_s:.1f} s, capturing {result.seconds - setup_s - attempt.waited_s:.1f} s"
@@ -115,7 +121,10 @@ def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
     )
 
 
-def _publish(attempt: Attempt, store: Store, under: Circumstances, ran: Ran) -> Manifest:
+def _publish(
+    attempt: Attempt, store: Store, under: Circumstances, ran: Ran
+) -> tuple[Manifest, bool]:
+    """What the set-up made, and whether it is in the store: else another node's is."""
     # Here: a restore needs none of it.
     from bootseer.snapshots.layering import find_base
 
@@ -124,14 +133,14 @@ def _publish(attempt: Attempt, store: Store, under: Circumstances, ran: Ran) -> 
     base = None if under.replace else find_base(store, parts, attempt.targets)
     manifest = _captured(attempt, store, under, parts, base, ran)
     try:
-        catalogue.publish(store, manifest, replace=under.replace or under.renew)
+        is_stored = catalogue.publish(store, manifest, replace=under.replace or under.renew)
     except BusyError as error:
         if not manifest.is_layered:
             raise
         logger.info("stored whole, since what it was to share is gone: %s", error)
         manifest = _captured(attempt, store, under, parts, None, ran)
-        catalogue.publish(store, manifest, replace=under.replace or under.renew)
-    return manifest
+        is_stored = catalogue.publish(store, manifest, replace=under.replace or under.renew)
+    return manifest, is_stored
 
 
 def _captured(

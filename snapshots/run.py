@@ -39,7 +39,7 @@ from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.state import remember
 from bootseer.snapshots.target_users import check_unused, note_user, other_users
-from bootseer.store import LeaseWatch, Store, open_store
+from bootseer.store import LeaseWatch, Store, open_own_store, open_store
 
 __all__ = ["SetupResult", "run_setup"]
 
@@ -133,15 +133,16 @@ class _Run:
                     for target in attempt.targets
                 }
                 hosts = list(attempt.paths.values())
-                stack.enter_context(locked(self.settings.run_dir, hosts, deadline_s=self.wait_s))
+                run_dir = self.settings.run_dir
+                attempt.locks = stack.enter_context(
+                    locked(run_dir, hosts, deadline_s=self.wait_s, report=self.report)
+                )
                 self.is_locked = True
                 mounted.recover(self.settings, hosts)
                 working.recover(hosts, attempt.note)
                 if self.store_is_silent:
                     self._probe()
-                store = stack.enter_context(
-                    open_store(self.settings.store_url, deadline_s=self.settings.deadline_s)
-                )
+                store = stack.enter_context(open_own_store(self.settings, self.report))
                 return self._used(self._locked(store, resolved, stack))
             except SetupFailedError:
                 raise
@@ -200,7 +201,8 @@ class _Run:
         self.report(f"warning: running the set-up without a snapshot: {reason}")
         self._settle()
         self._end_server()
-        return self.attempt.result("ran", setup_s=run_command(self.attempt.request))
+        attempt = self.attempt
+        return attempt.result("ran", setup_s=run_command(attempt.request, attempt.locks))
 
     def _settle(self) -> None:
         """Before the command writes to the targets: no restore may be pending on them."""

@@ -5,13 +5,19 @@ fsspec and hdfs-native are loaded by the backends that stand on them.
 """
 
 import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
 from bootseer.store.lease import Lease, LeaseWatch
 from bootseer.store.paths import split_scheme
 from bootseer.store.store import Store
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Backend",
@@ -23,6 +29,7 @@ __all__ = [
     "Writer",
     "load_backend",
     "open_backend",
+    "open_own_store",
     "open_store",
 ]
 
@@ -83,6 +90,23 @@ def load_backend(url: str) -> None:
             import hdfs_native  # noqa: F401
 
 
-def open_store(url: str, *, deadline_s: float | None = None) -> Store:
-    """The store at `url`; see `open_backend`. Close it, or use it as a context manager."""
-    return Store(open_backend(url, deadline_s=deadline_s))
+def open_store(
+    url: str,
+    *,
+    deadline_s: float | None = None,
+    memory: Path | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Store:
+    """The store at `url`; see `open_backend` and `Store`. Close it, or use it as a context
+    manager."""
+    return Store(open_backend(url, deadline_s=deadline_s), memory=memory, say=say)
+
+
+def open_own_store(settings: Settings, say: Callable[[str], None] = logger.info) -> Store:
+    """The store of the settings, which this node remembers; as `open_store`."""
+    return open_store(
+        settings.store_url,
+        deadline_s=settings.deadline_s,
+        memory=settings.cache_dir / "stores",
+        say=say,
+    )

@@ -31,6 +31,7 @@ from bootseer.store.beneath import (
 )
 from bootseer.store.local_reader import LocalReader
 from bootseer.store.local_writer import CALL_BYTES_MAX, LocalWriter
+from bootseer.store.marked_folder import is_marked
 from bootseer.store.paths import Folder, local_root, split_path
 
 # O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
@@ -46,6 +47,13 @@ class LocalBackend(Folder):
     def __init__(self, root: Path) -> None:
         self._root = os.path.normpath(root)
         self.url = Path(self._root).as_uri()
+        # Whether the folder is marked as a store; None before it was used.
+        self._is_marked: bool | None = None
+
+    @property
+    def root(self) -> str:
+        """The folder."""
+        return self._root
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -106,6 +114,7 @@ class LocalBackend(Folder):
     def create(self, path: str, *, overwrite: bool = False) -> LocalWriter:
         names = self._names_of_file(path)
         try:
+            self._check_there()
             parent = make_directory(self._root, names[:-1])
         except OSError as error:
             raise self._making_error(error, path) from error
@@ -222,6 +231,8 @@ class LocalBackend(Folder):
                 os.close(parent)
         except OSError as error:
             raise self._error(error, "read", path) from error
+        if self._is_marked is None:
+            self._is_marked = is_marked(self._root)
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             os.close(fd)
@@ -240,7 +251,24 @@ class LocalBackend(Folder):
             return NotFoundError(f"cannot {what}: a symbolic link, which a store never follows")
         if error.errno in (errno.ESTALE, errno.EHOSTDOWN, errno.EIO):
             return UnavailableError(f"cannot {what}: {error.strerror}")
+        if error.errno == errno.ENOENT and self._is_gone():
+            return UnavailableError(
+                f"cannot {what}: {self._root} is not the folder that it was; is it mounted?"
+            )
         return from_oserror(error, what)
+
+    def _is_gone(self) -> bool:
+        """Whether the folder was there and is not any more, as after the unmounting of a share."""
+        if self._is_marked is None:
+            if os.path.isdir(self._root):
+                self._is_marked = is_marked(self._root)
+            return False
+        return not os.path.isdir(self._root) or (self._is_marked and not is_marked(self._root))
+
+    def _check_there(self) -> None:
+        """Before something is made: it must not be made where a share was. Raises: OSError."""
+        if self._is_marked and self._is_gone():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _making_error(self, error: OSError, path: str) -> BootseerError:
         if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from bootseer.closing import Closing
@@ -18,12 +18,14 @@ from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.clock import storage_time_ns
 from bootseer.store.lease import Lease, LeaseWatch, acquire
+from bootseer.store.marked_folder import MARK, admit, remember
 from bootseer.store.paths import split_path
 from bootseer.store.publish import TEMPORARY, publish_object
 
 logger = logging.getLogger(__name__)
 
 KEY_MAX_BYTES = 1024
+_HIDDEN = (TEMPORARY, MARK)
 # A publish that took longer than this is dead. Compared with the storage's own clock, so it
 # must exceed any clock skew by far.
 STALE_AFTER_S = 24 * 3600
@@ -32,8 +34,22 @@ STALE_AFTER_S = 24 * 3600
 class Store(Closing):
     """Objects under keys in one backend."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        memory: Path | None = None,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        """`memory`: where this node remembers which folders it has used as stores; `say` gets a
+        sentence where a new one begins."""
         self.backend = backend
+        # Only folders carry marks.
+        self._root: str | None = getattr(backend, "root", None)
+        self._memory = memory
+        self._say = say
+        self._is_admitted = False
+        self._is_remembered = False
         self._swept = False
         self._lock = threading.Lock()
 
@@ -47,7 +63,11 @@ class Store(Closing):
 
         Raises: NotFoundError, UnavailableError, DeadlineError.
         """
-        return self.backend.read(check_key(key), offset, length)
+        data = self.backend.read(check_key(key), offset, length)
+        if self._root and not self._is_remembered:
+            self._is_remembered = True
+            remember(self._root, self._memory)
+        return data
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset`; the count is short only at the end of the object."""
@@ -87,6 +107,7 @@ class Store(Closing):
         check_key(key)
         if not replace and self._occupied(key):
             return False
+        self._admit_once()
         self._sweep_once()
         return publish_object(self.backend, key, data, replace=replace)
 
@@ -118,7 +139,7 @@ class Store(Closing):
         infos.sort(key=lambda info: info.path + "/" if info.is_dir else info.path)
         for info in infos:
             name = info.path[skip:]
-            if not name.startswith(start) or (not folder and name == TEMPORARY):
+            if not name.startswith(start) or (not folder and name in _HIDDEN):
                 continue
             if info.is_dir:
                 yield from self._walk(info.path, "")
@@ -139,6 +160,7 @@ class Store(Closing):
         A lease whose holder died can be had when it has expired; see `bootseer.store.lease`. Who
         asks again and again gives the same `watch`: then a holder's wrong clock does not matter.
         """
+        self._admit_once()
         return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
     def time_ns(self) -> int:
@@ -161,6 +183,16 @@ class Store(Closing):
             self.backend.delete(info.path, recursive=info.is_dir)
         return len(stale)
 
+    def _admit_once(self) -> None:
+        """Before anything is made in a folder. Raises: UnavailableError where a store was there
+        and is not now; BootseerError."""
+        with self._lock:
+            if self._root and not self._is_admitted:
+                sentence = admit(self._root, self._memory)
+                if sentence:
+                    self._say(sentence)
+            self._is_admitted = True
+
     def _sweep_once(self) -> None:
         with self._lock:
             if self._swept:
@@ -179,7 +211,7 @@ class Store(Closing):
 def check_key(key: str) -> str:
     """`key`, when it is one. Raises: InvalidInputError."""
     names = split_path(key)
-    if not names or names[0] == TEMPORARY or len(key) > KEY_MAX_BYTES:
+    if not names or names[0] in _HIDDEN or len(key) > KEY_MAX_BYTES:
         raise InvalidInputError(f"{key[:80]!r} is not a key of a store")
     try:
         size_bytes = len(key.encode())

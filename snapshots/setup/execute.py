@@ -6,6 +6,7 @@ Stateless; any thread that may start processes.
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 
 from bootseer.errors import BootseerError, SetupFailedError, exit_code_of
 from bootseer.snapshots.setup.request import Request, working_directory
@@ -14,8 +15,9 @@ from bootseer.snapshots.setup.request import Request, working_directory
 _STDERR = 2
 
 
-def run_command(request: Request) -> float:
-    """Run it; how many seconds it took. Raises: SetupFailedError."""
+def run_command(request: Request, locks: Sequence[int]) -> float:
+    """Run it; how many seconds it took. `locks`: descriptors that it inherits, so that nobody else
+    changes the targets while it runs, should this process be killed. Raises: SetupFailedError."""
     started = time.monotonic()
     command = list(request.command)
     environ = request.environ
@@ -26,6 +28,7 @@ def run_command(request: Request) -> float:
             stderr=_STDERR,
             cwd=request.directory or None,
             env=None if environ is None else dict(environ),
+            pass_fds=locks,
         )
     except BootseerError as error:
         # Of a container's runner. It may have run: as good as the command's own failure.

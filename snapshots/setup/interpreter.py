@@ -56,6 +56,7 @@ class Runner(Protocol):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> "subprocess.CompletedProcess[bytes]":
         """Raises: OSError where the program cannot be started; TimeoutExpired."""
         ...

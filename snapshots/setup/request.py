@@ -60,6 +60,7 @@ def run_plainly(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> "subprocess.CompletedProcess[bytes]":
     """The runner of a set-up on this host itself."""
 
@@ -72,6 +73,7 @@ def run_plainly(
             cwd=cwd,
             env=env,
             timeout=timeout,
+            pass_fds=pass_fds,
             check=False,
         )
 
