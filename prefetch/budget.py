@@ -1,18 +1,24 @@
 """The one deadline of a read: what is left of it for each place that is asked, and who has had it.
 
-Of a read that fails the kernel asks a second time: first it had read ahead, then it wants the page.
-So a range whose time is used up fails at once for a moment. Thread-safe.
+A store that refuses at once, as one that restarts or a share that is not mounted, is asked again
+until the deadline. Of a read that fails the kernel asks a second time: first it had read ahead,
+then it wants the page. So a range whose time is used up fails at once for a moment. Thread-safe.
 """
 
 import threading
 import time
+from collections.abc import Sequence
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, DeadlineError
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.transfer.executor import Deliver, Executor
+from bootseer.transfer.plan import Fetch
 
 _AGAIN_S = 1.0
 """The kernel's second request comes within milliseconds; a program that tries again comes later."""
+_PAUSE_S = 0.25
+_PAUSE_S_MAX = 2.0
 _RANGES_MAX = 64
 """No more than the server threads can have under way at once, several times over."""
 
@@ -31,6 +37,38 @@ class Budget:
     def part_s(self, share: float) -> float:
         """A share of what is left."""
         return share * self.left_s
+
+
+class Patience:
+    """Waits for a store that cannot be reached, until the deadline or until it is closed."""
+
+    def __init__(self, *, has_other: bool) -> None:
+        """`has_other`: there is a second source, which need not wait for the first one's end."""
+        self._has_other = has_other
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Nobody waits any more. Idempotent."""
+        self._closing.set()
+
+    def demand(
+        self, executor: Executor, fetches: Sequence[Fetch], deliver: Deliver, budget: Budget
+    ) -> None:
+        """`executor.demand_all`, again and again until it does not end in UnavailableError.
+
+        Raises: as it does; DeadlineError when the time is used up; UnavailableError where there is
+        a second source, and when this is closed.
+        """
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                return executor.demand_all(fetches, deliver, deadline_s=budget.left_s)
+            except UnavailableError as error:
+                if self._has_other or self._closing.wait(min(pause_s, budget.left_s)):
+                    raise
+                if not budget.left_s:
+                    raise DeadlineError(f"{error}; it was asked until the deadline") from error
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
 class _Late(Struct, frozen=True):

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.cache_files import lock_file
 from bootseer.prefetch.streams import BlobStreams
 
@@ -148,6 +148,8 @@ class Fill:
                 try:
                     self._streams.fill((fetch,))
                 except BootseerError as error:
+                    if isinstance(error, CorruptError):
+                        self._streams.on_damage(fetch.chunks)
                     if not self._rest(error):
                         return False
                 else:

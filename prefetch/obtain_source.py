@@ -52,7 +52,7 @@ from bootseer.prefetch.records import ImageRecord, LayerRecord
 from bootseer.prefetch.source_names import name_of_source
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.model import ImageSource, Layer
-from bootseer.store import Store, open_store
+from bootseer.store import Store, open_own_store
 from bootseer.timeline.recorder import Span, Timeline
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class _Start:
             return self._without_source(error)
         with source, contextlib.ExitStack() as stack:
             try:
-                store = open_store(settings.store_url, deadline_s=settings.deadline_s)
+                store = open_own_store(settings)
                 self._store = stack.enter_context(store)
             except (BootseerError, OSError) as error:
                 self._give_up_store(error)

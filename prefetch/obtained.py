@@ -25,7 +25,7 @@ from bootseer.prefetch.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.publish import start_image_publisher
 from bootseer.prefetch.records import ImageRecord
 from bootseer.prefetch.stream_keys import is_stored
-from bootseer.store import Store, open_store
+from bootseer.store import Store, open_own_store
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
     check_reference(name)
     catalogue = NodeCatalogue(settings.cache_dir)
     try:
-        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+        with open_own_store(settings) as store:
             return _stored(settings, catalogue, store, find_image(store, name), say)
     except InvalidInputError:
         raise

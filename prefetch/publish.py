@@ -31,7 +31,7 @@ from bootseer.prefetch.mount_state import is_alive, take_lock
 from bootseer.prefetch.server_process import log_path
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
 from bootseer.private import private_directory, private_opener
-from bootseer.store import open_store
+from bootseer.store import open_own_store
 from bootseer.structs import asdict
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def publish_record(
         files,
         accesses,
     )
-    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+    with open_own_store(settings) as store:
         return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
 
 

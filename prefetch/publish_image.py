@@ -36,7 +36,7 @@ from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 from bootseer.prefetch.stream_keys import frames_key
-from bootseer.store import Store, open_store
+from bootseer.store import Store, open_own_store
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
         return index_digest
     lock = settings.cache_dir / "catalogue" / f"{index_digest.partition(':')[2]}.lock"
     with alone(lock, _WAIT_S, f"publishing {index_digest}"):
-        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+        with open_own_store(settings) as store:
             record = catalogue.find_published(index_digest)
             if record is None:
                 cache = NodeCache(settings.cache_dir)
@@ -108,7 +108,7 @@ def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> 
     """
     with (
         open_content(content, chain_id) as source,
-        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
+        open_own_store(settings) as store,
     ):
         work_dir = settings.cache_dir / "work"
         record = index_image(source, store, work_dir, lessee=settings.node)

@@ -38,7 +38,7 @@ from bootseer.prefetch.stream_contents import StreamContents
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import AccessLog
 from bootseer.prefetch.tree_fs import TreeFileSystem
-from bootseer.store import Store, open_store
+from bootseer.store import Store, open_own_store
 from bootseer.store.uses import note_use
 from bootseer.structs import asdict
 from bootseer.timeline import stage
@@ -57,9 +57,7 @@ class ImageServer:
         self._plan = plan
         self._tree = tree
         self._log = log
-        self._store: Store = open_store(
-            plan.settings.store_url, deadline_s=plan.settings.deadline_s
-        )
+        self._store: Store = open_own_store(plan.settings)
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"
         self._is_mounted = True

@@ -19,7 +19,7 @@ from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import BootseerError, CorruptError, DeadlineError
-from bootseer.prefetch.budget import Budget, LateRanges
+from bootseer.prefetch.budget import Budget, LateRanges, Patience
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
 from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.frame_memory import FrameMemory
@@ -83,7 +83,8 @@ class BlobStreams:
         }
         self._repairs = Repairs(repair)
         self._late = LateRanges()
-        self._on_damage = on_damage
+        self._patience = Patience(has_other=repair is not None)
+        self.on_damage = on_damage
         self._on_refuted = on_refuted
         self._refuting = threading.Lock()
         self._is_refuted = False
@@ -157,7 +158,7 @@ class BlobStreams:
         except BootseerError as error:
             if isinstance(error, CorruptError):
                 missing = self._missing_frames(blob, offset, length)
-                self._on_damage([self.chunk(blob, number) for number in missing])
+                self.on_damage([self.chunk(blob, number) for number in missing])
             self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
         if cache.has(offset, length):
             return cache.read(offset, length)
@@ -201,7 +202,7 @@ class BlobStreams:
             self.faults.frames(fault_count=len(chunks))
             # Planned without looking into the cache again: the executor does, at the last moment.
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
-            self.executor.demand_all(fetches, self._deliver_fault, deadline_s=budget.left_s)
+            self._patience.demand(self.executor, fetches, self._deliver_fault, budget)
         finally:
             cache.proven.withdraw(offset, length)
 
@@ -269,12 +270,7 @@ class BlobStreams:
         """Bring `fetches`, by default everything, here in the background priority. Returns when
         they are. Raises: as `read`."""
         wanted = self.fill_fetches() if fetches is None else fetches
-        try:
-            self.executor.submit(wanted, self._deliver_fill).wait()
-        except CorruptError:
-            chunks = [chunk for fetch in wanted for chunk in fetch.chunks]
-            self._on_damage([chunk for chunk in chunks if not self._is_verified(chunk)])
-            raise
+        self.executor.submit(wanted, self._deliver_fill).wait()
 
     def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
         blob = self._numbers[chunk.key]
@@ -392,6 +388,7 @@ class BlobStreams:
 
     def close(self, *, durable: bool = True) -> None:
         """End all transfers and let go of the cache (see `StreamCache.close`). Idempotent."""
+        self._patience.close()
         if self.replay is not None:
             self.replay.stop()
         self.executor.close()

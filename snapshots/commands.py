@@ -17,7 +17,7 @@ from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
 from bootseer.snapshots.manifest import Manifest, is_name
-from bootseer.store import Store, open_store
+from bootseer.store import Store, open_own_store
 
 if TYPE_CHECKING:
     from bootseer.snapshots.setup.request import Report
@@ -50,7 +50,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
             if not after:
                 raise NotFoundError(f"{host} does not exist; name an existing directory")
             changes.append(capture.Change(path, host, {}, after))
-        with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+        with open_own_store(settings) as store:
             return capture.create(store, settings.cache_dir, changes, node=settings.node, name=name)
 
 
@@ -70,7 +70,7 @@ def restore_snapshot(
     Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
     nothing has changed then.
     """
-    with open_store(settings.store_url, deadline_s=settings.deadline_s) as store:
+    with open_own_store(settings) as store:
         # The two take about as long, and each mostly waits: for the disk, for the store.
         loading = threading.Thread(target=_load_restoring, daemon=True)
         loading.start()

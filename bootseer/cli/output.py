@@ -55,10 +55,9 @@ def current_settings() -> Settings:
 
 def open_current_store() -> "Store":
     """The store of the command that is running. Close it, or use it as a context manager."""
-    from bootseer.store import open_store
+    from bootseer.store import open_own_store
 
-    settings = current_settings()
-    return open_store(settings.store_url, deadline_s=settings.deadline_s)
+    return open_own_store(current_settings(), say)
 
 
 def json_option(command: _F) -> _F:
