@@ -155,6 +155,8 @@ def _captured(
     from bootseer.snapshots.capture import Change, capture, make_manifest
 
     earlier = {target.path: target for target in base.targets} if base else {}
+    if len(earlier) == len(attempt.targets) == 1:
+        earlier = dict(zip(attempt.targets, earlier.values(), strict=True))  # at another path
     layers = attempt.request.layers
     targets = []
     for target in attempt.targets:

@@ -94,10 +94,12 @@ def choose_blobs(
 
 
 def may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest) -> bool:
-    """Whether a snapshot is of the same directories on the same kind of machine. Pure."""
+    """Whether a snapshot is of the same directories, or of one as this one is, on the same kind of
+    machine: one project's environment holds what another's does. Pure."""
+    wanted, found = set(paths), {target.path for target in manifest.targets}
     then = {part.name: part.value for part in manifest.parts}
     now = {part.name: part.value for part in parts}
-    return {target.path for target in manifest.targets} >= set(paths) and all(
+    return (found >= wanted or len(found) == len(wanted) == 1) and all(
         then.get(name) == now.get(name) for name in _KIND
     )
 

@@ -182,6 +182,24 @@ def test_without_its_base_a_snapshot_is_made_anew(
     assert set(describe(target)) == set(original)
 
 
+def test_the_same_environment_in_another_folder_shares_its_content(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Each folder with the same requirements was stored in full."""
+    request, target = _request(tmp_path)
+    first = run_setup(make_node("a"), request)
+    other = tmp_path / "other"
+    (script,) = (word for word in request.command if "mkdir" in word)
+    command = ["sh", "-ec", script.replace(str(target), str(other)), str(tmp_path / "list")]
+    second = run_setup(make_node("a"), replace(request, command=command, targets=[str(other)]))
+    assert second.moved_bytes < 100_000 < first.moved_bytes
+    original = describe(other)
+    shutil.rmtree(other)
+    result = run_setup(make_node("b"), replace(request, command=command, targets=[str(other)]))
+    assert result.how == "restored"
+    assert not differences(original, describe(other))
+
+
 def _edited(manifest: Manifest, **changes: object) -> bytes:
     document = json.loads(encode(manifest))
     del document["digest"]
