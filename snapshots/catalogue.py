@@ -198,9 +198,24 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
                 store.delete(key)
                 raise BusyError(f"{needed} was deleted while it was needed; run it again")
     if manifest.name:
+        _tell_moved(store, manifest)
         pointer = json.dumps({"version": 1, "fingerprint": manifest.fingerprint}).encode()
         store.publish(f"{_NAMES}{manifest.name}.json", pointer, replace=True)
     return done
+
+
+def _tell_moved(store: Store, manifest: Manifest) -> None:
+    """Say so where a name stands for another snapshot until now."""
+    try:
+        before = _read_name(store, manifest.name)
+    except CorruptError:
+        return  # replaced now
+    if before not in (None, manifest.fingerprint):
+        logger.warning(
+            "the name %s stood for snapshot %s until now, which is found by its key from here on",
+            manifest.name,
+            str(before)[:12],
+        )
 
 
 def note_used(store: Store, manifest: Manifest) -> None:

@@ -230,6 +230,18 @@ def _is_touched(record: Mounted) -> bool:
     )
 
 
+def _way_out(path: Path) -> str:
+    """What to do where something at `path` is in use: perhaps by this very process."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+        if f" {path}/" in maps:
+            return (
+                "the Python that runs this command lies in it: unmount it with --lazy, which takes "
+                "effect when this command ends, or with a Bootseer that lies elsewhere"
+            )
+    return "end the processes that use it, or unmount it with --lazy"
+
+
 def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
     """Take the snapshot off `directory`; what was written there is gone. Returns whether another
     one is below it: a set-up that found something written has mounted on top of that.
@@ -247,9 +259,7 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     try:
         uncover(cover, lazy=lazy)
     except BusyError as error:
-        raise BusyError(
-            f"{error}; end the processes that use it, or unmount it with --lazy"
-        ) from error
+        raise BusyError(f"{error}; {_way_out(cover.path)}") from error
     if not lazy and not wait_released(mounts_dir(settings) / cover.id, _END_S):
         # It may take a while to make a large cache durable; nobody needs to wait for that.
         logger.info("the server of %s still tidies up", path)

@@ -48,6 +48,24 @@ def cli(
     return _Cli(capsys)
 
 
+def test_a_name_that_moves_is_said(
+    tmp_path: Path, cli: _Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It moved in silence."""
+    (tmp_path / "t").mkdir()
+    keys = []
+    for text in ("1", "2", "2"):
+        (tmp_path / "t/file").write_text(text)
+        os.utime(tmp_path / "t/file", (1, 1))
+        os.utime(tmp_path / "t", (1, 1))
+        code, key = cli("create", "--target", "t", "--name", "mine")
+        assert code == 0
+        keys.append(key.strip())
+    (warning,) = caplog.messages
+    assert f"the name mine stood for snapshot {keys[0][:12]} until now" in warning
+    assert keys[1] == keys[2] != keys[0]
+
+
 def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
     (tmp_path / "t").mkdir()
     (tmp_path / "t/file").write_text("hello")

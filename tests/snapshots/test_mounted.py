@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,21 @@ def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
         link.symlink_to(target)
         unmount_snapshot(node, link, lazy=True)
         assert file.read() == "hello\n"
+    wait_gone(node)
+
+
+def test_unmounting_what_runs_this_command(tmp_path: Path, covering: MakeNode) -> None:
+    """The user's processes were blamed for it."""
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+    run_setup(node, request)
+    # As the loader does with libraries and the interpreter itself.
+    with (target / "d/file").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ):
+        file.close()
+        with pytest.raises(BusyError, match="the Python that runs this command lies in it"):
+            unmount_snapshot(node, target)
+    unmount_snapshot(node, target)
     wait_gone(node)
 
 

@@ -147,7 +147,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
         "import os, signal\n"
         "from bootseer.cli import main\n"
         "from bootseer.snapshots.restoring import mounted\n"
-        f"mounted.{before} = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"
     )
     killed = done_by([sys.executable, "-c", code, *snapshot_run(request)[3:]], environment_of(node))
