@@ -10,6 +10,7 @@ module; a `Starting` belongs to one thread.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -201,6 +202,9 @@ class Report:
     def __init__(self, fd: int, what: str) -> None:
         self._fd = fd
         self._what = what
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            # Ignored by whoever started us. A server that does so cannot be told to end.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def send_ready(self) -> bool:
         """False when who started us is gone, or has been told something before."""

@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests use."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 # How long an example takes, to draw and to run, says only how busy the machine is.
 settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
+
+
+def pytest_configure() -> None:
+    """Signals as a login has them: `nohup make test &` ignores some, which all that the tests start
+    would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

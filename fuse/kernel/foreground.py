@@ -29,7 +29,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            # What a shell ignores for its background jobs stays ignored.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(

@@ -45,6 +45,44 @@ def test_in_a_setup(node: Node, number: signal.Signals) -> None:
     assert again.stdout == "x\n", again.stderr
 
 
+IGNORING = ("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh")
+_ASK = """
+import signal
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+    print(signal.getsignal(number) == signal.SIG_IGN)
+"""
+
+
+def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
+    """As `nohup` and a shell's background jobs have it: for the start, and for the command."""
+    with node.start(*SETUP, "--", "true", prefix=IGNORING) as process:
+        wait_for(node.base / "deeper")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        err = finish(process)
+    assert process.returncode == -signal.SIGTERM
+    # Neither of the two was first.
+    assert "ended by SIGTERM" in err
+    assert node.processes() == {}
+    asked = node.run("--", "env", "python3", "-c", _ASK, prefix=IGNORING)
+    # Of SIGPIPE Python itself says so, for its own sake.
+    assert asked.stdout.split() == ["True", "True", "False", "True"]
+
+
+@pytest.mark.fuse
+def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
+    """Also SIGTERM, by which they are told to: the job ends, and so does all of ours."""
+    require_fuse()
+    (node.base / "ckpt").mkdir()
+    ignoring = ("sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh")
+    checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
+    done = node.run(*checkpoint, "--", "touch", "mnt/file", prefix=ignoring)
+    assert (done.returncode, done.stderr) == (0, "")
+    node.wait_clean()
+    assert (node.base / "ckpt/file").exists()
+
+
 def test_a_setup_may_tidy_up(node: Node) -> None:
     """It was killed at once by the function that waited for it."""
     script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
@@ -148,8 +186,9 @@ def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> Non
 def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Signals) -> None:
     require_fuse()
     mount = node.base / "mnt"
+    Path(f"{node.base}/ckpt").mkdir()
     with node.start(
-        *("--checkpoint", f"{store_url}-ckpt:{mount}"),
+        *("--checkpoint", f"{node.base}/ckpt:{mount}"),
         *("--", "sh", "-c", "echo hello > mnt/file; touch up; exec sleep 600"),
     ) as process:
         wait_for(node.base / "up")
