@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from bootseer.blob.tree import Extent
+from bootseer.blob.tree import Extent, Tree
 from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.hot_store import MERGED_TRACE_COUNT
@@ -71,6 +71,12 @@ def aim_of(
     held_count, asked_count = _count(held), _count(asked)
     used_count = held_count + asked_count - _count(_union(asked + held))
     return Aim(SECTOR_BYTES * held_count, SECTOR_BYTES * asked_count, SECTOR_BYTES * used_count)
+
+
+def scattered_inodes(tree: Tree, paths: Iterable[bytes]) -> frozenset[int]:
+    """The files at `paths`, of which each start reads other bytes: what is read of them says
+    nothing about a bundle."""
+    return frozenset(number for path in paths if (number := tree.resolve(path)) is not None)
 
 
 def _union(spans: list[_Span]) -> list[_Span]:

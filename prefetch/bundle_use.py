@@ -11,7 +11,7 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.ahead import Ahead, StorePages
 from bootseer.prefetch.ahead_plan import plan_ahead
-from bootseer.prefetch.aim import Aim, aim_of
+from bootseer.prefetch.aim import Aim, aim_of, scattered_inodes
 from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.find_bundle import find_bundle
@@ -45,6 +45,8 @@ class BundleUse:
         self._log = log
         self._ahead: Ahead | None = None
         self._aim_at_end: Aim | None = None
+        self._scattered: frozenset[int] = frozenset()
+        """Files of which each start reads other bytes: no bundle could meet them."""
         self.is_damaged = False
         """The bundle was found wrong, by this start or an earlier one."""
         self._is_stopped = False
@@ -86,6 +88,7 @@ class BundleUse:
                 _log.info("no bundle for %s yet", workload)
                 return
             self.pointer, bundle = found
+            self._scattered = scattered_inodes(self._tree, self.pointer.scattered)
             digest = self.pointer.bundle_digest
             replay = Replay(
                 bundle,
@@ -148,7 +151,7 @@ class BundleUse:
             plan_ahead(self._tree, bundle.frames),
             self._streams.caches,
             store_pages,
-            self._log.append,
+            self._log.append_ahead,
             lambda: replay.is_over,
         )
         with self._lock:
@@ -182,4 +185,4 @@ class BundleUse:
         return aim
 
     def _extents(self, inode: int) -> tuple[Extent, ...]:
-        return self._tree.inode(inode).extents
+        return () if inode in self._scattered else self._tree.inode(inode).extents

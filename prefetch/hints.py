@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.hotset import PAGE_BYTES, TOUCH_COUNT_MAX, HotSet
+from bootseer.prefetch.hotset import HotSet
+from bootseer.prefetch.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.trace import ACCESS_COUNT_MAX, Access, Trace, TracedFile
 
 HINTS_BYTES_MAX = 64 * 2**20

@@ -24,13 +24,14 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.prefetch import hot_store, hotset, relatives
-from bootseer.prefetch.aim import aim_of, is_worthwhile
+from bootseer.prefetch.aim import aim_of, is_worthwhile, scattered_inodes
 from bootseer.prefetch.bundle import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.hot_store import HotPointer
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.prefetch.trace import Trace
 from bootseer.private import private_directory
+from bootseer.shown import quoted
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
@@ -84,11 +85,12 @@ def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
     except (CorruptError, NotFoundError, UnknownFormatError) as error:
         _log.warning("the bundle is made anew: %s", error)
         return True
+    scattered = scattered_inodes(tree, pointer.scattered)
     numbers = [tree.resolve(file.path) for file in trace.files]
     accesses = (
         (number, access.offset, access.length, access.time_ns)
         for access in trace.accesses
-        if (number := numbers[access.file]) is not None
+        if (number := numbers[access.file]) is not None and number not in scattered
     )
     aim = aim_of(bundle, lengths, accesses, lambda number: tree.inode(number).extents)
     return is_worthwhile(aim, pointer.trace_count, trace.ended)
@@ -109,6 +111,12 @@ def build_bundle(
         except BootseerError as error:
             _log.warning("the trace %s is left out: %s", key, error)
     hot = hotset.merge(index_digest, workload, traces)
+    if hot.scattered:
+        _log.info(
+            "each start reads other bytes of %s, which therefore are fetched when they are read; "
+            "copying what a start reads of them into files of their own would be faster",
+            ", ".join(map(quoted, hot.scattered)),
+        )
     lengths = [blob.stream_length for blob in tree.blobs]
     frames = plan_frames(hotset.stream_ranges(hot, tree), lengths)
     if not frames:
@@ -119,7 +127,14 @@ def build_bundle(
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
     digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
     pointer = HotPointer(
-        index_digest, digest, size_bytes, header_bytes, hot_digest, len(traces), time.time_ns()
+        index_digest,
+        digest,
+        size_bytes,
+        header_bytes,
+        hot_digest,
+        len(traces),
+        time.time_ns(),
+        hot.scattered,
     )
     store.publish(
         hot_store.pointer_key(index_digest, workload),

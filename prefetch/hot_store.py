@@ -21,8 +21,16 @@ from bootseer.prefetch.bundle import (
     Bundle,
     decode_header,
 )
-from bootseer.prefetch.checked_json import SHA256, count_in, digest_in, parse_versioned
+from bootseer.prefetch.checked_json import (
+    SHA256,
+    count_in,
+    digest_in,
+    parse_versioned,
+    strings_in,
+)
 from bootseer.prefetch.hotset import HotSet
+from bootseer.prefetch.records import path_bytes
+from bootseer.prefetch.scattered import SCATTERED_COUNT_MAX
 from bootseer.prefetch.trace import Trace
 from bootseer.store import Store
 from bootseer.structs import asdict
@@ -50,6 +58,8 @@ class HotPointer(Struct, frozen=True):
     trace_count: int
     """How many traces it was made from."""
     created_ns: int
+    scattered: tuple[bytes, ...] = ()
+    """Files of which each start reads other bytes, so that they are not in the bundle."""
 
 
 def _hex(digest: str) -> str:
@@ -102,6 +112,10 @@ def lease_key(index_digest: str, workload: str) -> str:
 def encode_pointer(pointer: HotPointer) -> bytes:
     """Deterministic."""
     document = {"kind": _KIND, "version": _VERSION, **asdict(pointer)}
+    del document["scattered"]
+    if pointer.scattered:
+        paths = [path.decode("utf-8", "surrogateescape") for path in pointer.scattered]
+        document["scattered"] = paths
     return json.dumps(document, indent=1).encode("ascii") + b"\n"
 
 
@@ -118,6 +132,10 @@ def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
         digest_in(document, "hotset_digest", where, SHA256),
         count_in(document, "trace_count", where),
         count_in(document, "created_ns", where, 2**63),
+        tuple(
+            path_bytes(path, where)
+            for path in strings_in(document, "scattered", SCATTERED_COUNT_MAX, where)
+        ),
     )
     if pointer.index_digest != index_digest or pointer.header_bytes < HEADER_BYTES_MIN:
         raise CorruptError(f"{where} points to the bundle of another image")

@@ -6,25 +6,19 @@ Alone owns how traces are merged and the Parquet table that stores the result
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.blob.zstd_frame import FREE_BYTES, RATIO_MAX
 from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.prefetch.scattered import SCATTERED_COUNT_MAX, scattered_files
+from bootseer.prefetch.touches import PAGE_BYTES, first_touches
 from bootseer.prefetch.trace import Trace, TracedFile
-
-PAGE_BYTES = 4096
-"""The kernel's unit of caching, and so of what a start can touch."""
 
 SHARED_TRACE_COUNT = 3
 """From this many traces on, what only one of them touched is taken for an accident."""
-
-TOUCH_COUNT_MAX = 2**20
-"""Pages of one trace that count, 4 GiB: what comes after is no start. Also bounds what a trace that
-claims absurd lengths can cost."""
 
 _VERSION = b"1"
 _RANGE_COUNT_MAX = 2**22
@@ -50,67 +44,9 @@ class HotSet(Struct, frozen=True):
     workload: str
     trace_count: int
     ranges: tuple[HotRange, ...]
-
-
-class Touched(NamedTuple):
-    """`page_count` pages of file number `file` of a trace, from page `first` on, which a start
-    touched one after the other: the first of them as its touch number `position`."""
-
-    file: int
-    first: int
-    page_count: int
-    position: int
-
-
-def first_touches(trace: Trace) -> list[Touched]:
-    """Each page of the trace once, as runs in order; at most `TOUCH_COUNT_MAX` pages. Pure.
-
-    Takes time by the accesses, not by the pages that they claim.
-    """
-    by_file: dict[int, list[tuple[int, int, int]]] = {}
-    for number, access in enumerate(trace.accesses):
-        end = -(-(access.offset + access.length) // PAGE_BYTES)
-        by_file.setdefault(access.file, []).append((access.offset // PAGE_BYTES, end, number))
-    runs = [
-        (number, file, first, end)
-        for file, spans in by_file.items()
-        for first, end, number in _earliest(spans)
-    ]
-    runs.sort()
-    found: list[Touched] = []
-    position = 0
-    for _, file, first, end in runs:
-        count = min(end - first, TOUCH_COUNT_MAX - position)
-        if count <= 0:
-            break
-        found.append(Touched(file, first, count, position))
-        position += count
-    return found
-
-
-def _earliest(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Which of `spans` (first, end, number) covers each part first, by its number: the same pages
-    as disjoint spans."""
-    spans.sort()
-    # Those that begin at or before `position`, the earliest on top, ended ones among them.
-    active: list[tuple[int, int]] = []
-    position = following = 0
-    while active or following < len(spans):
-        if not active:
-            position = max(position, spans[following][0])
-        while following < len(spans) and spans[following][0] <= position:
-            _, end, number = spans[following]
-            heappush(active, (number, end))
-            following += 1
-        number, end = active[0]
-        if end <= position:
-            heappop(active)
-            continue
-        stop = end
-        if following < len(spans) and spans[following][0] < end:
-            stop = spans[following][0]
-        yield position, stop, number
-        position = stop
+    scattered: tuple[bytes, ...] = ()
+    """Paths of files that were left out, since each start reads other bytes of them. Stored in the
+    workload's pointer, not with the ranges."""
 
 
 def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
@@ -120,11 +56,13 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
     median of those that touched it: positions are compared, not times, since a record over a
     slow network and a replay differ in seconds but not in order.
     """
+    scattered = scattered_files(traces)
     by_file: dict[TracedFile, list[tuple[int, int, int]]] = {}
     for trace in traces:
         for file, first, count, position in first_touches(trace):
             run = first, first + count, position - first
-            by_file.setdefault(trace.files[file], []).append(run)
+            if trace.files[file] not in scattered:
+                by_file.setdefault(trace.files[file], []).append(run)
     least = 2 if len(traces) >= SHARED_TRACE_COUNT else 1
     ranked = [
         (median, file.path, file.digest, first, end, count)
@@ -133,7 +71,8 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
         if count >= least
     ]
     ranked.sort()
-    return HotSet(index_digest, workload, len(traces), tuple(_joined(ranked)))
+    paths = sorted({file.path for file in scattered})[:SCATTERED_COUNT_MAX]
+    return HotSet(index_digest, workload, len(traces), tuple(_joined(ranked)), tuple(paths))
 
 
 def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:

@@ -164,8 +164,8 @@ def decode_notes(
     if any(len(link) != 2 or any(not isinstance(path, str) for path in link) for link in links):
         raise CorruptError(f"{where}: a link is not a pair of paths")
     return (
-        tuple(_path(p, where) for p in strings_in(document, "implied", _NOTE_MAX, where)),
-        tuple((_path(path, where), _path(target, where)) for path, target in links),
+        tuple(path_bytes(p, where) for p in strings_in(document, "implied", _NOTE_MAX, where)),
+        tuple((path_bytes(path, where), path_bytes(target, where)) for path, target in links),
     )
 
 
@@ -202,7 +202,8 @@ def _text(path: bytes) -> str:
     return path.decode("utf-8", "surrogateescape")
 
 
-def _path(text: str, where: str) -> bytes:
+def path_bytes(text: str, where: str) -> bytes:
+    """A path as it is in a tree. Raises: CorruptError."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

@@ -29,6 +29,9 @@ _DECODED_BYTES_MAX = 256 * 2**20
 _LINE_BYTES_MAX = 2**23
 """A path of a megabyte, each byte of it escaped."""
 
+_AHEAD_NS = 2**62
+"""Added to the time of what was handed to the kernel unasked: was it wanted? Nobody knows."""
+
 _FILE_BYTES_MAX = 2**62
 """More than any file system holds, and in whole pages still a signed number of 64 bits."""
 
@@ -43,12 +46,22 @@ _LOG_HEADER = struct.Struct("<IIQ")
 
 
 class Access(NamedTuple):
-    """`length` bytes at `offset` of file number `file`, `time_ns` after the start."""
+    """`length` bytes at `offset` of file number `file`, `after_ns` after the start."""
 
     file: int
     offset: int
     length: int
     time_ns: int
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the server handed it to the kernel unasked."""
+        return self.time_ns >= _AHEAD_NS
+
+    @property
+    def after_ns(self) -> int:
+        """When it happened, after the start."""
+        return self.time_ns - _AHEAD_NS if self.is_ahead else self.time_ns
 
 
 class TracedFile(Struct, frozen=True):
@@ -107,9 +120,13 @@ class AccessLog:
         count: int = _LOG_HEADER.unpack_from(self._map, 0)[0]
         return count
 
-    def append(self, inode: int, offset: int, length: int) -> None:
+    def append_ahead(self, inode: int, offset: int, length: int) -> None:
+        """As `append`, of what is handed to the kernel unasked."""
+        self.append(inode, offset, length, _AHEAD_NS)
+
+    def append(self, inode: int, offset: int, length: int, added_ns: int = 0) -> None:
         """Does nothing when the log is closed or full."""
-        now_ns = time.monotonic_ns()
+        now_ns = time.monotonic_ns() + added_ns
         with self._lock:
             count, closed, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
             if closed or count >= self.capacity:

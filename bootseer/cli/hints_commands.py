@@ -13,8 +13,10 @@ from bootseer.cli.output import (
     human_bytes,
     json_option,
     open_current_store,
+    say,
 )
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.shown import quoted
 
 
 @click.group(cls=LazyGroup)
@@ -119,6 +121,9 @@ def export(reference: str, workload: str | None, as_json: bool) -> None:
                 "one is made of what a first start reads"
             )
         hot = hot_store.read_hotset(store, pointer)
+    if pointer.scattered:
+        names = ", ".join(map(quoted, pointer.scattered))
+        say(f"each start reads other bytes of {names}, which are therefore not hot")
     if not as_json:
         sys.stdout.buffer.writelines(plain_lines(hot))
         return

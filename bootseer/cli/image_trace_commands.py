@@ -100,7 +100,8 @@ def trace_show(reference: str, identity: str | None, workload: str | None, as_js
         found = hot_store.read_trace(store, fitting[0])
     rows = [
         {
-            "after_s": access.time_ns / 1e9,
+            "after_s": access.after_ns / 1e9,
+            "is_ahead": access.is_ahead,
             "offset": access.offset,
             "length": access.length,
             "path": found.files[access.file].path.decode("utf-8", "surrogateescape"),

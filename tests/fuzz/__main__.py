@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.fuzz.harness import FuzzError, fuzz, replay
 from tests.fuzz.targets import TARGETS
 
-_COUNT = 500
+_COUNT = 200
 _CPU_S = 300
 
 

@@ -27,6 +27,7 @@ from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.cache_files import SECTOR_BYTES, Header, boot_id
 from bootseer.prefetch.sources.layer_tar import index_layer
 from bootseer.prefetch.sums import encode_sums
+from bootseer.prefetch.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.warm import record
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
@@ -120,7 +121,7 @@ def _read_trace(data: bytes) -> None:
     found = trace.decode(zstandard.compress(data))
     assert all(access.offset + access.length <= 2**62 for access in found.accesses)
     hot = hotset.merge(found.index_digest, found.workload, [found] * 3)
-    assert sum(r.length for r in hot.ranges) <= hotset.TOUCH_COUNT_MAX * hotset.PAGE_BYTES
+    assert sum(r.length for r in hot.ranges) <= TOUCH_COUNT_MAX * PAGE_BYTES
     list(hotset.stream_ranges(hot, samples.tree()))
 
 

@@ -117,6 +117,46 @@ def test_what_two_further_starts_did_not_use_is_dropped(site: Site) -> None:
     assert site.hot_files() == [b"f0", b"f1", b"f2"]
 
 
+def test_what_is_read_elsewhere_in_each_start_is_not_hot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random samples of a data file: no bundle can meet them, and frames around them cost more than
+    they are. They were recorded anew by each start, and fetched by each next one."""
+    source = tmp_path / "source"
+    source.mkdir()
+    chance = random.Random(3)
+    for number in range(10):
+        (source / f"f{number}").write_bytes(chance.randbytes(FILE_BYTES))
+    (source / "data").write_bytes(chance.randbytes(8 * 2**20))
+    settings = settings_at(tmp_path)
+    record = index(settings, source, "image:1")
+    with open_store(settings.store_url) as store:
+        site = Site(settings, store, record, read_tree(store, record.index_digest))
+        inode = site.tree.resolve(b"data")
+        assert inode is not None
+        data = TracedFile(b"data", site.tree.inode(inode).digest or b"")
+
+        def start(node: str) -> Trace:
+            trace = site.trace(*range(10), node=node)
+            pages = [4096 * page for page in chance.sample(range(2048), 300)]
+            accesses = [Access(10, offset, 4096, 20 + i) for i, offset in enumerate(pages)]
+            return replace(trace, files=(*trace.files, data), accesses=(*trace.accesses, *accesses))
+
+        for node in "ab":
+            assert site.add(start(node)) is not None
+            assert b"data" in site.hot_files()
+        with caplog.at_level("INFO"):
+            pointer = site.add(start("c"))
+        assert pointer is not None
+        assert pointer.scattered == (b"data",)
+        assert "'data'" in caplog.text
+        assert set(site.hot_files()) == {b"f%d" % n for n in range(10)}
+        assert pointer.size_bytes < 20 * FILE_BYTES
+        # The next start, which reads other pages again, teaches nothing.
+        assert site.add(start("d")) is None
+        assert site.pointer() == pointer
+
+
 def test_when_a_start_is_worth_a_record() -> None:
     good, missed, wasteful = Aim(100, 100, 96), Aim(100, 110, 96), Aim(300, 100, 100)
     assert not is_worthwhile(good, 1, "ready")

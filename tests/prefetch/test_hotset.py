@@ -10,16 +10,14 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode
 from bootseer.errors import BootseerError, UnknownFormatError
 from bootseer.prefetch.hotset import (
-    PAGE_BYTES,
-    TOUCH_COUNT_MAX,
     HotRange,
     HotSet,
     decode,
     encode,
-    first_touches,
     merge,
     stream_ranges,
 )
+from bootseer.prefetch.touches import PAGE_BYTES, TOUCH_COUNT_MAX, first_touches
 from bootseer.prefetch.trace import Access, Trace, TracedFile
 from tests.support.bounded import run_bounded
 

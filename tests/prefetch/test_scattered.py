@@ -1,0 +1,82 @@
+"""Which files are read at other places in each start, and which only seem to be."""
+
+import random
+
+import pytest
+
+from bootseer.prefetch.hotset import merge
+from bootseer.prefetch.scattered import scattered_files
+from bootseer.prefetch.trace import Access, AccessLog, Trace, TracedFile
+
+INDEX = "sha256:" + "1" * 64
+LIBRARY, DATA = TracedFile(b"lib.so", b"l" * 32), TracedFile(b"data", b"d" * 32)
+
+
+def start(library: range, data: list[int], *, handed: int = 0) -> Trace:
+    """A start that asked for these pages; the first `handed` of the library were handed over."""
+    accesses = [
+        Access(0, 4096 * page, 4096, number + (2**62 if number < handed else 0))
+        for number, page in enumerate(library)
+    ]
+    accesses += [Access(1, 4096 * page, 4096, 10**6 + n) for n, page in enumerate(data)]
+    return Trace(INDEX, "w", "n", 0, "ready", 0, (LIBRARY, DATA), tuple(accesses))
+
+
+def sample(seed: int, count: int = 500, of: int = 10_000) -> list[int]:
+    return random.Random(seed).sample(range(of), count)
+
+
+def test_random_samples_are_scattered_and_what_all_read_is_not() -> None:
+    traces = [start(range(3000), sample(seed)) for seed in range(3)]
+    assert scattered_files(traces) == {DATA}
+    hot = merge(INDEX, "w", traces)
+    assert hot.scattered == (b"data",)
+    assert {r.path for r in hot.ranges} == {b"lib.so"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_starts_say_nothing(count: int) -> None:
+    assert not scattered_files([start(range(10), sample(seed)) for seed in range(count)])
+
+
+def test_little_is_not_looked_at() -> None:
+    assert not scattered_files([start(range(10), sample(seed, count=200)) for seed in range(5)])
+
+
+def test_samples_that_cover_most_of_a_file_are_hot() -> None:
+    traces = [start(range(10), sample(seed, count=700, of=1000)) for seed in range(4)]
+    assert not scattered_files(traces)
+
+
+def test_a_start_that_ended_early_and_one_that_went_on_are_no_samples() -> None:
+    """What was handed over is not asked for any more: each asks for what the others had not."""
+    traces = [
+        start(range(1000), []),
+        start(range(2000), [], handed=1000),
+        start(range(2000), [], handed=2000),
+        start(range(2000), [], handed=2000),
+    ]
+    assert not scattered_files(traces)
+
+
+def test_what_is_handed_over_hides_no_sample() -> None:
+    """A bundle with an earlier start's samples brings them to each later one."""
+    first = sample(0)
+    traces = [start(range(10), first)]
+    for seed in (1, 2):
+        trace = start(range(10), sample(seed))
+        handed = tuple(Access(1, 4096 * page, 4096, 2**62 + page) for page in first)
+        traces.append(
+            Trace(INDEX, "w", "n", 0, "ready", 0, trace.files, (*trace.accesses, *handed))
+        )
+    assert scattered_files(traces) == {DATA}
+
+
+def test_the_log_marks_what_was_handed_over() -> None:
+    log = AccessLog()
+    log.append(1, 0, 10)
+    log.append_ahead(2, 0, 10)
+    asked, handed = (Access(*entry) for entry in log.entries())
+    assert not asked.is_ahead
+    assert handed.is_ahead
+    assert 0 <= handed.after_ns < 60 * 10**9
