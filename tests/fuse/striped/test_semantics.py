@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -16,11 +15,11 @@ from bootseer.fuse.striped.mounted.nodes import Node
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.view import FileView
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, refused_with, storage_on
+from tests.support.named_tests import REPOSITORY, check_promises
 from tests.support.waiting import wait_for
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -37,19 +36,7 @@ def two(tmp_path: Path) -> Driver:
 
 def test_every_paragraph_names_a_test_that_exists() -> None:
     text = (REPOSITORY / "docs" / "SEMANTICS.md").read_text(encoding="utf-8")
-    existing = set()
-    for path in (REPOSITORY / "tests").rglob("test_*.py"):
-        # "=": a state machine.
-        existing.update(
-            re.findall(r"^(?:def )?(test_\w+)(?:\(| = )", path.read_text(encoding="utf-8"), re.M)
-        )
-    promises = text.partition("\n## ")[2]
-    for paragraph in promises.split("\n\n"):
-        if paragraph.startswith(("#", "|")) or not paragraph.strip() or "\n" not in paragraph:
-            continue
-        named = re.findall(r"`(test_\w+)`", paragraph)
-        assert named, f"no test is named in: {paragraph[:80]}"
-        assert set(named) <= existing, set(named) - existing
+    check_promises(text.partition("\n## ")[2])
 
 
 def test_fsync_publishes_what_was_written_so_far(one: Driver, two: Driver) -> None:
