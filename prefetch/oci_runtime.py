@@ -154,8 +154,9 @@ def _become_program(container: "Container", spec: ProcessSpec) -> NoReturn:
             for bind in container.binds:
                 bind_into(container.root, bind)
         os.chroot(container.root)
-        # As root, which need not be able to enter it.
-        os.chdir(spec.working_dir)
+        # As root, which need not be able to enter it; runc makes one that is missing.
+        with contextlib.suppress(FileNotFoundError):
+            os.chdir(spec.working_dir)
         take_identity(spec.user)
     except OSError as error:
         if isinstance(error, BootseerError):

@@ -22,8 +22,9 @@ def check(result: Result, code: int | tuple[int, ...], *mentions: str) -> None:
         assert lines[-1].startswith("Error: "), where
         assert sum(line.startswith("Error: ") for line in lines) == 1, where
     else:
-        # What is wrong, behind what was found on the way to it.
-        assert all(line.startswith("bootseer: warning: ") for line in lines[:-1]), where
+        # What is wrong, behind what was found, or waited for, on the way to it.
+        before = ("bootseer: warning: ", "bootseer: waiting up to ")
+        assert all(line.startswith(before) for line in lines[:-1]), where
         assert lines, where
         assert not lines[-1].startswith("bootseer: warning: "), where
         assert lines[0].startswith("bootseer: "), where

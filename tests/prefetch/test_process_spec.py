@@ -132,7 +132,7 @@ def test_programs_are_found_as_execvp_finds_them(tmp_path: Path) -> None:
     def found(name: str, folder: str = "/") -> str:
         return find_program(ProcessSpec((name,), {"PATH": path}, folder, User(0, 0, (), "/")))
 
-    with pytest.raises(SetupFailedError, match="not executable") as refused:
+    with pytest.raises(SetupFailedError, match="may not execute tool") as refused:
         found("tool")
     assert refused.value.exit_code == 126
     (tmp_path / "b/tool").write_text("")

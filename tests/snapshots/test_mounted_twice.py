@@ -74,7 +74,9 @@ def test_nothing_is_left_of_several_set_ups_on_one_folder(
         assert job.wait(WAIT_S) == (0 if end == "exit" else -signal.SIGKILL)
     wait_for(lambda: not _is_left(target), "the end of all mounts of the job")
     wait_gone(node)
-    assert list(mounts_dir(node).iterdir()) == []
+    wait_for(
+        lambda: not list(mounts_dir(node).iterdir()), "the removal of the folders of all mounts"
+    )
     assert list(target.iterdir()) == []
 
 
