@@ -134,10 +134,14 @@ class Container(Struct):
         return {**home, **job_environment(self.config, host), READY_VARIABLE: ",".join(names)}
 
     def spec(
-        self, command: Sequence[str], environment: Mapping[str, str], user: str | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        user: str | None = None,
+        entrypoint: str | None = None,
     ) -> ProcessSpec:
         """The process that `docker run` would start: entrypoint, variables, folder, user."""
-        return self._spec(arguments_of(self.config, command), environment, user)
+        return self._spec(arguments_of(self.config, command, entrypoint), environment, user)
 
     def _spec(
         self, arguments: tuple[str, ...], environment: Mapping[str, str], user: str | None
@@ -194,15 +198,17 @@ class Container(Struct):
         *,
         working_dir: str | None = None,
         user: str | None = None,
+        entrypoint: str | None = None,
     ) -> NoReturn:
-        """Become `command`, inside: this process keeps its id and goes on as that program.
+        """Become the image's entrypoint with `command`, inside: this process keeps its id and goes
+        on as that program.
 
-        `environment` is all that it gets; see `job_environment`. The image's entrypoint is not
-        used. Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
+        `environment` is all that it gets; see `job_environment`. `entrypoint`: see `arguments_of`.
+        Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
         """
         self.enter()
         spec = ProcessSpec(
-            tuple(command),
+            arguments_of(self.config, command, entrypoint),
             environment,
             working_dir or self.config.working_dir or "/",
             resolve_user(self.root, self.config.user if user is None else user),

@@ -48,12 +48,18 @@ class ProcessSpec(Struct, frozen=True):
     user: User
 
 
-def arguments_of(config: ImageConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """Entrypoint and command; a given `command` replaces the image's CMD. Pure.
+def arguments_of(
+    config: ImageConfig, command: Sequence[str], entrypoint: str | None = None
+) -> tuple[str, ...]:
+    """Entrypoint and command; a given `command` replaces the image's CMD, a given `entrypoint` both
+    the image's own, and an empty one is none. Pure.
 
     Raises: InvalidInputError when there is nothing to run.
     """
-    arguments = (*config.entrypoint, *(command or config.cmd))
+    if entrypoint is None:
+        arguments = (*config.entrypoint, *(command or config.cmd))
+    else:
+        arguments = (*((entrypoint,) if entrypoint else ()), *command)
     if not arguments:
         raise InvalidInputError("the image has no command of its own; say one after --")
     return arguments

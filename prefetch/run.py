@@ -65,10 +65,11 @@ def run_image(
     binds: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     user: str | None = None,
+    entrypoint: str | None = None,
     process: ServerProcess | None = None,
 ) -> int:
-    """Run `command` (default: the image's own) in the image; returns its exit code. `process`
-    serves it, if one was begun.
+    """Run `command` (default: the image's own) in the image; returns its exit code. `entrypoint`:
+    see `arguments_of`. `process` serves it, if one was begun.
 
     Signals that this process gets are passed on. Nothing of the container outlives the call.
     Raises: as `prepare_container`; SetupFailedError with 126 or 127 where the command cannot be
@@ -80,14 +81,14 @@ def run_image(
     if sys.stdin.isatty() and "TERM" in os.environ:
         variables.setdefault("TERM", os.environ["TERM"])
     try:
-        spec = container.spec(command, variables, user)
+        spec = container.spec(command, variables, user, entrypoint)
         if chosen == "runc":
             with Log() as log:
                 code = run_in_child(lambda: exec_runc(container, spec, log))
                 if code:
                     log.raise_failure(spec.arguments[0])
                 return code
-        return run_in_child(lambda: _namespaced(container, command, variables, user))
+        return run_in_child(lambda: _namespaced(container, command, variables, user, entrypoint))
     finally:
         if container.image.state_dir.exists():
             container.close()
@@ -100,6 +101,7 @@ def _namespaced(
     command: Sequence[str],
     variables: Mapping[str, str],
     user: str | None,
+    entrypoint: str | None,
 ) -> int:
     """In a child: namespaces, then a first process for them that builds the root and runs the
     command; its exit code."""
@@ -110,7 +112,7 @@ def _namespaced(
         # /proc shows the PID namespace of whoever mounts it: that is us.
         namespaces.set_host_name(Path(container.image.state_dir).name[:12])
         container.build(own_pids=True)
-        spec = container.spec(command, variables, user)
+        spec = container.spec(command, variables, user, entrypoint)
         namespaces.change_root(container.root)
 
         def program() -> int:

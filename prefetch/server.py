@@ -60,6 +60,8 @@ class ImageServer:
         self._store: Store = open_own_store(plan.settings)
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"
+        if plan.record == "never":
+            self._record = "off"
         self._is_mounted = True
         self._streams = BlobStreams(
             tree.blobs,
@@ -201,11 +203,13 @@ class ImageServer:
     def _end_record(self, ended: str) -> None:
         if not self._log.close():
             return
-        self._record = "ended"
         self._note_on_timeline()
         plan = self._plan
+        if plan.record == "never":
+            return
+        self._record = "ended"
         entries = self._log.entries()
-        if plan.record == "never" or not entries:
+        if not entries:
             return
         replay = self._streams.replay
         if (

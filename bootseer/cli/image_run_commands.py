@@ -17,6 +17,7 @@ from bootseer.cli.output import (
     Seconds,
     Size,
     current_settings,
+    entrypoint_option,
     open_current_store,
 )
 from bootseer.config import Settings
@@ -161,6 +162,7 @@ def unmount(directory: Path, timeout_s: float) -> None:
     help="Set a variable; without VALUE, to the host's value.",
 )
 @click.option("--user", metavar="USER[:GROUP]", help="Run as this user, not as the image's.")
+@entrypoint_option
 @_record_option
 @_prefetch_option
 @_window_option
@@ -173,6 +175,7 @@ def run(
     binds: tuple[str, ...],
     variables: tuple[str, ...],
     user: str | None,
+    entrypoint: str | None,
     record: bool | None,
     prefetch: bool,
     window_s: float,
@@ -202,6 +205,7 @@ def run(
             binds=binds,
             environment=parse_environment(variables, os.environ),
             user=user,
+            entrypoint=entrypoint,
             process=process,
         )
 

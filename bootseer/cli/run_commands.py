@@ -4,7 +4,7 @@ import click
 from msgspec.structs import replace
 
 from bootseer.cli.lazy_group import WrappingCommand
-from bootseer.cli.output import current_settings, say
+from bootseer.cli.output import current_settings, entrypoint_option, say
 from bootseer.cli.snapshot_output import mode_option
 
 
@@ -28,6 +28,7 @@ from bootseer.cli.snapshot_output import mode_option
     multiple=True,
     help="Show a path of this host in the image.",
 )
+@entrypoint_option
 @click.option(
     "--setup",
     "setups",
@@ -69,6 +70,7 @@ def run(
     image: str,
     no_index: bool,
     binds: tuple[str, ...],
+    entrypoint: str | None,
     setups: tuple[str, ...],
     targets: tuple[str, ...],
     inputs: tuple[str, ...],
@@ -88,6 +90,8 @@ def run(
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")
+    if entrypoint is not None and not image:
+        raise click.UsageError("--entrypoint needs --image")
     if no_index and not image:
         raise click.UsageError("--no-index needs --image")
     if (targets or inputs or variables or mode) and not setups:
@@ -102,6 +106,7 @@ def run(
         inputs=inputs,
         variables=variables,
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
+        entrypoint=entrypoint,
         binds=binds,
     )
     settings = current_settings()

@@ -50,6 +50,8 @@ class Job(Struct, frozen=True):
     inputs: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     checkpoints: tuple[CheckpointPath, ...] = ()
+    entrypoint: str | None = None
+    """Instead of the image's; empty: none."""
     binds: tuple[str, ...] = ()
     """`SOURCE:DIRECTORY[:ro]`, as docker has them."""
 
@@ -185,7 +187,7 @@ class _Start:
 
             environment = container_environment(self._container)
             hand_over()
-            self._container.exec(command, environment)
+            self._container.exec(command, environment, entrypoint=self._job.entrypoint)
         hand_over()
         execute(command)
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.launch.conftest import Image
 from tests.launch.harness import REPOSITORY, Node, attribute, node_at, wait_for
+from tests.support.containerd_images import shell_layer
+from tests.support.images import Layout, tar_of
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -60,6 +62,26 @@ def test_recorded_once_and_replayed_on_another_node(
         moved = int(attribute(spans["image served"], "bootseer.bytes"))
         whole = sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*"))
         assert 0 < moved < whole * 2 / 3
+
+
+def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) -> None:
+    """As `docker run` and `image run` have it."""
+    layout = Layout(tmp_path / "layout")
+    entry = ["sh", "-c", 'echo entry "$@"; exec "$@"', "sh"]
+    run = {"Entrypoint": entry, "Env": ["PATH=/usr/bin:/bin"]}
+    layout.add_image([tar_of(shell_layer())], tag="1", run=run)
+    job = ("--image", f"oci:{layout.directory}:1")
+    command = ("--", "ls", "-d", "/proc/self/status")
+    done = node.run(*job, *command)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "entry ls -d /proc/self/status\n/proc/self/status\n",
+    ), done.stderr
+    none = node.run(*job, "--entrypoint", "", *command)
+    assert (none.returncode, none.stdout) == (0, "/proc/self/status\n"), none.stderr
+    other = node.run(*job, "--entrypoint", "/usr/bin/stat", "--", "-c", "%n", "/proc")
+    assert (other.returncode, other.stdout) == (0, "/proc\n"), other.stderr
+    assert node.run("--entrypoint", "", *command).returncode == 2
 
 
 def test_what_the_command_gets(node: Node, known_image: Image, tmp_path: Path) -> None:

@@ -38,8 +38,13 @@ def test_a_command_replaces_cmd_but_not_the_entrypoint() -> None:
     image = config(entrypoint=("/entry", "-x"), cmd=("serve",))
     assert arguments_of(image, ()) == ("/entry", "-x", "serve")
     assert arguments_of(image, ("train", "1")) == ("/entry", "-x", "train", "1")
-    with pytest.raises(InvalidInputError, match="no command"):
-        arguments_of(config(), ())
+    assert arguments_of(image, ("x",), "/other") == ("/other", "x")
+    assert arguments_of(image, ("x",), "") == ("x",)
+    # As docker does: CMD belongs to the entrypoint that it came with.
+    assert arguments_of(image, (), "/other") == ("/other",)
+    for nothing in (config(), None), (image, ""):
+        with pytest.raises(InvalidInputError, match="no command"):
+            arguments_of(nothing[0], (), nothing[1])
 
 
 def test_a_jobs_environment_is_the_launchers_without_the_hosts_files() -> None:

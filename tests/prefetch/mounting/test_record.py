@@ -66,6 +66,13 @@ def test_ready_by_datagram_ends_the_record(node: Node) -> None:
         wait_for(lambda: image.status()["record"] == "published")
 
 
+def test_what_is_not_recorded_is_not_said_to_be(node: Node) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt", record="never") as image:
+        assert image.status()["record"] == "off"
+        image.ready()
+        assert image.status()["record"] == "off"
+
+
 def test_a_short_window_ends_the_record(node: Node) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", window_s=0.2) as image:
         wait_for(lambda: image.status()["record"] != "recording")
