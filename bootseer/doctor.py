@@ -186,11 +186,11 @@ def _unwritable_store(settings: Settings, error: Exception) -> Finding:
 
 
 def _store(settings: Settings) -> Iterator[Finding]:
-    from bootseer.store import open_store
+    from bootseer.store import open_own_store
 
     key = f"doctor/{uuid.uuid4().hex}"
     try:
-        store = open_store(settings.store_url, deadline_s=settings.deadline_s / 2)
+        store = open_own_store(settings, deadline_s=settings.deadline_s / 2)
         try:
             before_s = time.time()
             created = store.publish(key, b"first")

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Callable
@@ -125,7 +124,7 @@ def _remove_entry(levels: list[_Level], name: bytes, entry: "os.DirEntry[str]") 
             if len(levels) < _LEVELS_MAX:
                 inner = _unlocked(lambda: os.open(name, _DIRECTORY, dir_fd=fd), fd, name)
                 return _Level(name, inner)
-            moved = b".moved-%b" % secrets.token_hex(8).encode()
+            moved = b".moved-%b" % os.urandom(8).hex().encode()
             top = levels[0].fd
             _unlocked(lambda: os.rename(name, moved, src_dir_fd=fd, dst_dir_fd=top), fd, name)
             levels[0].has_shrunk = True

@@ -9,12 +9,15 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.private import write_private_file
 from bootseer.store import Store
-from bootseer.transfer.plan import Chunk
+
+if TYPE_CHECKING:
+    from bootseer.transfer.plan import Chunk
 
 _VERSION = 1
 _BYTES_MAX = 64 * 1024
@@ -22,7 +25,7 @@ _BYTES_MAX = 64 * 1024
 _CHUNKS_MAX = 64
 
 
-def note_damage(cache_dir: Path, index_digest: str, chunks: Sequence[Chunk]) -> None:
+def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -> None:
     """Chunks of a tree's blobs, of which one at least came damaged. Never raises."""
     document = {
         "version": _VERSION,

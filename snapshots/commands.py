@@ -16,10 +16,11 @@ from bootseer.prefetch.server_process import ServerProcess
 from bootseer.rooted import resolve_in_root
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
-from bootseer.snapshots.manifest import Manifest, is_name
+from bootseer.snapshots.manifest import Manifest, is_name, text_of
 from bootseer.store import Store, open_own_store
 
 if TYPE_CHECKING:
+    from bootseer.snapshots.restoring.restore import Placed
     from bootseer.snapshots.setup.request import Report
 
 _ROOT = Path("/")
@@ -60,15 +61,17 @@ def restore_snapshot(
     directory: Path | None = None,
     *,
     relocates: bool = False,
+    allows_system: bool = False,
     report: "Report" = lambda sentence: None,
     process: ServerProcess | None = None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
-    returns it. What is mounted stays mounted. `report` gets the way that was chosen and why.
-    `process`: see `restoring.early.server_ahead`.
+    returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen
+    and why. `process`: see `restoring.early.server_ahead`.
 
-    Raises: NotFoundError, AlreadyExistsError where something else is there already, CorruptError;
-    nothing has changed then.
+    Raises: InvalidInputError where a target is of the system (`restoring.system_folders`) and
+    `allows_system` is not set; NotFoundError, AlreadyExistsError where something else is there
+    already, CorruptError; nothing has changed then.
     """
     with open_own_store(settings) as store:
         # The two take about as long, and each mostly waits: for the disk, for the store.
@@ -98,6 +101,9 @@ def restore_snapshot(
             catalogue.note_used(store, manifest)
             return manifest
         placed = place(manifest, _ROOT)
+        report(f"restoring to {', '.join(text_of(item.target.path) for item in placed)}")
+        if not allows_system:
+            _check_targets(key, placed)
         hosts = [item.path for item in placed]
         with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
             note = remember(settings, _ROOT)
@@ -124,6 +130,19 @@ def restore_snapshot(
         if sentence := manifest.outside.restored_sentence(manifest.node):
             report(f"warning: {sentence}")
     return manifest
+
+
+def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
+    """Raises: InvalidInputError where a target, or where it leads, is of the system."""
+    from bootseer.snapshots.restoring.system_folders import why_guarded
+
+    for item in placed:
+        for path in (Path(os.fsdecode(item.target.path)), item.path):
+            if reason := why_guarded(path, Path.home()):
+                raise InvalidInputError(
+                    f"the snapshot {key} goes to {path}, which {reason}; see what it holds with "
+                    f"`bootseer snapshot show {key} --files`, and add --system to restore it there"
+                )
 
 
 def _load_restoring() -> None:

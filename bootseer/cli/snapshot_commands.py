@@ -83,14 +83,26 @@ def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
     is_flag=True,
     help="Change the paths in an environment, so that it works in the place given with --to.",
 )
+@click.option(
+    "--system",
+    "allows_system",
+    is_flag=True,
+    help="Also into directories of the system, such as /usr/bin and /etc, or a user's settings.",
+)
 @mode_option
 @json_option
 def restore(
-    key: str, directory: Path | None, relocates: bool, mode: str | None, as_json: bool
+    key: str,
+    directory: Path | None,
+    relocates: bool,
+    allows_system: bool,
+    mode: str | None,
+    as_json: bool,
 ) -> None:
     """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
 
-    A directory that exists must be empty, or be as it was before the set-up.
+    A directory that exists must be empty, or be as it was before the set-up. The snapshot says
+    where it goes: that is printed first.
     """
     from bootseer.snapshots.restoring.early import server_ahead
 
@@ -105,7 +117,13 @@ def restore(
         from bootseer.snapshots.commands import restore_snapshot
 
         manifest = restore_snapshot(
-            settings, key, directory, relocates=relocates, report=say, process=process
+            settings,
+            key,
+            directory,
+            relocates=relocates,
+            allows_system=allows_system,
+            report=say,
+            process=process,
         )
     if as_json:
         emit_json(summary(manifest))

@@ -102,11 +102,17 @@ def open_store(
     return Store(open_backend(url, deadline_s=deadline_s), memory=memory, say=say)
 
 
-def open_own_store(settings: Settings, say: Callable[[str], None] = logger.info) -> Store:
-    """The store of the settings, which this node remembers; as `open_store`."""
+def open_own_store(
+    settings: Settings,
+    say: Callable[[str], None] = logger.info,
+    *,
+    deadline_s: float | None = None,
+) -> Store:
+    """The store of the settings, which this node remembers; as `open_store`. `deadline_s`: by
+    default the settings'."""
     return open_store(
         settings.store_url,
-        deadline_s=settings.deadline_s,
+        deadline_s=settings.deadline_s if deadline_s is None else deadline_s,
         memory=settings.cache_dir / "stores",
         say=say,
     )

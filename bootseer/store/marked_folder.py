@@ -18,7 +18,7 @@ from bootseer.store.beneath import file_mode, make_directory
 
 logger = logging.getLogger(__name__)
 
-MARK = ".bootseer-store"
+MARK = ".bootseer.store"
 _VERSION = 1
 _BYTES_MAX = 4096
 

@@ -36,7 +36,7 @@ def _blob(settings: Settings, key: str) -> Path:
 
 
 def _leftovers(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob(".*boot*")] + [
+    return [str(path) for path in folder.rglob(".bootseer-*")] + [
         str(path) for path in folder.rglob("*extracting*")
     ]
 
