@@ -3,15 +3,19 @@
 Alone decides what of that is used. The caller holds the locks of the targets.
 """
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError, CorruptError, SetupFailedError
+from bootseer.fuse.kernel.mounts import mount_points
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import age_of, is_too_old
 from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.layered_scan import scan_before
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.present import key_in_place, mounts_in_place
 from bootseer.snapshots.restoring.mounted import drop_damaged, keep_mounted
@@ -80,6 +84,47 @@ def _is_outdated(attempt: Attempt, store: Store) -> bool:
         return False
     age = age_of(manifest)
     attempt.report(f"snapshot {attempt.key[:12]}, which is in place, is {age} old")
+    return True
+
+
+def restore_instead(
+    attempt: Attempt,
+    store: Store,
+    manifest: Manifest,
+    before: Mapping[bytes, Scan],
+    bases: Mapping[bytes, str],
+    error: SetupFailedError,
+) -> SetupResult:
+    """Put a stored snapshot on the targets, though it is old, since the set-up that was to replace
+    it has failed. What that left where nothing was (`before`) is removed.
+
+    Raises: `error` where the targets cannot be made as they were; as `restore_by_choice`.
+    """
+    for target, path in attempt.paths.items():
+        if not _made_as_before(attempt, path, before[target]):
+            raise error
+    attempt.report(
+        f"warning: {error}; snapshot {attempt.key[:12]} is used once more, though it is "
+        f"{age_of(manifest)} old"
+    )
+    attempt.process = None  # ended before the set-up
+    return restore_stored(attempt, store, manifest, bases)
+
+
+def _made_as_before(attempt: Attempt, path: Path, before: Scan) -> bool:
+    if scan_before(attempt.request.layers, path) == before:
+        return True
+    inside = os.fsencode(path) + b"/"
+    if len(before) > 1 or any(one.path.startswith(inside) for one in mount_points()):
+        return False
+    try:
+        for entry in os.scandir(path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+    except OSError:
+        return False
     return True
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from bootseer.config import Settings
+from bootseer.config import AUTOMATIC_AGE_S, Settings
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -32,7 +32,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring import mounted, own_view
 from bootseer.snapshots.restoring import work as working
 from bootseer.snapshots.restoring.early import server_ahead
-from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_stored
+from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_instead, restore_stored
 from bootseer.snapshots.scan import base_digest
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
@@ -264,12 +264,22 @@ class _Run:
                     # It may have been published between our look and our lease.
                     if not replace and self._is_published(store, too_old):
                         continue
+                    usable = too_old if self._is_limit_automatic() else None
+                    if usable is not None and is_told:
+                        # The node that was waited for has failed, and uses it as well.
+                        self.report(f"warning: snapshot {key[:12]} could not be made anew")
+                        return restore_stored(attempt, store, usable, bases)
                     if too_old is not None:
                         age = age_of(too_old)
                         self.report(f"snapshot {key[:12]} is {age} old; it is made anew")
                     self._end_server()
                     under = Circumstances(resolved, before, bases, replace, bool(too_old))
-                    return run_and_capture(attempt, store, under)
+                    try:
+                        return run_and_capture(attempt, store, under)
+                    except SetupFailedError as error:
+                        if usable is None:
+                            raise
+                        return restore_instead(attempt, store, usable, before, bases, error)
             if time.monotonic() >= self.end:
                 return self.ordinary(
                     f"another node was still busy with it after {self.wait_s:.0f} s"
@@ -287,6 +297,10 @@ class _Run:
 
     def _is_too_old(self, manifest: Manifest) -> bool:
         return is_too_old(manifest, self.attempt.max_age_s)
+
+    def _is_limit_automatic(self) -> bool:
+        """Whether nobody has asked for a maximum age: an old snapshot is better than none then."""
+        return self.settings.snapshot_max_age_s == AUTOMATIC_AGE_S
 
     def _is_published(self, store: Store, known: Manifest | None) -> bool:
         """Whether there is a snapshot, and another one than `known`."""

@@ -3,11 +3,14 @@
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.run import run_setup
@@ -300,8 +303,6 @@ def test_a_value_behind_env_is_refused(tmp_path: Path) -> None:
 
 
 def _aged(store: Path, days: float) -> None:
-    from msgspec.structs import replace
-
     with open_store(store.as_uri()) as opened:
         for manifest in list(catalogue.list_all(opened)):
             created_ns = manifest.created_ns - int(days * 86_400e9)
@@ -334,3 +335,67 @@ def test_by_default_an_open_set_up_is_made_anew_after_a_week(
         assert bool(found.unknown) == opens
         assert run_setup(make_node("c"), request).how == how
         shutil.rmtree(env)
+
+
+def test_a_set_up_that_cannot_be_made_anew_uses_what_there_is(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """By default a good snapshot must not be lost to an index that is away for a day."""
+    env = tmp_path / "env"
+    script = f"""
+        mkdir {env}; echo half > {env}/half
+        test ! -e {tmp_path}/away
+        perl -e 1 || true
+        mv {env}/half {env}/file
+    """
+    request = Request(["sh", "-ec", script], [str(env)])
+    run_setup(make_node("a"), request)
+    shutil.rmtree(env)
+    _aged(tmp_path / "store", 8)
+    (tmp_path / "away").touch()
+    with pytest.raises(SetupFailedError):
+        run_setup(replace(make_node("b"), snapshot_max_age_s=86_400.0), request)
+    shutil.rmtree(env)
+    said: list[str] = []
+    assert run_setup(make_node("b"), request, report=said.append).how == "restored"
+    assert os.listdir(env) == ["file"]
+    (warning,) = (sentence for sentence in said if sentence.startswith("warning"))
+    assert "failed with exit code 1" in warning
+    assert "is used once more, though it is 8 d old" in warning
+    # What somebody else has put there is never removed.
+    shutil.rmtree(env)
+    env.mkdir()
+    (env / "precious").touch()
+    with pytest.raises(SetupFailedError):
+        run_setup(make_node("c"), request)
+    assert os.listdir(env) == ["precious"]
+
+
+def test_who_has_waited_for_one_that_failed_uses_what_there_is(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Else a thousand nodes run it one after the other, and each fails."""
+    env = tmp_path / "env"
+    script = f"echo run >> {tmp_path}/runs; mkdir {env}; perl -e 1 || true"
+    request = Request(["sh", "-c", script], [str(env)])
+    key = run_setup(make_node("a"), request).fingerprint
+    shutil.rmtree(env)
+    _aged(tmp_path / "store", 8)
+    waits = threading.Event()
+    said: list[str] = []
+
+    def report(sentence: str) -> None:
+        said.append(sentence)
+        if "another node is running" in sentence:
+            waits.set()
+
+    node = make_node("b")
+    with open_store(node.store_url) as store, ThreadPoolExecutor() as pool:
+        lease = store.lease(catalogue.lease_key(key), ttl_s=60, owner="other")
+        assert lease is not None
+        waiting = pool.submit(run_setup, node, request, report=report)
+        assert waits.wait(60), said
+        lease.release()
+        assert waiting.result().how == "restored"
+    assert len([sentence for sentence in said if "could not be made anew" in sentence]) == 1
+    assert (tmp_path / "runs").read_text() == "run\n"
