@@ -4,7 +4,9 @@ Three bytes of JSON, an empty list and a comma, become 72 bytes of objects: so t
 document can have are counted before any of them is made.
 """
 
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from bootseer.errors import CorruptError
@@ -26,6 +28,14 @@ def parse_json(
         return json.loads(data, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{where} is not valid JSON") from error
+
+
+def members_digest(document: Mapping[str, Any], without: str) -> str:
+    """`sha256:<hex>` of all that a document says, known to this release or not, but for the member
+    that holds this digest: of its members as JSON without blanks, sorted by name."""
+    members = {key: value for key, value in document.items() if key != without}
+    data = json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(data.encode("ascii")).hexdigest()
 
 
 def _refuse(constant: str) -> Any:

@@ -14,7 +14,15 @@ from urllib.parse import quote
 from msgspec import Struct
 
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.checked_json import SHA256, check_digest, digest_in, parse, strings_in
+from bootseer.prefetch.checked_json import (
+    SHA256,
+    check_checksum,
+    check_digest,
+    digest_in,
+    parse,
+    strings_in,
+    with_checksum,
+)
 from bootseer.store import Store
 
 VERSION = 1
@@ -60,7 +68,7 @@ def encode_chain(chain: Chain) -> bytes:
     }
     if chain.index_digest:
         document["index_digest"] = chain.index_digest
-    return json.dumps(document, indent=1).encode("ascii") + b"\n"
+    return json.dumps(with_checksum(document), indent=1).encode("ascii") + b"\n"
 
 
 def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
@@ -69,8 +77,9 @@ def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
     Raises: CorruptError, UnknownFormatError.
     """
     document = parse(data, _RECORD_BYTES_MAX, where)
+    check_checksum(document, where)
     if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise UnknownFormatError(f"{where} is not a record of the kind {_KIND}")
+        raise CorruptError(f"{where} is not a record of the kind {_KIND}")
     if document.get("version") != VERSION:
         version = str(document.get("version"))[:20]
         raise UnknownFormatError(

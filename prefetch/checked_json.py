@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bootseer.bounded_json import parse_json
+from bootseer.bounded_json import members_digest, parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
@@ -17,6 +17,7 @@ ANY_DIGEST = re.compile(rf"{DIGEST.pattern}|blake3:[0-9a-f]{{64}}")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 BLOB_DIGEST = re.compile(r"(?:sha256|blake3):[0-9a-f]{64}")
 
+CHECKSUM = "checksum"
 COUNT_MAX = 2**53
 """What every JSON reader reads exactly."""
 
@@ -40,6 +41,27 @@ def parse_versioned(
         found = str(document.get("version"))[:20]
         raise UnknownFormatError(f"{where} has version {found}; this release reads {version}")
     return document
+
+
+def check_checksum(document: Any, where: str) -> None:
+    """Compare a document with its checksum, if it has one: those of earlier releases have none. To
+    be asked first: what is damaged may look like a later version's.
+
+    Raises: CorruptError.
+    """
+    if not isinstance(document, dict) or CHECKSUM not in document:
+        return
+    try:
+        is_right = document[CHECKSUM] == members_digest(document, CHECKSUM)
+    except RecursionError:
+        is_right = False
+    if not is_right:
+        raise CorruptError(f"{where} does not match its checksum: it is damaged, or was edited")
+
+
+def with_checksum(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document, so that `check_checksum` finds damage in it."""
+    return {**document, CHECKSUM: members_digest(document, CHECKSUM)}
 
 
 def object_in(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

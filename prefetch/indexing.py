@@ -58,6 +58,7 @@ def index_image(
     on_layer: OnLayer | None = None,
     lessee: str | None = None,
     created_ns: int | None = None,
+    verify: bool = False,
 ) -> ImageRecord:
     """Make the image mountable from `store` under `reference` (default: the source's own name);
     an image of that name is replaced. Layers that the store has are not read.
@@ -66,7 +67,8 @@ def index_image(
     of bytes done, which add up to the layers' sizes; `on_layer` each layer done and whether the
     store had it already. Both are called from several threads. With a `lessee`, this node's name,
     one of all nodes that give theirs packs a layer, and the others wait for it. `created_ns`: when
-    the image was read, unless that is now; a record of the name that is younger stays.
+    the image was read, unless that is now; a record of the name that is younger stays. `verify`:
+    layers that the store has are compared with their digests, and damaged ones packed anew.
 
     Raises: CorruptError, NotFoundError, NoSpaceError, UnavailableError, PermissionDeniedError,
     UnknownFormatError (the store was written by a newer release).
@@ -75,7 +77,7 @@ def index_image(
     check_replaceable(store, name)
     # Before anything is read: what changes meanwhile has changed.
     read_ns = created_ns or change_time_ns()
-    packer = LayerPacker(store, work_dir, lessee)
+    packer = LayerPacker(store, work_dir, lessee, verify=verify)
     layers = _index_layers(source.layers, packer, workers, on_progress, on_layer)
     diff_ids = [layer.digest for layer in source.layers if layer.digest is not None]
     has_chains = len(diff_ids) == len(source.layers) > 0

@@ -16,6 +16,7 @@ from typing import IO
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.index import encode
 from bootseer.blob.keys import blob_key
+from bootseer.content_digest import hasher_of
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, NotFoundError, from_oserror
 from bootseer.prefetch.catalogue import (
     check_streams,
@@ -38,44 +39,65 @@ _OTHER_NODE_S = 3600.0
 _OTHER_NODE_POLL_S = 1.0
 _PIECE_BYTES = 2**20
 """Small enough for an interrupt to take effect soon on a slow network."""
+_READ_BYTES = 8 * 2**20
 
 OnProgress = Callable[[int], None]
 
 
-def stored_layer(store: Store, layer: Layer) -> tuple[LayerRecord, LayerTree] | None:
-    """What the store has of the layer, if it has all of it.
+def stored_layer(
+    store: Store, layer: Layer, *, verify: bool = False
+) -> tuple[LayerRecord, LayerTree] | None:
+    """What the store has of the layer, if it has all of it, undamaged as far as its size and the
+    digest of its index tell; with `verify`, all of the blob is read and compared with its digest.
 
-    Raises: UnavailableError, DeadlineError, UnknownFormatError and others of the store.
+    Raises: UnavailableError, DeadlineError, UnknownFormatError (a later release wrote the record)
+    and others of the store.
     """
     if layer.digest is None:
         return None
-    record = read_layer(store, layer.digest)
-    if record is None:
-        return None
     try:
+        record = read_layer(store, layer.digest)
+        if record is None:
+            return None
         size_bytes = store.size(blob_key(record.blob_digest))
         if size_bytes != record.blob_size_bytes:
             raise CorruptError(f"the blob {record.blob_digest} has {size_bytes} bytes")
         tree = read_tree(store, record.index_digest)
         check_streams(tree, (layer.digest,), f"the record of the layer {layer.digest}")
+        if verify:
+            _check_blob(store, record)
     except (NotFoundError, CorruptError) as error:
         _log.info("the store lacks the layer %s: %s", layer.digest, error)
         return None
     return record, LayerTree(tree, frozenset(record.implied), record.links)
 
 
+def _check_blob(store: Store, record: LayerRecord) -> None:
+    """Raises: CorruptError where the store's blob does not have its digest."""
+    key = blob_key(record.blob_digest)
+    hasher = hasher_of(record.blob_digest)
+    for offset in range(0, record.blob_size_bytes, _READ_BYTES):
+        hasher.update(store.read(key, offset, min(_READ_BYTES, record.blob_size_bytes - offset)))
+    if hasher.hexdigest() != record.blob_digest.partition(":")[2]:
+        raise CorruptError(f"{store.url}/{key} does not have the digest that names it")
+
+
 class LayerPacker:
     """Puts layers into the store that it lacks. Thread-safe."""
 
-    def __init__(self, store: Store, work_dir: Path, lessee: str | None) -> None:
-        """With a `lessee`, this node's name, one of all nodes that give theirs packs a layer."""
+    def __init__(
+        self, store: Store, work_dir: Path, lessee: str | None, *, verify: bool = False
+    ) -> None:
+        """With a `lessee`, this node's name, one of all nodes that give theirs packs a layer.
+        `verify`: as `stored_layer`."""
+        self._verify = verify
         self._store = store
         self._work_dir = work_dir
         self._lessee = lessee
 
     def have(self, layer: Layer, advance: OnProgress) -> tuple[LayerRecord, LayerTree, bool]:
         """The layer as the store has it, and whether this call put it there."""
-        if found := stored_layer(self._store, layer):
+        if found := stored_layer(self._store, layer, verify=self._verify):
             return *found, False
         if self._lessee is None or layer.digest is None:
             return *_pack_layer(self._store, layer, self._work_dir, advance), True
@@ -117,10 +139,8 @@ def _pack_layer(
         with tempfile.TemporaryFile(dir=work_dir) as file:
             layer_tree = layer.pack(file, advance)
             (blob,) = layer_tree.tree.blobs
-            # What is there under this digest is right, unless it is not even of the right size.
-            key = blob_key(blob.digest)
-            replace = _has_other_size(store, key, blob.size_bytes)
-            store.publish(key, _pieces(file, advance), replace=replace)
+            # What is there under this digest, without a record that can be used, may be damaged.
+            store.publish(blob_key(blob.digest), _pieces(file, advance), replace=True)
     except BootseerError:
         raise
     except OSError as error:
@@ -138,13 +158,6 @@ def _pack_layer(
         publish_index(store, record.index_digest, data)
         publish_layer(store, record)
     return record, layer_tree
-
-
-def _has_other_size(store: Store, key: str, size_bytes: int) -> bool:
-    try:
-        return store.size(key) != size_bytes
-    except NotFoundError:
-        return False
 
 
 def _pieces(file: IO[bytes], advance: OnProgress) -> Iterator[bytes]:

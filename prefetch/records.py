@@ -16,6 +16,7 @@ from bootseer.prefetch.checked_json import (
     ANY_DIGEST,
     BLOB_DIGEST,
     SHA256,
+    check_checksum,
     count_in,
     digest_in,
     list_in,
@@ -23,6 +24,7 @@ from bootseer.prefetch.checked_json import (
     parse,
     string_in,
     strings_in,
+    with_checksum,
 )
 from bootseer.structs import asdict
 
@@ -170,14 +172,16 @@ def decode_notes(
 
 
 def _encode(kind: str, document: Mapping[str, Any]) -> bytes:
-    text = json.dumps({"kind": kind, "version": VERSION, **document}, indent=1)
+    members = with_checksum({"kind": kind, "version": VERSION, **document})
+    text = json.dumps(members, indent=1)
     return text.encode("ascii") + b"\n"
 
 
 def _document(data: bytes, kind: str, where: str) -> Mapping[str, Any]:
     document = parse(data, RECORD_BYTES_MAX, where)
+    check_checksum(document, where)
     if not isinstance(document, dict) or document.get("kind") != kind:
-        raise UnknownFormatError(f"{where} is not a record of the kind {kind}")
+        raise CorruptError(f"{where} is not a record of the kind {kind}")
     if document.get("version") != VERSION:
         version = str(document.get("version"))[:20]
         raise UnknownFormatError(

@@ -4,13 +4,12 @@ Pure (no I/O). Alone owns the format and every check of it: what a store returns
 `decode` has returned.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bootseer.bounded_json import parse_json
+from bootseer.bounded_json import members_digest, parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.snapshots.manifest import (
     EARLIER_MAX,
@@ -73,16 +72,8 @@ def encode(manifest: Manifest) -> bytes:
         ],
         **_encoded_outside(manifest.outside),
     }
-    document["digest"] = _digest(document)
+    document["digest"] = members_digest(document, "digest")
     return json.dumps(document, indent=1, ensure_ascii=True).encode("ascii") + b"\n"
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    """Of all that a manifest says, known to this release or not, but for the digest itself: of its
-    members as JSON without blanks, sorted by name."""
-    members = {key: value for key, value in document.items() if key != "digest"}
-    data = json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(data.encode("ascii")).hexdigest()
 
 
 def _encoded_outside(outside: Outside) -> dict[str, Any]:
@@ -170,7 +161,7 @@ def _is_key_of(key: str, parts: Sequence[Part]) -> bool:
 
 def _is_digest_of(document: Mapping[str, Any]) -> bool:
     try:
-        return bool(document["digest"] == _digest(document))
+        return bool(document["digest"] == members_digest(document, "digest"))
     except RecursionError:
         return False
 

@@ -33,8 +33,13 @@ from bootseer.store import Store, open_store
     show_default=True,
     help="Where to: the store, or beside the image in its registry.",
 )
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read the layers that are there already, and make damaged ones anew.",
+)
 @json_option
-def index(source: str, name: str | None, target: str, as_json: bool) -> None:
+def index(source: str, name: str | None, target: str, verify: bool, as_json: bool) -> None:
     """Make the image SRC mountable from the store.
 
     SRC is a directory with a root file system, an OCI layout (DIR or oci:DIR[:TAG]), an archive
@@ -81,6 +86,7 @@ def index(source: str, name: str | None, target: str, as_json: bool) -> None:
                 reference=name,
                 on_progress=progress.advance,
                 on_layer=on_layer,
+                verify=verify,
             )
     seconds = time.monotonic() - started_s
     blob_bytes = sum(layer.blob_size_bytes for layer in record.layers)

@@ -39,6 +39,7 @@ from bootseer.prefetch.records import (
     encode_layer,
 )
 from bootseer.store import Store, open_store
+from tests.support.indexed import unsigned
 
 A = "sha256:" + "a" * 64
 B = "sha256:" + "b" * 64
@@ -84,7 +85,7 @@ def test_any_path_survives(names: list[bytes]) -> None:
 )
 def test_hostile_values_are_refused_or_harmless(encoded: bytes, value: object) -> None:
     decode = decode_image if b"bootseer-image" in encoded else decode_layer
-    document = json.loads(encoded)
+    document = unsigned(encoded)
     for key in document:
         changed = json.dumps({**document, key: value}).encode()
         try:
@@ -101,8 +102,30 @@ def test_what_is_no_record(data: bytes) -> None:
             decode(data, "here")
 
 
+@pytest.mark.parametrize("encoded", [encode_image(RECORD), encode_layer(LAYER)])
+def test_a_flipped_byte_is_noticed(encoded: bytes) -> None:
+    """In whatever place, if it changes what the record says."""
+    decode = decode_image if b"bootseer-image" in encoded else decode_layer
+    right = decode(encoded, "here")
+    for position in range(len(encoded)):
+        changed = bytearray(encoded)
+        changed[position] ^= 1
+        try:
+            assert decode(bytes(changed), "here") == right
+        except CorruptError:
+            continue
+
+
+def test_a_record_without_a_checksum_is_read() -> None:
+    """As releases before wrote it."""
+    image = json.dumps(unsigned(encode_image(RECORD)), indent=1).encode()
+    assert decode_image(image, "here") == RECORD
+    layer = json.dumps(unsigned(encode_layer(LAYER)), indent=1).encode()
+    assert decode_layer(layer, "here") == LAYER
+
+
 def test_a_later_version_is_named() -> None:
-    changed = encode_image(RECORD).replace(b'"version": 1', b'"version": 2')
+    changed = json.dumps({**unsigned(encode_image(RECORD)), "version": 2}).encode()
     with pytest.raises(UnknownFormatError, match="version 2"):
         decode_image(changed, "here")
 

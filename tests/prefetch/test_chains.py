@@ -22,6 +22,7 @@ from bootseer.prefetch.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store
 from tests.support.images import Member, digest, tar_of, write_layout
+from tests.support.indexed import unsigned
 
 DIFF_IDS = tuple(digest(text) for text in (b"a", b"b", b"c"))
 
@@ -70,7 +71,7 @@ def test_what_is_no_digest_is_refused_before_the_store_is_asked(store: Store, na
 )
 def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]) -> None:
     chain_id = chain_ids(DIFF_IDS)[-1]
-    document = json.loads(encode_chain(Chain(DIFF_IDS)))
+    document = unsigned(encode_chain(Chain(DIFF_IDS)))
     document["diff_ids"] = diff_ids
     with pytest.raises(CorruptError, match="do not make the chain"):
         decode_chain(json.dumps(document).encode(), chain_id, "here")
@@ -78,9 +79,12 @@ def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]
 
 def test_another_kind_or_version_is_refused() -> None:
     chain_id = chain_ids(DIFF_IDS)[-1]
-    document = json.loads(encode_chain(Chain(DIFF_IDS)))
-    for change in ({"kind": "bootseer-layer"}, {"version": 2}):
-        with pytest.raises(UnknownFormatError):
+    document = unsigned(encode_chain(Chain(DIFF_IDS)))
+    for change, error in (
+        ({"kind": "bootseer-layer"}, CorruptError),
+        ({"version": 2}, UnknownFormatError),
+    ):
+        with pytest.raises(error):
             decode_chain(json.dumps({**document, **change}).encode(), chain_id, "here")
 
 

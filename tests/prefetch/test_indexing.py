@@ -1,5 +1,6 @@
 """Images are indexed: what `umoci unpack` gives, and each layer once."""
 
+import json
 import os
 import shutil
 import stat
@@ -18,7 +19,7 @@ from bootseer.prefetch.catalogue import image_key, layer_key, list_images, load_
 from bootseer.prefetch.records import decode_layer
 from bootseer.store import Store, open_store
 from tests.support.images import NASTY, Layout, Member, digest, run_tool, tar_of, write_layout
-from tests.support.indexed import contents, index
+from tests.support.indexed import contents, index, unsigned
 
 
 def shown(path: Path) -> tuple[object, ...]:
@@ -199,11 +200,43 @@ def test_a_layer_record_of_a_later_release_is_not_overwritten(store: Store, tmp_
     write_layout(tmp_path / "layout", [[Member("x")]])
     record = index(tmp_path / "layout", store, tmp_path)
     key = layer_key(record.layers[0].digest)
-    later = store.read(key).replace(b'"version": 1', b'"version": 9')
+    later = json.dumps({**unsigned(store.read(key)), "version": 9}).encode()
     store.publish(key, later, replace=True)
     with pytest.raises(UnknownFormatError, match="version 9"):
         index(tmp_path / "layout", store, tmp_path)
     assert store.read(key) == later
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "kind", "list"])
+def test_a_damaged_layer_record_is_written_again(store: Store, tmp_path: Path, damage: str) -> None:
+    write_layout(tmp_path / "layout", [[Member("x", data=b"content")]])
+    record = index(tmp_path / "layout", store, tmp_path)
+    key = layer_key(record.layers[0].digest)
+    right = store.read(key)
+    wrong = {
+        "cut": right[: len(right) // 2],
+        "flip": right.replace(b'"version": 1', b'"version": 3'),
+        "kind": right.replace(b"bootseer-layer", b"bootseer-lazer"),
+        "list": b"[]",
+    }[damage]
+    store.publish(key, wrong, replace=True)
+    index(tmp_path / "layout", store, tmp_path)
+    assert store.read(key) == right
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_damaged_blob_of_the_right_size_is_made_anew(
+    store: Store, tmp_path: Path, has_record: bool
+) -> None:
+    write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(300_000))]])
+    record = index(tmp_path / "layout", store, tmp_path)
+    key = blob_key(record.layers[0].blob_digest)
+    right = store.read(key)
+    store.publish(key, bytes(len(right)), replace=True)
+    if not has_record:
+        store.delete(layer_key(record.layers[0].digest))
+    index(tmp_path / "layout", store, tmp_path, verify=has_record)
+    assert store.read(key) == right
 
 
 def test_an_image_record_of_a_later_release_is_not_overwritten(
@@ -211,7 +244,7 @@ def test_an_image_record_of_a_later_release_is_not_overwritten(
 ) -> None:
     write_layout(tmp_path / "layout", [[Member("x")]])
     key = image_key(index(tmp_path / "layout", store, tmp_path).reference)
-    later = store.read(key).replace(b'"version": 1', b'"version": 9')
+    later = json.dumps({**unsigned(store.read(key)), "version": 9}).encode()
     store.publish(key, later, replace=True)
     with pytest.raises(UnknownFormatError, match="version 9"):
         index(tmp_path / "layout", store, tmp_path)

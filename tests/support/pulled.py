@@ -86,7 +86,9 @@ def objects(store: Path) -> dict[str, bytes]:
     with open_store(str(store)) as opened:
         return {
             info.path: b"\n".join(
-                line for line in opened.read(info.path).split(b"\n") if b"created_ns" not in line
+                line
+                for line in opened.read(info.path).split(b"\n")
+                if b'"created_ns"' not in line and b'"checksum"' not in line
             )
             for info in opened.list()
         }
