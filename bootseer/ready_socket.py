@@ -8,7 +8,6 @@ server of an earlier release. Any thread.
 """
 
 import contextlib
-import hmac
 import logging
 import os
 import socket
@@ -46,6 +45,8 @@ class ReadySocket:
 
     def take(self) -> bool:
         """Whether the job said so. Never waits, never raises."""
+        import hmac  # here: who starts a server need not load it
+
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MESSAGES_MAX):
                 if hmac.compare_digest(self._socket.recv(_MESSAGE_BYTES_MAX), self._expected):
