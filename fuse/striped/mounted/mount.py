@@ -33,6 +33,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
     SHUTDOWN_S,
     MountSpec,
     control_path,
+    forget_dead,
     is_alive,
     log_path,
     read_state,
@@ -250,6 +251,7 @@ def unmount_checkpoints(
     if state is not None and state.is_running:
         for pid, ticks in state.processes:
             _end_process(pid, ticks)
+    forget_dead(run_dir, path)
     ended = read_state(run_dir, path)
     return ended.unwritten if ended is not None else ()
 

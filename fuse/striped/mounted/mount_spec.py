@@ -32,6 +32,8 @@ from bootseer.structs import asdict
 
 _MAX_STATE_BYTES = 1 << 20
 _ENDED_KEPT = 20
+_DEAD_S = 60.0
+"""After its start: a mount that began and died since is looked after by the next one."""
 _ENDED_KEPT_S = 3600.0
 """So long the end of any mount can be asked for, and its log read."""
 SHUTDOWN_S = 10.0
@@ -167,8 +169,22 @@ def states(run_dir: Path) -> Iterator[MountState]:
                 yield state
 
 
+def forget_dead(run_dir: Path, directory: Path) -> None:
+    """Remove what only a living server of a mount needs, if there is none. Raises nothing."""
+    with contextlib.suppress(BootseerError, OSError):
+        state = read_state(run_dir, directory)
+        if state is None or not state.is_running:
+            for path in (journal_path(run_dir, directory), control_path(run_dir, directory)):
+                path.unlink(missing_ok=True)
+
+
 def forget_ended(run_dir: Path) -> None:
-    """Remove what mounts that ended have left, but for the latest ones. Raises nothing."""
+    """Remove what mounts that ended have left, but for the latest ones; of those whose servers were
+    killed what their successors would need. Raises nothing."""
+    for one in states(run_dir):
+        # A server that has just begun would write these files now.
+        if not one.is_running and time.time() - one.started_s > _DEAD_S:
+            forget_dead(run_dir, Path(one.directory))
     before_s = time.time() - _ENDED_KEPT_S
     with contextlib.suppress(OSError):
         paths = list((run_dir / "checkpoint-mounts").glob("*.json"))

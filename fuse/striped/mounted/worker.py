@@ -153,6 +153,12 @@ class MountedFileSystem(StripedFileSystem):
         super().destroyed()
         with contextlib.suppress(BootseerError):
             write_state(self._run_dir, replace(self._state, unwritten=tuple(self.unwritten)))
+        # The supervisor does so, too, unless it was killed.
+        for path in (
+            journal_path(self._run_dir, self._directory),
+            control_path(self._run_dir, self._directory),
+        ):
+            path.unlink(missing_ok=True)
         self._storage.close()
 
     def _warm(self) -> None:

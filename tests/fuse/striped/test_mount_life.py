@@ -72,6 +72,8 @@ def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: s
         assert run(["stat", mountpoint / "old"], deadline_s=20).returncode != 0
         end(writer)
         unmount_checkpoints(mount.run_dir, mountpoint, timeout_s=1.0)
+        left = {path.suffix for path in (mount.run_dir / "checkpoint-mounts").iterdir()}
+        assert left == {".json", ".log"}
     assert_only_the_old_file(tmp_path, url)
     with contextlib.closing(open_backend(url)) as backend:
         assert list(find_garbage(backend, ""))

@@ -12,7 +12,11 @@ from bootseer.fuse.striped.mounted.control import ask
 from bootseer.fuse.striped.mounted.mount_spec import (
     MountState,
     control_path,
+    forget_ended,
+    journal_path,
     log_path,
+    read_state,
+    start_ticks,
     states,
     write_state,
 )
@@ -119,3 +123,22 @@ def test_mounts_that_ended_long_ago_are_forgotten(
     # The newest twenty are this mount, those of the last hour, and fourteen more.
     assert kept == {mountpoint.name, *(f"job-{n}" for n in (0, 1, 2, 3, 4, *range(26, 40)))}
     assert len(list((run_dir / "checkpoint-mounts").glob("*.log"))) == len(kept)
+
+
+def test_what_killed_servers_left_goes_with_the_end_of_another(
+    tmp_path: Path, local_url: str
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoint-mounts").mkdir(parents=True, mode=0o700)
+    pids = {"dead": 0, "alive": os.getpid()}
+    for name, pid in pids.items():
+        directory = tmp_path / name
+        write_state(run_dir, MountState(local_url, str(directory), pid, start_ticks(pid) or 0))
+        for path in (journal_path(run_dir, directory), control_path(run_dir, directory)):
+            path.touch()
+    forget_ended(run_dir)
+    for name, count in (("dead", 0), ("alive", 2)):
+        directory = tmp_path / name
+        paths = (journal_path(run_dir, directory), control_path(run_dir, directory))
+        assert sum(path.exists() for path in paths) == count
+        assert read_state(run_dir, directory) is not None
