@@ -92,7 +92,7 @@ def find_image(store: Store, reference: str) -> ImageRecord:
             )
     raise NotFoundError(
         f"the store {store.url} has no image {reference!r}; `bootseer image list` shows what it "
-        "has, `bootseer image index` adds one"
+        f"has, `bootseer image index` adds one; one of a registry is called registry://{reference}"
     )
 
 

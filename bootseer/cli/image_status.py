@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, DeadlineError
     "--wait",
     "wait_s",
     type=Seconds(0, 86_400),
-    metavar="SECONDS",
+    metavar="TIME",
     help="First wait, at most so long, until publishing is over.",
 )
 @json_option

@@ -1,4 +1,4 @@
-"""Groups of commands, and commands that wrap another one.
+"""Kinds of commands: groups, those that wrap another one, and those whose options have new names.
 
 Some commands of a group are in other modules, loaded when one of them is used: a start of a job
 waits for all that its command loads.
@@ -59,3 +59,24 @@ class WrappingCommand(click.Command):
                     ctx,
                 ) from error
             raise
+
+
+class RenamedOptions(click.Command):
+    """One that still takes options by their old names, with a warning. `renamed`: the new name of
+    each old one."""
+
+    def __init__(self, *args: Any, renamed: Mapping[str, str], **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self._renamed = renamed
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word in args:
+            old, equals, value = word.partition("=")
+            new = self._renamed.get(old)
+            if new is None or "--" in words:
+                words.append(word)
+                continue
+            click.echo(f"bootseer: warning: {old} is called {new} now", err=True)
+            words.append(new + equals + value)
+        return super().parse_args(ctx, words)

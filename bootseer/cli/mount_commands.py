@@ -58,7 +58,7 @@ class _Octal(click.ParamType[int]):
 @click.option(
     "--deadline",
     type=Seconds(1, 86400),
-    metavar="S",
+    metavar="TIME",
     help="How long the storage may be silent before a request fails.",
 )
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
@@ -91,7 +91,7 @@ class _Octal(click.ParamType[int]):
     type=Seconds(0, 86400),
     default=60.0,
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="How long a restart waits for files that are being written, and the end by SIGTERM for "
     "open files.",
 )
@@ -294,7 +294,7 @@ def _print_status(one: Mapping[str, Any]) -> None:
     type=Seconds(0, 3600),
     default=10.0,
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="How long open files may stay open before they are cut off.",
 )
 @json_option

@@ -6,7 +6,6 @@ Data goes to stdout, everything else to stderr.
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -18,7 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import Struct
 
-from bootseer.config import Config, Settings, load_config, parse_age, parse_max_age, parse_size
+from bootseer.config import (
+    Config,
+    Settings,
+    load_config,
+    parse_age,
+    parse_duration,
+    parse_max_age,
+    parse_size,
+)
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.redact import redact
 
@@ -128,17 +135,18 @@ def one_line(error: BaseException) -> str:
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds in a range, without the "nan" that no range refuses."""
+    """A time in a range, in seconds: "30", "30s", "10m"."""
 
-    name = "seconds"
+    name = "time"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a number of seconds.", param, ctx)
-        return number
+        try:
+            number = value if isinstance(value, float) else parse_duration(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+        return float(super().convert(number, param, ctx))
 
 
 class Age(click.ParamType[float]):

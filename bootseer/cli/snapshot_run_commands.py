@@ -63,7 +63,7 @@ _OPTIONS = (
     click.option(
         "--max-age",
         "max_age_s",
-        metavar="AGE",
+        metavar="TIME",
         type=MaxAge(),
         help="An older snapshot does not count: it is made anew. 12h, 7d, 4w, off, or auto: 7d "
         "where the result may change without notice. Default: BOOTSEER_SNAPSHOT_MAX_AGE.",
@@ -98,7 +98,7 @@ def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
 @click.option(
     "--wait",
     "wait_s",
-    metavar="SECONDS",
+    metavar="TIME",
     type=Seconds(min=0, max=30 * 86_400),
     default=1800.0,
     show_default=True,

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.output import Seconds, current_settings
+from bootseer.cli.output import Seconds, current_config, current_settings, say
+from bootseer.config import variable_of
 from bootseer.errors import UnsupportedError
+from bootseer.redact import redact
 
 
 @click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter")
@@ -68,6 +70,9 @@ def snapshotter(
     if os.geteuid() != 0:
         raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     settings = current_settings()
+    for name, text in current_config().overridden.items():
+        # A service that a shell's variable has moved elsewhere is hard to find.
+        say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
     root = root.absolute()
     content = content.absolute() if content else root.parent / CONTENT_FOLDER
     core = Snapshotter(settings, root, content, linger_s=linger_s, window_s=window_s)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.lazy_group import LazyGroup
+from bootseer.cli.lazy_group import LazyGroup, RenamedOptions
 from bootseer.cli.output import (
     Age,
     current_settings,
@@ -28,7 +28,11 @@ def store() -> None:
     """The shared store: delete what nobody needs."""
 
 
-@store.command(epilog="Example: bootseer store gc --keep-last 3 --keep-days 30 --keep 'base-*'")
+@store.command(
+    cls=RenamedOptions,
+    renamed={"--yes": "--delete", "--grace": "--age"},
+    epilog="Example: bootseer store gc --keep-last 3 --keep-days 30 --keep 'base-*'",
+)
 @click.option(
     "--keep-last",
     metavar="N",
@@ -50,15 +54,15 @@ def store() -> None:
 @click.option("--snapshot", "snapshots", metavar="KEY", multiple=True, help="Delete this snapshot.")
 @click.option("--image", "images", metavar="REF", multiple=True, help="Delete this image.")
 @click.option(
-    "--grace",
+    "--age",
     "grace_s",
-    metavar="AGE",
+    metavar="TIME",
     type=Age(),
     default="24h",
     show_default=True,
     help="Keep what is younger: somebody may be publishing what needs it.",
 )
-@click.option("--yes", is_flag=True, help="Delete. Without it, only say what would be deleted.")
+@click.option("--delete", is_flag=True, help="Delete. Without it, only say what would go.")
 @json_option
 def gc(
     keep_last: int | None,
@@ -67,7 +71,7 @@ def gc(
     snapshots: tuple[str, ...],
     images: tuple[str, ...],
     grace_s: float,
-    yes: bool,
+    delete: bool,
     as_json: bool,
 ) -> None:
     """Delete what no image and no snapshot in the store needs any more.
@@ -88,7 +92,7 @@ def gc(
         inventory = take_inventory(opened)
         plan = make_plan(inventory, rules)
         done = None
-        if yes:
+        if delete:
             with Progress("deleting", plan.freed_bytes) as progress:
                 done = collect(
                     opened,
@@ -141,7 +145,7 @@ def _show(inventory: "Inventory", plan: "Plan", done: "Collected | None") -> Non
     if done is None:
         say(
             f"would delete {len(plan.deletions)} objects, {human_bytes(plan.freed_bytes)}, among "
-            f"them {len(going)} snapshots and {len(gone)} images; give --yes to do it"
+            f"them {len(going)} snapshots and {len(gone)} images; give --delete to do it"
         )
         return
     say(f"deleted {done.deleted_count} objects, {human_bytes(done.freed_bytes)}")

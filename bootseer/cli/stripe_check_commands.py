@@ -141,7 +141,7 @@ def _damage(
     type=Age(),
     default="24h",
     show_default=True,
-    metavar="AGE",
+    metavar="TIME",
     help="Spare what was written to within that time, at least 1h.",
 )
 @click.option(
@@ -150,7 +150,7 @@ def _damage(
     type=Seconds(0, 86_400),
     default=60.0,
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="Look again after that time: what was just replaced may be being read.",
 )
 @json_option

@@ -32,7 +32,7 @@ from bootseer.errors import (
     type=Seconds(0, 86_400),
     default=30.0,
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="How long the parts of a converted file stay for those who read it.",
 )
 @json_option

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     type=Seconds(1, 86_400),
     default=120.0,
     show_default=True,
-    metavar="S",
+    metavar="TIME",
     help="A recording ends after it, if not before.",
 )
 @click.option("--memory", metavar="SIZE", help="Read at most so much (half of what is available).")

@@ -38,6 +38,9 @@ _MOVED_S = 60.0
 registry first: twice the latency of a fault, and many a registry counts such requests."""
 _MOVED_COUNT_MAX = 1000
 
+# What Go's servers, and nginx, answer to plain HTTP where they speak TLS.
+_WANTS_TLS = (b"HTTP request to an HTTPS server", b"plain HTTP request was sent to HTTPS port")
+
 Body = bytes | Callable[[], BinaryIO]
 """What is sent: bytes, or how to open them, since they may have to be sent again."""
 
@@ -202,10 +205,11 @@ class Session:
     def _error(self, response: Response, what: str) -> BootseerError:
         """The error that an answer means; closes it."""
         status = response.status
-        said = ""
+        data = b""
         with contextlib.suppress(BootseerError):
-            said = _message(response.read_all(_ERROR_BYTES_MAX, _ERROR_DEADLINE_S))
+            data = response.read_all(_ERROR_BYTES_MAX, _ERROR_DEADLINE_S)
         response.close()
+        said = _message(data)
         message = f"{self.name}: {what} was answered {status}{said}"
         if status == 404:
             is_image = " manifests/" in what
@@ -221,6 +225,12 @@ class Session:
             return CorruptError(f"{self.name}: {what}: it is shorter than declared")
         if status == 405:
             return UnsupportedError(f"{message}; the registry does not allow it")
+        if status == 400 and any(text in data for text in _WANTS_TLS):
+            return InvalidInputError(
+                f"{self.name}: {response.server} wants TLS; on this machine a registry is asked "
+                f'without it: write server = "https://{response.server}", and `ca` where its '
+                f"certificate is your own, to {response.server}/hosts.toml in registry_hosts_dir"
+            )
         if 400 <= status < 500:
             return InvalidInputError(message)
         return UnavailableError(message)

@@ -1,6 +1,10 @@
 """Every command's help ends with an example, and the command accepts it."""
 
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -89,3 +93,28 @@ def test_a_slip_is_answered_with_what_is_meant(
     found = world(*words)
     assert found.code == 2
     assert hint in found.err
+
+
+def test_old_names_of_options_still_work(world: World) -> None:
+    found = world("store", "gc", "--yes", "--grace=0", "--json")
+    assert found.code == 0
+    assert found.json["done"] is True
+    assert found.err.splitlines() == [
+        "bootseer: warning: --yes is called --delete now",
+        "bootseer: warning: --grace is called --age now",
+    ]
+    assert "--yes" not in world("store", "gc", "--help").out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes(shell: str, tmp_path: Path) -> None:
+    """docs/operations.md says how."""
+    asked = {"COMP_WORDS": "bootseer sn", "COMP_CWORD": "sn" if shell == "fish" else "1"}
+    program = Path(sys.executable).with_name("bootseer")
+    for instruction, expected in (("source", "_BOOTSEER_COMPLETE"), ("complete", "snapshotter")):
+        environ = {**os.environ, **asked, "_BOOTSEER_COMPLETE": f"{shell}_{instruction}"}
+        done = subprocess.run(
+            [program], env=environ, capture_output=True, text=True, timeout=100, cwd=tmp_path
+        )
+        assert done.returncode == 0
+        assert expected in done.stdout

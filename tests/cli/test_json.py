@@ -115,7 +115,7 @@ def test_snapshots(own_world: World) -> None:
     agree("snapshot export", exported)
     imported = world("snapshot", "import", "x.tar.zst", "--target", "src", "--json").json
     agree("snapshot create", imported)
-    for removal in ((), ("--snapshot", "x", "--yes", "--grace", "0")):
+    for removal in ((), ("--snapshot", "x", "--delete", "--age", "0")):
         collected = world("store", "gc", "--json", *removal).json
         agree("store gc", collected)
         assert collected["done"] == bool(removal)

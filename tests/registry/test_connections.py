@@ -200,3 +200,15 @@ def test_no_server_leads_us_to_where_nothing_is_encrypted(
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_registry_on_this_machine_that_wants_tls_is_told_apart(
+    secured: Registry, tmp_path: Path
+) -> None:
+    """Without a hosts file it is asked unencrypted, as containerd does."""
+    (host,) = load_hosts(secured.host, tmp_path)
+    assert host.base_url.startswith("http://")
+    with pytest.raises(InvalidInputError, match="wants TLS") as caught:
+        tags(host)
+    assert f'server = "https://{secured.host}"' in str(caught.value)
+    assert f"{secured.host}/hosts.toml in registry_hosts_dir" in str(caught.value)

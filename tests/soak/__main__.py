@@ -75,7 +75,7 @@ def play_round(site: Site, soak: Soak) -> None:
     for user in users:
         soak.note(settle(user))
     if soak.round % _GC_EVERY == _GC_EVERY - 1:
-        collected = run(users[0], "store", "gc", "--yes")
+        collected = run(users[0], "store", "gc", "--delete")
         if collected.returncode:
             soak.note([f"GC: {collected.returncode} {collected.stderr[-300:]}"])
 

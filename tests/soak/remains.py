@@ -102,7 +102,7 @@ def _left_in_store(user: User) -> list[str]:
             status = path.stat()
             times = (status.st_atime - _DAYS_S, status.st_mtime - _DAYS_S)
             os.utime(path, times)
-    collected = run(user, "store", "gc", "--yes")
+    collected = run(user, "store", "gc", "--delete")
     if collected.returncode:
         return [f"LEFT: store gc: {collected.stderr[-300:]}"]
     return [
