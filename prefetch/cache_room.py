@@ -7,7 +7,6 @@ needed for long. Any thread; several processes at once do no harm.
 
 import contextlib
 import logging
-import os
 import shutil
 import stat
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.disk_usage import statuses_below
 from bootseer.prefetch.cache import STREAMS, NodeCache
 from bootseer.prefetch.node_catalogue import NodeCatalogue
 
@@ -54,15 +54,12 @@ def _size_of(directory: Path) -> int:
     """What its files occupy on the disk, each file once."""
     seen: set[tuple[int, int]] = set()
     total = 0
-    for parent, names, files in os.walk(directory):
-        for name in (*names, *files):
-            with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(parent, name))
-                if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
-                    if (status.st_dev, status.st_ino) in seen:
-                        continue
-                    seen.add((status.st_dev, status.st_ino))
-                total += 512 * status.st_blocks
+    for status in statuses_below(directory):
+        if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+        total += 512 * status.st_blocks
     return total
 
 

@@ -16,6 +16,7 @@ import os
 import secrets
 from pathlib import Path
 
+from bootseer.disk_usage import statuses_below
 from bootseer.errors import BusyError, UnavailableError, from_oserror
 from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot, Usage
 from bootseer.private import make_private_directory
@@ -112,22 +113,13 @@ class Directories:
                 _log.warning("cannot remove all of %s: %s", path, error)
 
     def usage(self, number: int) -> Usage:
-        """What the snapshot takes now. Names that vanish meanwhile do not count."""
+        """What the snapshot takes now. Names that vanish meanwhile do not count, nor does what lies
+        deeper than a path can say."""
         size_bytes = 0
         inodes: set[int] = set()
-        stack = [self.fs(number)]
-        while stack:
-            # A container may be changing it meanwhile.
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                os.scandir(stack.pop()) as entries,
-            ):
-                for entry in entries:
-                    status = entry.stat(follow_symlinks=False)
-                    if status.st_ino not in inodes:
-                        inodes.add(status.st_ino)
-                        size_bytes += status.st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(Path(entry.path))
+        for status in statuses_below(self.fs(number)):
+            if status.st_ino not in inodes:
+                inodes.add(status.st_ino)
+                size_bytes += status.st_blocks * 512
         # The root of the snapshot counts as well.
         return Usage(size_bytes, len(inodes) + 1)

@@ -9,6 +9,7 @@ import pytest
 
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.cache_room import CacheRoom, folders
+from bootseer.removal import remove_tree
 
 PIECE = bytes(range(256)) * 256
 
@@ -47,6 +48,26 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_stays(tmp_path: Path) 
     assert kept(cache) == [digest(0)]
     assert used.read(0, len(PIECE)) == PIECE
     used.close()
+
+
+def test_what_a_container_nests_deeply_ends_no_counting(tmp_path: Path) -> None:
+    """Deeper than Python recurses, and than a path can say."""
+    deep = tmp_path / "containers/c"
+    deep.mkdir(parents=True)
+    (tmp_path / "streams").mkdir()
+    before = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.chdir(deep)
+        for _ in range(3000):
+            os.mkdir("d")
+            os.chdir("d")
+        found = {one.name: one.size_bytes for one in folders(tmp_path)}
+    finally:
+        os.fchdir(before)
+        os.close(before)
+        remove_tree(deep)
+    assert found.keys() == {"containers", "streams"}
+    assert CacheRoom(tmp_path, 2**30).make()
 
 
 def test_everything_that_is_kept_counts(tmp_path: Path) -> None:

@@ -98,18 +98,20 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", small], check=True)
 
 
-def test_deep_directories_are_removed(node: Node) -> None:
+def test_deep_directories_are_counted_and_removed(node: Node) -> None:
+    """Deeper than Python recurses, and than a path can say."""
     (mount,) = node.call("Prepare", key="a").mounts
     outside(
         """
 import os, sys
 os.chdir(sys.argv[1])
 for _ in range(1500):
-    os.mkdir("d")
-    os.chdir("d")
+    os.mkdir("directory")
+    os.chdir("directory")
 """,
         mount.source,
     )
+    assert node.call("Usage", key="a").inodes > 300
     node.call("Remove", key="a")
     wait_for(lambda: not directories(node) and not list((node.root / "removed").iterdir()))
 
