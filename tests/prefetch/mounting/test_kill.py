@@ -28,6 +28,7 @@ from bootseer.prefetch.mount_state import (
 from bootseer.prefetch.serve_plan import ServeOptions
 from bootseer.prefetch.settings_json import settings_to_json
 from tests.prefetch.mounting.conftest import BIG_BYTES, Node, digest_of, read_hot
+from tests.support.freezing import frozen
 from tests.support.image_mounts import (
     bootseer,
     checksums_outside,
@@ -66,6 +67,17 @@ print(h.hexdigest())
         assert reader.communicate_checked() == digest_of(node.source / "big") + "\n"
         # What earlier workers recorded is not lost.
         assert image.status()["access_count"] >= BIG_BYTES // (1 << 20)
+
+
+def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
+    if not mount_can_resend():
+        pytest.skip("handing requests to another worker needs Linux 6.9")
+    settings = replace(node.settings, deadline_s=20.0)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        worker = image.status()["worker_pid"]
+        with frozen(worker):
+            assert checksums_outside([image.directory / "big"]) == [digest_of(node.source / "big")]
+        assert image.status()["worker_pid"] != worker
 
 
 def mount_can_resend() -> bool:
