@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Extent, Tree
 from bootseer.prefetch.bundle import Bundle
 from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
@@ -50,18 +51,11 @@ def aim_of(
     # One number for each sector of all streams, one stream behind the other.
     starts = list(accumulate((-(-length // SECTOR_BYTES) for length in stream_lengths), initial=0))
     asked: list[_Span] = []
-    known: dict[int, Sequence[Extent]] = {}
+    parts = FileParts(extents_of)
     for inode, offset, length, _ in accesses:
-        extents = known.get(inode)
-        if extents is None:
-            extents = known[inode] = extents_of(inode)
-        for extent in extents:
-            begin = max(offset, extent.file_offset)
-            stop = min(offset + length, extent.file_offset + extent.length)
-            if begin < stop:
-                shift = extent.blob_offset - extent.file_offset
-                first, end = sectors_of(begin + shift, stop - begin)
-                asked.append((starts[extent.blob] + first, starts[extent.blob] + end))
+        for part in parts.within(inode, offset, offset + length):
+            first, end = sectors_of(part.blob_offset, part.length)
+            asked.append((starts[part.blob] + first, starts[part.blob] + end))
     held: list[_Span] = []
     for frame in bundle.frames if bundle else ():
         for piece in frame.extents:

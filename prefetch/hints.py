@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
+from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.hotset import HotSet
@@ -27,6 +28,8 @@ _OFFSET_MAX = 2**61
 _PATH_BYTES_MAX = 4096
 _SYMLINKS_MAX = 40
 """As Linux has it."""
+_STEPS_MAX = 4096
+"""Parts of a path, those of links on its way included."""
 
 
 class Hint(Struct, frozen=True):
@@ -58,6 +61,8 @@ def parse(data: bytes) -> list[Hint]:
         raise InvalidInputError(
             f"the list is larger than {HINTS_BYTES_MAX // 2**20} MiB; name less"
         )
+    if data.count(b"\n") > 2 * ACCESS_COUNT_MAX:
+        raise InvalidInputError(f"the list has more than {ACCESS_COUNT_MAX} lines; name less")
     lines = data.split(b"\n")
     is_json = next((line for line in lines if line.strip()), b"").lstrip().startswith(b'{"')
     read = _record if is_json else _plain
@@ -119,6 +124,7 @@ def trace_of(
     numbers: dict[int, int] = {}
     files: list[TracedFile] = []
     accesses: dict[tuple[int, int, int], None] = {}
+    parts = FileParts(lambda inode: tree.inode(inode).extents)
     content_bytes = unknown_count = 0
     for hint in hints:
         inode = find_file(tree, hint.path)
@@ -126,17 +132,14 @@ def trace_of(
             unknown_count += 1
             continue
         end = _OFFSET_MAX if hint.length is None else hint.offset + hint.length
-        for offset, _, _, length in tree.extents(inode):
-            first, last = max(offset, hint.offset), min(offset + length, end)
-            if first >= last:
-                continue
+        for part in parts.within(inode, hint.offset, end):
             number = numbers.setdefault(inode, len(files))
             if number == len(files):
                 files.append(TracedFile(tree.path(inode), tree.inode(inode).digest or b""))
-            key = number, first, last - first
+            key = number, part.file_offset, part.length
             if key not in accesses:
                 accesses[key] = None
-                content_bytes += last - first
+                content_bytes += part.length
         if content_bytes > TOUCH_COUNT_MAX * PAGE_BYTES or len(accesses) > ACCESS_COUNT_MAX:
             raise InvalidInputError(
                 f"the list names more than {TOUCH_COUNT_MAX * PAGE_BYTES // 2**30} GiB or "
@@ -153,9 +156,12 @@ def find_file(tree: Tree, path: bytes) -> int | None:
         return None
     rest = path.split(b"/")[::-1]
     trail = [0]
-    links = 0
+    links = steps = 0
     while rest:
         part = rest.pop()
+        steps += 1
+        if steps > _STEPS_MAX:
+            return None
         if part in (b"", b"."):
             continue
         if part == b"..":

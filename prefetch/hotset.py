@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.blob.zstd_frame import FREE_BYTES, RATIO_MAX
 from bootseer.errors import CorruptError, UnknownFormatError
@@ -132,6 +133,7 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
     serves a rebuilt image as far as it can.
     """
     known: dict[bytes, int | None] = {}
+    parts = FileParts(lambda inode: tree.inode(inode).extents)
     for hot_range in hot.ranges:
         path = hot_range.path
         if path not in known:
@@ -141,12 +143,9 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
         number = known[path]
         if number is None:
             continue
-        start, end = hot_range.offset, hot_range.offset + hot_range.length
-        for extent in tree.inode(number).extents:
-            first = max(start, extent.file_offset)
-            last = min(end, extent.file_offset + extent.length)
-            if first < last:
-                yield extent.blob, extent.blob_offset + first - extent.file_offset, last - first
+        end = hot_range.offset + hot_range.length
+        for part in parts.within(number, hot_range.offset, end):
+            yield part.blob, part.blob_offset, part.length
 
 
 def _check_sizes(footer: Any, file_bytes: int) -> None:

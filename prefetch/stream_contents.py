@@ -10,6 +10,10 @@ from bootseer.blob.tree import Tree
 
 PAGE_BYTES = 4096
 
+_STEP_COUNT_MAX = 2**22
+"""So many contents `pages` looks at in all, some forty for each extent of a bundle: a tree may
+claim that millions of files share their bytes. Behind that it finds nothing."""
+
 
 class Pages(Struct, frozen=True):
     """Whole pages of a file, or up to its end, and where in a stream their bytes are."""
@@ -26,6 +30,7 @@ class StreamContents:
 
     def __init__(self, tree: Tree) -> None:
         self._columns = tree.columns
+        self._steps_left = _STEP_COUNT_MAX
         self._layouts: dict[int, tuple[list[int], array[int]]] = {}
 
     def layout(self, blob: int) -> "tuple[list[int], array[int]]":
@@ -56,7 +61,8 @@ class StreamContents:
         starts, numbers = self.layout(blob)
         end = offset + length
         i = max(bisect_right(starts, offset) - 1, 0)
-        while i < len(starts) and starts[i] < end:
+        while i < len(starts) and starts[i] < end and self._steps_left > 0:
+            self._steps_left -= 1
             start, number = starts[i], numbers[i]
             i += 1
             inode = self.inode_of(number)
