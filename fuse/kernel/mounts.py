@@ -200,7 +200,8 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
     """Unmount the FUSE file system on `path`, whatever state it is in.
 
     Gives open files `timeout_s` to be closed, then aborts the connection: when this returns, the
-    path is free and no process waits for a reply.
+    path is free and no process waits for a reply. A file counts as open while the kernel waits for
+    what it has read ahead in it, also when all who had it open have ended.
 
     Raises:
         InvalidInputError: no FUSE file system is mounted there.
@@ -217,7 +218,11 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
         detach(mount.path, lazy=True)
         if connection.wait_gone(timeout_s):
             return
-        log.warning("%s still has open files after %.1f s: aborting them", mount.path, timeout_s)
+        log.warning(
+            "%s still has open files, or reads under way, after %.1f s: aborting them",
+            mount.path,
+            timeout_s,
+        )
         connection.abort()
         connection.wait_gone(_ABORT_DEADLINE_S)
 

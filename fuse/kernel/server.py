@@ -283,7 +283,10 @@ class Server:
             self.detach()
             wait_s = self.options.shutdown_s if timeout_s is None else timeout_s
             if not self._ended.wait(wait_s):
-                log.warning("%s still has open files: aborting them", self._attached.path)
+                log.warning(
+                    "%s still has open files, or reads under way: aborting them",
+                    self._attached.path,
+                )
                 self.abort()
                 self._ended.wait(_THREADS_END_S)
         self.close()
