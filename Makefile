@@ -38,7 +38,7 @@ endef
 
 .PHONY: demo test fuzz test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
-demo: system-demo $(VENV)/ready
+demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
@@ -86,10 +86,15 @@ system-demo:
 system-test:
 	$(call install_packages,$(TEST_PACKAGES))
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# What a node needs, and nothing else: enough for the demo.
+$(VENV)/usable: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) uv
+	$(UV_INSTALL) --editable . || $(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/ready: $(VENV)/usable
 	$(UV_INSTALL) --editable '.[dev,bench]' || $(PIP_INSTALL) --editable '.[dev,bench]'
 	touch $@
 

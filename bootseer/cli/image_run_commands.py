@@ -6,6 +6,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,9 @@ from bootseer.cli.output import (
     Seconds,
     Size,
     current_settings,
+    emit_json,
     entrypoint_option,
+    json_option,
     open_current_store,
 )
 from bootseer.config import Settings
@@ -73,6 +76,7 @@ def _with(settings: Settings, fill_bytes_per_s: int | None, no_index: bool) -> S
 @_fill_option
 @_no_index_option
 @click.option("--foreground", is_flag=True, help="Stay until unmounted; Ctrl-C unmounts.")
+@json_option
 def mount(
     reference: str,
     directory: Path,
@@ -82,6 +86,7 @@ def mount(
     fill_bytes_per_s: int | None,
     no_index: bool,
     foreground: bool,
+    as_json: bool,
 ) -> None:
     """Mount the image REF, an indexed one or its source, on the directory DIR, read-only.
 
@@ -95,6 +100,16 @@ def mount(
     settings = _with(current_settings(), fill_bytes_per_s, no_index)
     options = ServeOptions(record=_record_mode(record), prefetch=prefetch, window_s=window_s)
     image = mount_image(settings, reference, directory, options)
+    if as_json:
+        emit_json(
+            {
+                "directory": image.directory,
+                "id": image.state.id,
+                "reference": image.state.reference,
+                "index_digest": image.state.index_digest,
+            }
+        )
+        sys.stdout.flush()
     if foreground:
         _stay(settings, image.directory)
 
@@ -126,11 +141,15 @@ def _stay(settings: Settings, directory: Path) -> None:
     default=10.0,
     help="Give open files this many seconds, then abort them.",
 )
-def unmount(directory: Path, timeout_s: float) -> None:
+@json_option
+def unmount(directory: Path, timeout_s: float, as_json: bool) -> None:
     """Unmount an image from DIR, whatever state its server is in."""
+    from bootseer.fuse.kernel.mounts import absolute
     from bootseer.prefetch.mount import unmount_image
 
     unmount_image(current_settings(), directory, timeout_s=timeout_s)
+    if as_json:
+        emit_json({"directory": absolute(directory)})
 
 
 @click.command(
@@ -212,7 +231,8 @@ def run(
 
 @click.command(epilog="Example: bootseer image warm train:v1")
 @click.argument("reference", metavar="REF")
-def warm(reference: str) -> None:
+@json_option
+def warm(reference: str, as_json: bool) -> None:
     """Bring all of the image REF into this node's cache, so that it starts without the store.
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
@@ -254,6 +274,14 @@ def warm(reference: str) -> None:
     finally:
         obtained.release()
     publish_later(settings, obtained)
+    if as_json:
+        emit_json(
+            {
+                "reference": record.reference,
+                "index_digest": record.index_digest,
+                "blob_bytes": size_bytes,
+            }
+        )
 
 
 COMMANDS = (mount, unmount, run, warm)

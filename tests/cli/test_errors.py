@@ -1,5 +1,6 @@
 """Every command, every kind of bad input: one sentence, a documented exit code, nothing changed."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -248,3 +249,23 @@ def test_bad_variables(world: World, variable: str, value: str) -> None:
         check(world("config", "show"), INVALID, variable)
     finally:
         del world.variables[variable]
+
+
+def test_an_image_of_a_registry_is_called_by_its_whole_name(world: World) -> None:
+    result = world("run", "--image", "debian:12", "--", "true")
+    check(result, NOT_FOUND, "registry://debian:12")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a snapshotter needs root")
+def test_a_snapshotter_says_where_its_shell_is_stronger(own_world: World) -> None:
+    """Its cache was elsewhere than its configuration says, in silence."""
+    pytest.importorskip("grpc")
+    file = own_world.path("bootseer.toml")
+    file.write_text(f'cache_dir = "{own_world.path("configured")}"\n')
+    # Ends at once: no mount option can hold this.
+    result = own_world("snapshotter", "--root", f"{own_world.path('a:b')}")
+    assert result.code != 0
+    warning, _, rest = result.err.partition("\n")
+    assert warning.startswith("bootseer: warning: BOOTSEER_CACHE_DIR is stronger than cache_dir = ")
+    assert "configured" in warning
+    assert "must not have ':'" in rest

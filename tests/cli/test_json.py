@@ -62,7 +62,8 @@ def test_mounted_images_and_traces(own_world: World) -> None:
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
         pytest.skip("needs root and /dev/fuse")
     world = own_world
-    assert world("image", "mount", "image:1", "mnt").code == 0
+    mounted = world("image", "mount", "image:1", "mnt", "--json").json
+    agree("image mount", mounted)
     try:
         status = world("image", "status", "mnt", "--json").json
         agree("image status", status)
@@ -72,7 +73,12 @@ def test_mounted_images_and_traces(own_world: World) -> None:
         assert "from readahead" in at_length
         os.waitpid(os.spawnlp(os.P_NOWAIT, "cat", "cat", str(world.path("mnt/bin/program"))), 0)
     finally:
-        assert world("image", "unmount", "mnt").code == 0
+        unmounted = world("image", "unmount", "mnt", "--json").json
+        agree("image unmount", unmounted)
+    assert unmounted["directory"] == mounted["directory"] == str(world.path("mnt"))
+    warmed = world("image", "warm", "image:1", "--json").json
+    agree("image warm", warmed)
+    assert warmed["index_digest"] == mounted["index_digest"]
     assert world("image", "status", "--wait", "20", "--json").json == []
     cached = world("image", "cache", "--verify", "--json").json
     agree("image cache", cached, free=("folders",))
@@ -170,6 +176,21 @@ def test_report(own_world: World) -> None:
     assert found == set(page)
     table = world("report").out
     assert all(stage["name"] in table for stage in result["stages"])
+
+
+@pytest.mark.fuse
+def test_mounted_snapshots(own_world: World) -> None:
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("needs root and /dev/fuse")
+    world, target = own_world, own_world.path("made")
+    command = ("snapshot", "run", "--mode", "mount", "--target", target, "--", "mkdir", target)
+    assert world(*command).code == 0
+    target.rmdir()
+    restored = world(*command)
+    assert restored.code == 0, restored.err
+    unmounted = world("snapshot", "unmount", "made", "--json").json
+    agree("snapshot unmount", unmounted)
+    assert unmounted == {"directory": str(target), "still_mounted": False}
 
 
 def test_settings_and_doctor(own_world: World) -> None:
