@@ -29,10 +29,12 @@ def admit_tree(target: Target, tree: Tree, *, privileges: bool) -> None:
     where = text_of(target.path)
     if any(name.name.startswith(WORK_PREFIX) for name in tree.children(0)):
         raise CorruptError(f"the snapshot of {where} holds a reserved name")
-    kinds = {stat.S_IFMT(mode) for mode in set(tree.columns.mode)}
+    # Of many thousands of inodes there are few modes; to find these takes the time.
+    modes = set(tree.columns.mode)
+    kinds = {stat.S_IFMT(mode) for mode in modes}
     if kinds & {stat.S_IFCHR, stat.S_IFBLK}:
         raise PermissionDeniedError(f"the snapshot of {where} holds a device node: not restored")
-    if not privileges and (inodes := privileged(tree)):
+    if not privileges and (inodes := _privileged(tree, modes)):
         _log.warning(
             "%d files of the snapshot of %s lose set-user-ID and set-group-ID bits or "
             "capabilities; BOOTSEER_RESTORE_PRIVILEGES=on restores them, too",
@@ -44,10 +46,13 @@ def admit_tree(target: Target, tree: Tree, *, privileges: bool) -> None:
 
 def privileged(tree: Tree) -> set[int]:
     """The inodes of the tree's files that have such a bit or capability."""
+    return _privileged(tree, set(tree.columns.mode))
+
+
+def _privileged(tree: Tree, modes: set[int]) -> set[int]:
     columns = tree.columns
     inodes: set[int] = set()
-    # Most trees have few modes, and none of these.
-    if marked := {mode for mode in set(columns.mode) if stat.S_ISREG(mode) and mode & _SET_ID}:
+    if marked := {mode for mode in modes if stat.S_ISREG(mode) and mode & _SET_ID}:
         inodes.update(i for i, mode in enumerate(columns.mode) if mode in marked)
     sets = enumerate(columns.xattr_sets, 1)
     if capable := {i for i, pairs in sets if any(name == _CAPABILITY for name, _ in pairs)}:
