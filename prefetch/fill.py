@@ -129,7 +129,7 @@ class Fill:
     def _pass(self) -> bool:
         """Fetch what is missing; whether to look once more."""
         # What a bundle brought comes first, to be compared.
-        claimed = self._streams.unproven()
+        claimed = self._streams.claims.unproven()
         windows = [
             (blob, start, min(_WINDOW_BYTES, stream.stream_length - start))
             for blob, stream in enumerate(self._streams.blobs)

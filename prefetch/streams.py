@@ -7,8 +7,6 @@ is full, frames are kept in a small memory instead. Any thread may call `read`; 
 deadline.
 """
 
-import logging
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +19,7 @@ from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import BootseerError, CorruptError, DeadlineError
 from bootseer.prefetch.budget import Budget, LateRanges, Patience
 from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache
+from bootseer.prefetch.claims import Claims
 from bootseer.prefetch.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.frame_memory import FrameMemory
 from bootseer.prefetch.readahead import ReadAhead
@@ -29,8 +28,6 @@ from bootseer.prefetch.replay import Replay
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 from bootseer.transfer.statistics import Statistics
-
-_log = logging.getLogger(__name__)
 
 ReadObject: TypeAlias = Callable[[str, int, int], bytes]
 """`read(key, offset, length)` of the store."""
@@ -70,8 +67,7 @@ class BlobStreams:
         stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
         had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
         must be quick. `index_digest` and `is_local`: see `NodeCache.open_image`; without the first,
-        all that is read is proven. `on_refuted` gets the ranges, each (number of a blob, offset,
-        length), of which wrong bytes may have been read, when a claim was found wrong.
+        all that is read is proven. `on_refuted`: see `Claims`.
         Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
@@ -85,10 +81,8 @@ class BlobStreams:
         self._late = LateRanges()
         self._patience = Patience(has_other=repair is not None)
         self.on_damage = on_damage
-        self._on_refuted = on_refuted
-        self._refuting = threading.Lock()
-        self._is_refuted = False
         self.caches = cache.open_image(blobs, index_digest=index_digest, is_local=is_local)
+        self.claims = Claims(self.caches, on_refuted)
         self._memory = FrameMemory(_MEMORY_BYTES)
         self._ahead = ReadAhead()
         self.executor = Executor(
@@ -162,7 +156,7 @@ class BlobStreams:
             self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
         if cache.has(offset, length):
             return cache.read(offset, length)
-        return self._assemble(blob, offset, length)
+        return self._memory.assemble(blob, self.blobs[blob], cache, offset, length)
 
     def _fetch(
         self, blob: int, offset: int, length: int, reader: int, end: int, limit_s: float
@@ -217,29 +211,6 @@ class BlobStreams:
             chunks = [self.chunk(blob, number) for number in ahead]
             fetches = plan(chunks, self._is_verified, max_gap_bytes=0)
             self.executor.submit(fetches, self._deliver_ahead)
-
-    def _assemble(self, blob: int, offset: int, length: int) -> bytes:
-        """The bytes from cache and memory, where the cache could not keep all of them."""
-        pieces = []
-        position = offset
-        for number in frames_for(self.blobs[blob], offset, length):
-            frame = self.blobs[blob].frames[number]
-            stop = min(offset + length, frame.stream_offset + frame.stream_length)
-            content = self._memory.get(blob, number)
-            if content is not None:
-                start = position - frame.stream_offset
-                pieces.append(content[start : stop - frame.stream_offset])
-            elif self.caches[blob].has(position, stop - position):
-                pieces.append(self.caches[blob].read(position, stop - position))
-            else:
-                break
-            position = stop
-        if position < offset + length:
-            raise CorruptError(
-                f"bytes {position} to {offset + length} of the stream "
-                f"{self.blobs[blob].stream_digest} came and were lost; read them again"
-            )
-        return b"".join(pieces)
 
     # ---- frames of blobs ----------------------------------------------------------------------
 
@@ -308,43 +279,12 @@ class BlobStreams:
             kept = cache.prove(frame.stream_offset, content)
         except CorruptError as error:
             kept = False
-            self._refute(error)
+            if self.claims.refute(error) and self.replay is not None:
+                self.replay.give_up(error)
         # A sector that two frames share is never marked; tar streams cut by us have none.
         if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
             self._memory.put(blob, number, content)
         return len(content)
-
-    def _refute(self, error: CorruptError) -> None:
-        """Believe no claim any more; the right bytes are fetched."""
-        with self._refuting:
-            if self._is_refuted:
-                return
-            self._is_refuted = True
-        _log.error(
-            "a bundle (or the registry, in place of the store) brought bytes that are not those of "
-            "the image: %s. It is not used any more, and the image is read without it. What has "
-            "read the image so far may have got wrong bytes: start it again, and find out who can "
-            "write to `hot/` and `bundles/` of the store",
-            error,
-        )
-        if self.replay is not None:
-            self.replay.give_up(error)
-        ranges = [
-            (number, *one) for number, cache in enumerate(self.caches) for one in cache.refute()
-        ]
-        # Not here: a reader waits for this thread, and the kernel for the reader.
-        threading.Thread(
-            target=self._on_refuted, args=(ranges,), name="refuted", daemon=True
-        ).start()
-
-    def unproven(self) -> list[tuple[int, int, int]]:
-        """What is claimed and not proven, each (number of a blob, offset, length)."""
-        return [
-            (number, *one)
-            for number, cache in enumerate(self.caches)
-            if len(self.blobs[number].frames)
-            for one in cache.unproven()
-        ]
 
     # ---- the rest -----------------------------------------------------------------------------
 

@@ -236,11 +236,11 @@ def test_the_fill_compares_what_a_bundle_brought(
     )
     replay.start()
     wait_for(lambda: replay.is_over)
-    claimed = sum(length for _, _, length in streams.unproven())
+    claimed = sum(length for _, _, length in streams.claims.unproven())
     assert claimed >= 4096 * len(HOT)
     assert (streams.proven_bytes, streams.cached_bytes) == (0, claimed)
-    streams.fill(streams.fill_fetches(streams.unproven()))
-    assert streams.unproven() == []
+    streams.fill(streams.fill_fetches(streams.claims.unproven()))
+    assert streams.claims.unproven() == []
     assert replay.error is None
     streams.close()
     # Nothing of it is needed any more.
