@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 HIDDEN = "***"
 """What stands where a secret stood."""
 
-# Everything between "//" and "@" within one word. A secret key may hold "/", which no URL parser
-# takes for a part of the password: so what stands before the "@" goes if it has a ":" that begins
-# no port number.
-_USER = re.compile(r"//(?:[^/\s'\"?#]*|[^/\s'\"?#:]*:(?!\d+/)[^\s'\"?#]*)@")
-# The same where quotes belong to the password: in a word that no shell reads any more.
-_USER_WITH_QUOTES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
+# What no URL's user or password holds as it is.
+_WORD = re.compile(r"[^\s'\"?#]+")
+_PORT = re.compile(r"\d+/")
+# A user where quotes belong to the password: in a word that no shell reads any more. Repetitions
+# that may begin anywhere are bounded: a long word costs time in proportion.
+_USER_WITH_QUOTES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
 _SECRET_PARAMETER = re.compile(
-    r"([?&][\w.-]*(?:key|secret|token|password|signature|sig|credential)[\w.-]*=)[^&\s'\"]+", re.I
+    r"([?&][\w.-]{0,99}(?:key|secret|token|password|signature|sig|credential)[\w.-]{0,99}=)"
+    r"[^&\s'\"]+",
+    re.I,
 )
-_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s'\"?#]*\?)([^\s'\"#]+)")
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"?#]{0,2000}\?)([^\s'\"#]+)")
 _SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
     r"|credentials?)(?:$|[_.-])"
@@ -35,9 +37,9 @@ _TOKEN = re.compile(
 )
 # One word of a shell, with what is quoted in it.
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
-_OPTION = re.compile(rf"(?<![\w-])(?P<name>--?[A-Za-z][\w.-]*)(?P<between>\s+)(?P<value>{_VALUE})")
+_OPTION = re.compile(rf"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)(?P<between>\s+)(?P<value>{_VALUE})")
 _ASSIGNMENT = re.compile(
-    rf"(?<![\w-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
+    rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
 )
 _HEADER = re.compile(
     r"(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P<between>['\"]?\s*:(?!//)\s*)"
@@ -56,24 +58,51 @@ _WHOLE_WORD = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTAL
 
 def public_url(url: str) -> str:
     """`url` without user name, password and query: safe to show, log and trace. Never raises."""
-    bare = re.split(r"[?#]", _USER.sub("//", url), maxsplit=1)[0]
+    bare = re.split(r"[?#]", _without_plain_users(url), maxsplit=1)[0]
     return bare if bare.endswith("//") else bare.rstrip("/")
 
 
 def names_user(url: str) -> bool:
     """Whether `url` has a user name before its host."""
-    return bool(_USER.search(url))
+    return _without_plain_users(url) != url
 
 
 def without_users(text: str) -> str:
     """`text` with "user:password@" taken out of every URL in it."""
-    return _USER.sub("//", _USER_WITH_QUOTES.sub(r"\1", text))
+    return _without_plain_users(_USER_WITH_QUOTES.sub(r"\1", text))
+
+
+def _without_plain_users(text: str) -> str:
+    if "@" not in text:
+        return text
+    return _WORD.sub(lambda match: _without_user(match[0]), text)
+
+
+def _without_user(word: str) -> str:
+    """Without all that is between "//" and "@". A secret key may hold "/", which no URL parser
+    takes for a part of the password: so what stands before the last "@" goes if it has a ":" that
+    begins no port number."""
+    kept = []
+    at = 0
+    last = word.rfind("@")
+    while (begin := word.find("//", at) + 2) > 1 and begin <= last:
+        slash = word.find("/", begin)
+        end = slash if slash >= 0 else len(word)
+        user_end = word.rfind("@", begin, end)
+        colon = word.find(":", begin, end)
+        if user_end < 0 <= colon and not _PORT.match(word, colon + 1):
+            user_end = last
+        # The next may begin with the second "/" of this one.
+        cut = begin if user_end >= 0 else begin - 1
+        kept.append(word[at:cut])
+        at = user_end + 1 if user_end >= 0 else cut
+    return "".join(kept) + word[at:]
 
 
 def redact(text: str) -> str:
     """A message with the user names, passwords and secret parameters of all URLs in it removed, and
     with tokens and `name=value` of a name that says "secret" hidden."""
-    text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub("//", text))
+    text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _without_plain_users(text))
     text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
     return _TOKEN.sub(HIDDEN, _ASSIGNMENT.sub(_hidden(_ignore), text))
 
