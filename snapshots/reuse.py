@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, SetupFailedError
+from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.fuse.kernel.mounts import mount_points
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.age import age_of, is_too_old
@@ -24,6 +25,7 @@ from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
 from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.request import Resolved
 from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.target_users import other_users
 from bootseer.store import Store
 
 
@@ -84,7 +86,17 @@ def _is_outdated(attempt: Attempt, store: Store) -> bool:
         return False
     age = age_of(manifest)
     attempt.report(f"snapshot {attempt.key[:12]}, which is in place, is {age} old")
+    if not _may_replace(attempt):
+        attempt.report("it is used as it is: another job on this node runs on it")
+        return False
     return True
+
+
+def _may_replace(attempt: Attempt) -> bool:
+    """Whether what is in place can be made anew without changing it for another job."""
+    if attempt.request.root != Path("/") or (attempt.until_exit and can_mount_directly()):
+        return True
+    return not other_users(attempt.settings.run_dir, attempt.paths.values())
 
 
 def restore_instead(

@@ -187,3 +187,18 @@ def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
         assert (done.returncode, done.stdout) == (0, "step 7"), done.stderr
         assert "a mount namespace of its own" in done.stderr
         one.end()
+
+
+def test_what_is_merely_too_old_is_used_where_it_cannot_be_replaced(
+    tmp_path: Path, node: Settings
+) -> None:
+    """A refusal would keep a job from starting that asks for what is there."""
+    request, _ = small(tmp_path)
+    _publish(node, request)
+    strict = replace(node, snapshot_max_age_s=0.001)
+    with Job(node, request) as one:
+        said: list[str] = []
+        assert run_setup(strict, request, report=said.append).how == "in place"
+        assert any("used as it is" in line for line in said)
+        one.end()
+    assert run_setup(strict, request).how in ("captured", "restored")
