@@ -10,7 +10,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +169,23 @@ def sweep(settings: Settings) -> int:
     return count
 
 
+def remove_mount_dir(directory: Path) -> None:
+    """Remove a mount's folder, as the holder of its lock. Never raises.
+
+    The lock goes last: whoever waits for the end (`wait_released`) then finds no half of a folder.
+    """
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.name != "lock":
+                with contextlib.suppress(OSError):
+                    if path.is_dir() and not path.is_symlink():
+                        remove_tree(path)
+                    else:
+                        path.unlink()
+        (directory / "lock").unlink(missing_ok=True)
+        directory.rmdir()
+
+
 def remove_scratch(directory: Path) -> None:
     """Remove what a container has written, as far as that can be done. Never raises."""
     with contextlib.suppress(OSError):
@@ -208,7 +224,7 @@ def _sweep_one(directory: Path) -> bool:
             _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_mount_dir(directory)
     finally:
         os.close(lock)
     _log.info("removed what the dead mount %s left", directory.name)

@@ -5,7 +5,6 @@ are `server.ImageServer`s.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,13 @@ from bootseer.fuse.kernel.supervisor import RestartPolicy, supervise
 from bootseer.prefetch.cache import NodeCache
 from bootseer.prefetch.covers import uncover_all
 from bootseer.prefetch.kept_indexes import read_kept_tree
-from bootseer.prefetch.mount_state import lock_new, remove_scratch, sweep, write_state
+from bootseer.prefetch.mount_state import (
+    lock_new,
+    remove_mount_dir,
+    remove_scratch,
+    sweep,
+    write_state,
+)
 from bootseer.prefetch.serve_plan import SUBTYPE, ServePlan
 from bootseer.prefetch.server import ImageServer
 from bootseer.prefetch.trace import AccessLog
@@ -101,7 +106,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         uncover_all(plan.state.id)
         if plan.state.scratch:
             remove_scratch(Path(plan.state.scratch))
-        shutil.rmtree(plan.state_dir, ignore_errors=True)
+        remove_mount_dir(plan.state_dir)
         os.close(lock)
     # Nobody waits for this: a slow disk takes its time for what a start brought.
     NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, plan.state.index_digest)

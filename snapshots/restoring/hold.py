@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +18,14 @@ from bootseer.background import Report
 from bootseer.errors import BootseerError
 from bootseer.prefetch.cover_users import has_users, is_kept, leave
 from bootseer.prefetch.covers import covers, uncover_all
-from bootseer.prefetch.mount_state import MountState, lock_new, remove_scratch, sweep, write_state
+from bootseer.prefetch.mount_state import (
+    MountState,
+    lock_new,
+    remove_mount_dir,
+    remove_scratch,
+    sweep,
+    write_state,
+)
 from bootseer.prefetch.settings_json import settings_from_json
 from bootseer.snapshots.restoring.node_trees import NodeTrees
 
@@ -99,7 +105,7 @@ def main() -> int:
             uncover_all(state.id)
             remove_scratch(Path(state.scratch))
             # The folder last: it is what says that the mount is not quite gone.
-            shutil.rmtree(state_dir, ignore_errors=True)
+            remove_mount_dir(state_dir)
             os.close(lock)
     except (BootseerError, OSError) as error:
         _log.error("%s", error)
