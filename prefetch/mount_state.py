@@ -21,7 +21,6 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.covers import covers, uncover_all
-from bootseer.prefetch.kept_indexes import remove_held
 from bootseer.prefetch.server_process import new_identity
 from bootseer.private import is_own, private_directory, private_opener
 from bootseer.removal import remove_tree
@@ -165,6 +164,9 @@ def sweep(settings: Settings) -> int:
                 # One that cannot be cleaned must not keep the others, and the next start, waiting.
                 _log.warning("cannot clean up the dead mount %s: %s", directory, error)
     _sweep_logs(settings)
+    # Here: whoever starts a server needs nothing of it.
+    from bootseer.prefetch.kept_indexes import remove_held
+
     remove_held(settings.run_dir)
     return count
 

@@ -15,6 +15,7 @@ import pytest
 from bootseer.prefetch.catalogue import image_key
 from bootseer.store import open_store
 from tests.support.images import NASTY, Member, digest, tar_of, write_layout
+from tests.support.indexed import unsigned
 
 RUN = {"Env": ["A=1"], "Cmd": ["python"]}
 
@@ -180,9 +181,12 @@ def test_records_that_cannot_be_read(cli: Cli, layout: Path) -> None:
     key = image_key("layout:v1")
     with open_store(str(cli.store)) as store:
         record = store.read(key)
-        store.publish(key, record.replace(b'"version": 1', b'"version": 7'), replace=True)
+        later = json.dumps({**unsigned(record), "version": 7}).encode()
+        store.publish(key, later, replace=True)
         assert "version 7" in cli.fails(16, "show", "layout:v1")
         assert "version 7" in cli.fails(16, "list")
+        store.publish(key, record.replace(b'"version": 1', b'"version": 7'), replace=True)
+        assert "checksum" in cli.fails(15, "show", "layout:v1")
         store.publish(key, record[:-10], replace=True)
         assert "JSON" in cli.fails(15, "show", "layout:v1")
         store.publish(key, record, replace=True)
