@@ -97,7 +97,8 @@ class BundleUse:
                 self._streams.executor,
                 # What is borrowed goes into the image's own streams: no other server brings it.
                 lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
-                    digest if self.pointer.index_digest == index else index
+                    digest if self.pointer.index_digest == index else index,
+                    self._plan.settings.store_url,
                 ),
             )
             # Known to faults only once it knows itself what is here already.
@@ -121,7 +122,7 @@ class BundleUse:
             self._ahead.stop()
         if self.pointer is not None:
             state = self._plan.state
-            refuse_bundle(self._plan.settings.cache_dir, state.workload, self.pointer)
+            refuse_bundle(self._plan.settings, state.workload, self.pointer)
 
     # ---- ahead of the start ---------------------------------------------------------------
 

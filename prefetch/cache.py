@@ -34,7 +34,7 @@ from bootseer.prefetch.image_stream import ImageStream
 from bootseer.prefetch.new_stream import NewStream, remove_abandoned
 from bootseer.prefetch.presence import count_present
 from bootseer.prefetch.stream_cache import StreamCache
-from bootseer.prefetch.stream_keys import claimed_key, frames_key, is_stored
+from bootseer.prefetch.stream_keys import claimed_key, frames_key, is_stored, store_hex
 from bootseer.private import make_private_directory
 
 __all__ = [
@@ -99,10 +99,10 @@ class NodeCache:
     # ---- streams of images ----------------------------------------------------------------
 
     def open_image(
-        self, blobs: Sequence[Blob], *, index_digest: str | None = None, is_local: bool = False
+        self, blobs: Sequence[Blob], *, claimant: str | None = None, is_local: bool = False
     ) -> list[ImageStream]:
-        """The streams of an image. With an `index_digest`, also what was claimed of them for the
-        image with that index. `is_local`: this node made the index, of streams that it pulled.
+        """The streams of an image. With a `claimant` (`stream_keys.claimant_of`), also what
+        was claimed of them for it. `is_local`: this node made the index, of streams that it pulled.
 
         Raises: CorruptError where a stream is stored nowhere and the index is not this node's:
         whoever wrote it may not have had the stream; BootseerError.
@@ -117,10 +117,10 @@ class NodeCache:
                         f"an index names the stream {blob.stream_digest}, which is stored nowhere; "
                         "index the image again"
                     )
-                if index_digest is None or not is_stored(blob):
+                if claimant is None or not is_stored(blob):
                     opened.append(ImageStream(proven))
                     continue
-                path = self._path(claimed_key(index_digest, blob))
+                path = self._path(claimed_key(claimant, blob))
                 opener = partial(self._open_claimed, path, blob.stream_length)
                 opened.append(ImageStream(proven, opener))
         except BaseException:
@@ -163,13 +163,13 @@ class NodeCache:
         """Whether that is noted."""
         return self._proven_path(blob) == self._path(digest)
 
-    def make_durable(self, blobs: Sequence[Blob], index_digest: str) -> None:
+    def make_durable(self, blobs: Sequence[Blob], claimant: str) -> None:
         """Have what the node has of these streams of an image on the disk, and marked so, unless
         somebody uses them; claims that are all proven by now are removed. Never raises: what is not
         marked is verified after a reboot."""
         for blob in blobs:
             with contextlib.suppress(BootseerError):
-                claimed = self._path(claimed_key(index_digest, blob))
+                claimed = self._path(claimed_key(claimant, blob))
                 if claimed.is_dir() and self._is_all_proven(blob, claimed):
                     self._remove(claimed)
                 for path in (self._proven_path(blob), claimed):
@@ -234,9 +234,10 @@ class NodeCache:
         """
         return alone(self._path(key).with_suffix(".pull"), deadline_s, f"pulling {key}")
 
-    def replay_lock(self, bundle: str) -> Path:
-        """Of the servers that replay the bundle of this digest, one holds this file locked."""
-        return self._path(bundle).with_suffix(".replay")
+    def replay_lock(self, bundle: str, store_url: str) -> Path:
+        """Of the servers that replay the bundle of this digest out of this store, one holds this
+        file locked."""
+        return self._path(bundle).with_suffix(f".{store_hex(store_url)}.replay")
 
     def fill_lock(self, index_digest: str) -> Path:
         """Of the servers that serve the tree of this index, the one that completes it in the

@@ -28,7 +28,7 @@ def find_bundle(
     down, for a newer one: nothing is left to fetch. Raises: BootseerError.
     """
     lengths = [blob.stream_length for blob in tree.blobs]
-    kept = kept_bundle(settings.cache_dir, state.index_digest, state.workload, lengths)
+    kept = kept_bundle(settings, state.index_digest, state.workload, lengths)
     if kept is not None and _is_all_here(kept[1], caches):
         return kept
     pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
@@ -40,12 +40,12 @@ def find_bundle(
     _check_refused(settings, state.workload, pointer)
     header = hot_store.read_header(store, pointer)
     bundle = hot_store.decode_bundle(header, pointer, lengths, store.url)
-    keep_bundle(settings.cache_dir, state.workload, pointer, header)
+    keep_bundle(settings, state.workload, pointer, header)
     return pointer, bundle
 
 
 def _check_refused(settings: Settings, workload: str, pointer: HotPointer) -> None:
-    if is_refused(settings.cache_dir, workload, pointer):
+    if is_refused(settings, workload, pointer):
         raise CorruptError(
             f"the bundle {pointer.bundle_digest} brought bytes that are not those of the image, "
             "and is not used again"

@@ -1,7 +1,8 @@
 """The node's own copy of what a bundle's header says, for starts that need no store.
 
 Alone owns `cache_dir/catalogue/hot`; `node_catalogue` removes what nobody used for a month. A copy
-is verified when it is read, and one that does not check is as good as none. Not synced. Functions
+is verified when it is read, and one that does not check is as good as none. Copies of one store's
+bundles serve no image of another store. Not synced. Functions
 only; safe from any thread and process.
 """
 
@@ -11,6 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bootseer.config import Settings
 from bootseer.errors import BootseerError
 from bootseer.prefetch.bundle import HEADER_BYTES_MAX, Bundle
 from bootseer.prefetch.hot_store import (
@@ -19,6 +21,7 @@ from bootseer.prefetch.hot_store import (
     decode_pointer,
     encode_pointer,
 )
+from bootseer.prefetch.stream_keys import store_hex
 from bootseer.private import write_private_file
 
 _log = logging.getLogger(__name__)
@@ -26,9 +29,9 @@ _log = logging.getLogger(__name__)
 _POINTER_BYTES_MAX = 64 * 1024
 
 
-def keep_bundle(cache_dir: Path, workload: str, pointer: HotPointer, header: bytes) -> None:
+def keep_bundle(settings: Settings, workload: str, pointer: HotPointer, header: bytes) -> None:
     """Remember the bundle of an image and workload. Never raises: it is only a copy."""
-    path = _path(cache_dir, pointer.index_digest, workload)
+    path = _path(settings, pointer.index_digest, workload)
     try:
         write_private_file(path.with_suffix(".header"), header)
         write_private_file(path, encode_pointer(pointer))
@@ -37,10 +40,10 @@ def keep_bundle(cache_dir: Path, workload: str, pointer: HotPointer, header: byt
 
 
 def kept_bundle(
-    cache_dir: Path, index_digest: str, workload: str, stream_lengths: Sequence[int]
+    settings: Settings, index_digest: str, workload: str, stream_lengths: Sequence[int]
 ) -> tuple[HotPointer, Bundle] | None:
     """The bundle that was last kept, whether or not the store has a newer one by now."""
-    path = _path(cache_dir, index_digest, workload)
+    path = _path(settings, index_digest, workload)
     try:
         data = _read(path, _POINTER_BYTES_MAX)
         pointer = decode_pointer(data, index_digest, str(path))
@@ -53,27 +56,29 @@ def kept_bundle(
         return None
 
 
-def refuse_bundle(cache_dir: Path, workload: str, pointer: HotPointer) -> None:
+def refuse_bundle(settings: Settings, workload: str, pointer: HotPointer) -> None:
     """Never use the bundle of an image and workload again on this node: it brought wrong bytes.
     Never raises."""
-    path = _path(cache_dir, pointer.index_digest, workload).with_suffix(".refused")
+    path = _path(settings, pointer.index_digest, workload).with_suffix(".refused")
     try:
         write_private_file(path, pointer.bundle_digest.encode("ascii"))
     except OSError as error:
         _log.warning("the bundle of %s may be used again: %s", workload, error)
 
 
-def is_refused(cache_dir: Path, workload: str, pointer: HotPointer) -> bool:
+def is_refused(settings: Settings, workload: str, pointer: HotPointer) -> bool:
     """Whether that was said of this bundle. Another one, under the same name, is used."""
-    path = _path(cache_dir, pointer.index_digest, workload).with_suffix(".refused")
+    path = _path(settings, pointer.index_digest, workload).with_suffix(".refused")
     try:
         return _read(path, _POINTER_BYTES_MAX) == pointer.bundle_digest.encode("ascii")
     except OSError:
         return False
 
 
-def _path(cache_dir: Path, index_digest: str, workload: str) -> Path:
-    return cache_dir / "catalogue" / "hot" / f"{index_digest.partition(':')[2]}-{workload}.json"
+def _path(settings: Settings, index_digest: str, workload: str) -> Path:
+    index = index_digest.partition(":")[2]
+    store = store_hex(settings.store_url)
+    return settings.cache_dir / "catalogue" / "hot" / f"{index}-{store}-{workload}.json"
 
 
 def _read(path: Path, bytes_max: int) -> bytes:

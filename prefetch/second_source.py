@@ -19,9 +19,9 @@ _WAIT_S = 600.0
 """For another server of this node that is at the same layer."""
 
 
-def second_source(settings: Settings, reference: str, index_digest: str) -> Repair | None:
-    """What brings streams of the image `reference`, which has the index `index_digest`, whole into
-    the node cache, claimed for that image; None where it is not known to be in a registry."""
+def second_source(settings: Settings, reference: str, claimant: str) -> Repair | None:
+    """What brings streams of the image `reference` whole into the node cache, claimed for
+    `claimant` (`stream_keys.claimant_of`); None where it is not known to be in a registry."""
     if not _IN_REGISTRY.fullmatch(reference):
         return None
 
@@ -35,7 +35,7 @@ def second_source(settings: Settings, reference: str, index_digest: str) -> Repa
         # What the node has under the digest alone is left aside: the index may name a stream that
         # whoever wrote it never had. Only what the registry sends now, it can have. This node's own
         # index is believed.
-        key = claimed_key(index_digest, blob) if is_stored(blob) else digest
+        key = claimed_key(claimant, blob) if is_stored(blob) else digest
         cache = NodeCache(settings.cache_dir)
         with cache.pulling(key, _WAIT_S):
             whole = cache.open_whole(key)

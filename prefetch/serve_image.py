@@ -109,7 +109,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         remove_mount_dir(plan.state_dir)
         os.close(lock)
     # Nobody waits for this: a slow disk takes its time for what a start brought.
-    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, plan.state.index_digest)
+    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, plan.claimant)
 
 
 def _kernel_deadline_s(plan: ServePlan) -> int:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from bootseer.config import Settings
 from bootseer.prefetch.mount_state import MountState
 from bootseer.prefetch.settings_json import settings_from_json, settings_to_json
+from bootseer.prefetch.stream_keys import claimant_of
 from bootseer.structs import asdict
 
 SUBTYPE = "bootseer-image"
@@ -79,6 +80,11 @@ class ServePlan(Struct, frozen=True):
     checks_index: bool
     allow_other: bool
     """Let other users' processes in."""
+
+    @property
+    def claimant(self) -> str:
+        """For whom bytes that nothing proves yet are believed."""
+        return claimant_of(self.state.index_digest, self.settings.store_url)
 
 
 def plan_to_json(plan: ServePlan) -> dict[str, Any]:

@@ -69,9 +69,9 @@ class ImageServer:
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
-            repair=second_source(plan.settings, plan.state.reference, plan.state.index_digest),
+            repair=second_source(plan.settings, plan.state.reference, plan.claimant),
             on_damage=self._note_damage,
-            index_digest=plan.state.index_digest,
+            claimant=plan.claimant,
             is_local=plan.is_local,
             on_refuted=self._refuted,
         )

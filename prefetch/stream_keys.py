@@ -38,7 +38,18 @@ def frames_key(blob: Blob) -> str:
     return f"frames:{hasher.hexdigest()}"
 
 
-def claimed_key(index_digest: str, blob: Blob) -> str:
-    """`claimed:<hex>`: for bytes that are believed for the image with this index alone."""
-    text = f"{index_digest} {frames_key(blob)}"
+def store_hex(store_url: str) -> str:
+    """What a store is called in names of files: 16 digits of the SHA-256 of its URL."""
+    return hashlib.sha256(store_url.encode()).hexdigest()[:16]
+
+
+def claimant_of(index_digest: str, store_url: str) -> str:
+    """For whom claimed bytes are believed: the image with this index, of this store. Another store
+    may have the same index, and bundles that others wrote."""
+    return f"{index_digest} {store_hex(store_url)}"
+
+
+def claimed_key(claimant: str, blob: Blob) -> str:
+    """`claimed:<hex>`: for bytes that are believed for `claimant` alone."""
+    text = f"{claimant} {frames_key(blob)}"
     return f"claimed:{hashlib.sha256(text.encode('ascii')).hexdigest()}"

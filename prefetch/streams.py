@@ -59,14 +59,14 @@ class BlobStreams:
         on_progress: Callable[[int], None] | None = None,
         repair: Repair | None = None,
         on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
-        index_digest: str | None = None,
+        claimant: str | None = None,
         is_local: bool = False,
         on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
         stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
         had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
-        must be quick. `index_digest` and `is_local`: see `NodeCache.open_image`; without the first,
+        must be quick. `claimant` and `is_local`: see `NodeCache.open_image`; without the first,
         all that is read is proven. `on_refuted`: see `Claims`.
         Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
@@ -81,7 +81,7 @@ class BlobStreams:
         self._late = LateRanges()
         self._patience = Patience(has_other=repair is not None)
         self.on_damage = on_damage
-        self.caches = cache.open_image(blobs, index_digest=index_digest, is_local=is_local)
+        self.caches = cache.open_image(blobs, claimant=claimant, is_local=is_local)
         self.claims = Claims(self.caches, on_refuted)
         self._memory = FrameMemory(_MEMORY_BYTES)
         self._ahead = ReadAhead()

@@ -66,17 +66,18 @@ def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: st
     )
     bundle_digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
     pointer = HotPointer(digest, bundle_digest, len(header), len(header), digest, 1, 1)
-    keep_bundle(tmp_path, "work", pointer, header)
-    found = kept_bundle(tmp_path, digest, "work", [512])
+    settings = settings_at(tmp_path)
+    keep_bundle(settings, "work", pointer, header)
+    found = kept_bundle(settings, digest, "work", [512])
     assert found is not None
     assert found[0] == pointer
-    assert kept_bundle(tmp_path, digest, "other", [512]) is None
-    assert kept_bundle(tmp_path, digest, "work", [511]) is None
-    (path,) = (tmp_path / "catalogue/hot").glob(f"*.{name}")
+    assert kept_bundle(settings, digest, "other", [512]) is None
+    assert kept_bundle(settings, digest, "work", [511]) is None
+    (path,) = (settings.cache_dir / "catalogue/hot").glob(f"*.{name}")
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[len(data) // 2] ^= 1
     path.write_bytes(
         {"cut": bytes(data[:-9]), "empty": b"", "foreign": b"{}"}.get(damage, bytes(data))
     )
-    assert kept_bundle(tmp_path, digest, "work", [512]) is None
+    assert kept_bundle(settings, digest, "work", [512]) is None

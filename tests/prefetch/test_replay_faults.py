@@ -223,7 +223,7 @@ def begin_two(
 def test_of_two_servers_one_fetches_and_the_other_follows(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
-    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(10**6)
     check(image, other, HOT)
@@ -238,7 +238,7 @@ def test_of_two_servers_one_fetches_and_the_other_follows(
 def test_a_follower_goes_on_where_the_leader_stopped(
     image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
-    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(3)
     wait_for(lambda: first.fetched_bytes > 0 and len(image.reads) == WORKERS + 3)
@@ -265,7 +265,7 @@ def test_closing_while_following_ends_quietly(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0])
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
     gate, _, _, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     other.close()
     gate.let(10**6)

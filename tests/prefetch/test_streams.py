@@ -295,7 +295,7 @@ def test_a_second_source_brings_what_the_store_cannot(
         cache,
         deadline_s=10,
         repair=repair,
-        index_digest=INDEX,
+        claimant=INDEX,
         is_local=damage == "local only",
     )
     for offset in (0, 100_000, blob.stream_length - 700):
@@ -441,7 +441,7 @@ def test_the_store_leaves_time_for_the_second_source(
             new.append(whole)
             new.commit(claimed_key(INDEX, lost)).close()
 
-    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair, index_digest=INDEX)
+    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair, claimant=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
 

@@ -48,7 +48,7 @@ class Image:
             self.read_object,
             NodeCache(cache_dir),
             deadline_s=deadline_s,
-            index_digest=INDEX,
+            claimant=INDEX,
         )
 
     def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:

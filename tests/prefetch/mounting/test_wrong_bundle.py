@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import shutil
 
 import pytest
 from msgspec.structs import replace
@@ -88,3 +89,23 @@ def drop_streams(node: Node) -> None:
     hot.mkdir(parents=True)
     for name, data in kept.items():
         (hot / name).write_bytes(data)
+
+
+def test_a_bundle_of_another_store_is_not_believed(node: Node) -> None:
+    """Also where that store has the very same index, so that the image is the same one."""
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+    assert wait_published(node.settings, 30)
+    shutil.copytree(node.base / "store", node.base / "good")
+    good = replace(node.settings, store_url=(node.base / "good").as_uri(), fill_bytes_per_s=0)
+    replace_bundle(node)
+    drop_cache(node.settings)
+    hostile = replace(node.settings, fill_bytes_per_s=0)
+    paths = [node.base / "mnt" / name for name in ("hot-1", "hot-2")]
+    right = [digest_of(node.source / path.name) for path in paths]
+    with mounted(hostile, "image:1", node.base / "mnt") as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        assert checksums_outside(paths) != right
+    for prefetch in (True, False):
+        with mounted(good, "image:1", node.base / "mnt", prefetch=prefetch):
+            assert checksums_outside(paths) == right
