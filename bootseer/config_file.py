@@ -54,7 +54,7 @@ def _read(path: Path, owners: Owners) -> bytes | None:
             status = os.fstat(file.fileno())
             if stat.S_ISDIR(status.st_mode):
                 return None
-            if fault := fault_of_file(status, owners):
+            if fault := fault_of_file(file.fileno(), status, owners):
                 _log.warning(
                     "warning: the configuration %s is not used: it %s; if it is meant, set %s=%s",
                     path.absolute(),

@@ -61,11 +61,12 @@ def _group_number(name: str) -> int:
         raise InvalidInputError(f"{name!r} is no group of this machine") from None
 
 
-def fault_of_file(status: os.stat_result, owners: Owners) -> str:
-    """Why a file must not be believed: "belongs to user bob (1001)". Empty if it may be."""
+def fault_of_file(file: int, status: os.stat_result, owners: Owners) -> str:
+    """Why an open file with this status must not be believed: "belongs to user bob (1001)". Empty
+    if it may be."""
     if owners.is_everybody:
         return ""
-    return _fault_of_owner(status, owners) or _fault_of_writers(status, owners)
+    return _fault_of_owner(status, owners) or _fault_of_writers(file, status, owners)
 
 
 def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> str:
@@ -83,7 +84,7 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
             fault = _fault_of_owner(status, owners)
         else:
             fault = _fault_of_owner(status, owners) or (
-                "" if _is_sticky(status) else _fault_of_writers(status, owners)
+                "" if _is_sticky(status) else _fault_of_writers(here, status, owners)
             )
         if fault:
             return f"{here} {fault}"
@@ -152,15 +153,25 @@ def _fault_of_owner(status: os.stat_result, owners: Owners) -> str:
     return f"belongs to {_user_name(status.st_uid)}"
 
 
-def _fault_of_writers(status: os.stat_result, owners: Owners) -> str:
+def _fault_of_writers(file: int | str, status: os.stat_result, owners: Owners) -> str:
     if status.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
     if status.st_mode & stat.S_IWGRP and status.st_gid not in owners.groups:
+        # The group's bits are those of the list then, whoever is in it.
+        if _has_access_list(file):
+            return "has an access control list by which others may change it"
         name, members = _group(status.st_gid)
         # Many systems give each user a group of the same number: mode 0775 then means 0755.
         if status.st_gid != status.st_uid or members:
             return f"can be changed by the group {name}"
     return ""
+
+
+def _has_access_list(file: int | str) -> bool:
+    try:
+        return bool(os.getxattr(file, "system.posix_acl_access"))
+    except OSError:
+        return False
 
 
 def _unmapped_user() -> int:

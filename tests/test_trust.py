@@ -2,6 +2,7 @@
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,24 @@ def test_a_group_may_be_trusted_with_a_folder(tmp_path: Path) -> None:
     # A group of one's own, as many systems make it.
     os.chown(folder, 0, 0)
     assert fault_of_folder(folder, Owners()) == ""
+
+
+@root_only
+def test_an_access_control_list_lets_others_in(tmp_path: Path) -> None:
+    """Its mask shows as the bits of a group that has no members."""
+
+    def entry(tag: int, rights: int, user: int = 2**32 - 1) -> bytes:
+        return struct.pack("<HHI", tag, rights, user)
+
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    rights = (entry(1, 7), entry(2, 7, NOBODY), entry(4, 0), entry(16, 7), entry(32, 0))
+    try:
+        os.setxattr(folder, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(rights))
+    except OSError as error:
+        pytest.skip(f"the file system of {tmp_path} has no access control lists: {error}")
+    assert "access control list" in fault_of_folder(folder, Owners())
+    assert fault_of_folder(folder, parse_owners("@0")) == ""
 
 
 def test_owners_are_names_numbers_and_groups() -> None:
