@@ -121,7 +121,7 @@ def _name_of(index_digest: str) -> str:
 
 def _before_published(settings: Settings, index_digest: str, base: Path) -> Path | None:
     """The tree of this image as it was called before this node published it."""
-    catalogue = NodeCatalogue(settings.cache_dir)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     for path in base.iterdir():
         older = f"sha256:{path.name.partition('-')[0]}"
         if path.name == _name_of(older):

@@ -51,6 +51,7 @@ from bootseer.prefetch.records import (
     encode_image,
     encode_notes,
 )
+from bootseer.prefetch.stream_keys import store_hex
 from bootseer.private import write_private_file
 
 _log = logging.getLogger(__name__)
@@ -93,10 +94,13 @@ class NodeLayer(Struct, frozen=True):
 
 
 class NodeCatalogue:
-    """The catalogue below one cache folder."""
+    """The catalogue below one cache folder, for starts that use one store."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path, store_url: str = "") -> None:
+        """What was started with another store than `store_url` is not found: who may write there
+        decided what it holds."""
         self._cache_dir = cache_dir
+        self._store = store_hex(store_url)
         self._directory = cache_dir / "catalogue"
 
     # ---- images -------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class NodeCatalogue:
 
         Raises: NoSpaceError, BootseerError.
         """
-        data = _encode_node_image(image)
+        data = _encode_node_image(image, self._store)
         if not image.is_published:
             self._write(self._path("unpublished", image.record.index_digest), data)
         self._write(self._path("images", image.record.reference), data)
@@ -126,7 +130,7 @@ class NodeCatalogue:
 
     def keep_source(self, source: str, image: NodeImage) -> None:
         """Remember what `source` was. Raises: NoSpaceError, BootseerError."""
-        self._write(self._source_path(source), _encode_node_image(image))
+        self._write(self._source_path(source), _encode_node_image(image, self._store))
 
     def _source_path(self, source: str) -> Path:
         # Hashed: a URL may hold credentials, and be longer than any file name.
@@ -149,7 +153,7 @@ class NodeCatalogue:
 
         Raises: NoSpaceError, BootseerError.
         """
-        data = _encode_node_image(NodeImage(record))
+        data = _encode_node_image(NodeImage(record), self._store)
         self._write(self._path("published", index_digest), data)
         known = self.find_image(record.reference)
         # The name may stand for another image by now.
@@ -240,7 +244,7 @@ class NodeCatalogue:
     def _read_image(self, path: Path) -> NodeImage | None:
         where = str(path)
         document = _document(self._read(path), _IMAGE, where)
-        if document is None:
+        if document is None or document.get("store") != self._store:
             return None
         try:
             record = decode_image(
@@ -261,10 +265,11 @@ class NodeCatalogue:
             return None
 
 
-def _encode_node_image(image: NodeImage) -> bytes:
+def _encode_node_image(image: NodeImage, store: str) -> bytes:
     document = {
         "kind": _IMAGE,
         "version": _VERSION,
+        "store": store,
         "record": json.loads(encode_image(image.record)),
         "layers": list(image.layer_digests),
     }

@@ -73,7 +73,7 @@ class _Start:
         self._image = image
         self._say = say
         self._timeline = timeline
-        self._catalogue = NodeCatalogue(settings.cache_dir)
+        self._catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
         self._store: Store | None = None
         self._store_is_silent = False
         self._news = ""

@@ -58,7 +58,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
     """The image called `name`. Raises: NotFoundError, InvalidInputError, and what the store raises
     where this node does not know the image either."""
     check_reference(name)
-    catalogue = NodeCatalogue(settings.cache_dir)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     try:
         with open_own_store(settings) as store:
             return _stored(settings, catalogue, store, find_image(store, name), say)

@@ -47,7 +47,7 @@ _WAIT_S = 3600.0
 
 def is_unpublished(settings: Settings, index_digest: str) -> bool:
     """Whether the image whose index this is lies on this node alone, as far as it knows."""
-    catalogue = NodeCatalogue(settings.cache_dir)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     return (
         catalogue.find_unpublished(index_digest) is not None
         and catalogue.find_published(index_digest) is None
@@ -60,7 +60,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
 
     Raises: NotFoundError where the node has lost a layer; BootseerError.
     """
-    catalogue = NodeCatalogue(settings.cache_dir)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     image = catalogue.find_unpublished(index_digest)
     if image is None:
         return index_digest

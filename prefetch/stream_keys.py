@@ -13,6 +13,7 @@ from array import array
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob
 from bootseer.content_digest import ContentHasher
+from bootseer.redact import public_url
 
 _HEAD = struct.Struct("<16sQQ")
 _MAGIC = b"bootseer frames\0"
@@ -39,8 +40,9 @@ def frames_key(blob: Blob) -> str:
 
 
 def store_hex(store_url: str) -> str:
-    """What a store is called in names of files: 16 digits of the SHA-256 of its URL."""
-    return hashlib.sha256(store_url.encode()).hexdigest()[:16]
+    """What a store is called in names of files: 16 digits of the SHA-256 of its URL, without
+    user, password and query: these may be secret, and change."""
+    return hashlib.sha256(public_url(store_url).encode()).hexdigest()[:16]
 
 
 def claimant_of(index_digest: str, store_url: str) -> str:

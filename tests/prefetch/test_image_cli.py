@@ -16,6 +16,7 @@ from bootseer.prefetch.catalogue import image_key
 from bootseer.store import open_store
 from tests.support.images import NASTY, Member, digest, tar_of, write_layout
 from tests.support.indexed import unsigned
+from tests.support.pulled import note_store
 
 RUN = {"Env": ["A=1"], "Cmd": ["python"]}
 
@@ -269,5 +270,6 @@ def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
     shutil.rmtree(cli.directory / "image")
     cli.environ["BOOTSEER_STORE"] = "hdfs://127.0.0.1:9/store"
     cli.environ["BOOTSEER_DEADLINE"] = "1"
+    note_store(Path(cli.environ["BOOTSEER_CACHE_DIR"]), cli.environ["BOOTSEER_STORE"])
     done = cli.run("warm", "image:latest")
     assert done.stderr.count("warning") == 1, done.stderr

@@ -1,5 +1,6 @@
 """What the tests of pulled images share: a node, what it can read of an image, what a store has."""
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ from bootseer.prefetch.cache import STREAMS, NodeCache
 from bootseer.prefetch.kept_indexes import read_kept_tree
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage
+from bootseer.prefetch.stream_keys import store_hex
 from bootseer.prefetch.streams import BlobStreams
 from bootseer.store import open_store
 from tests.support.image_mounts import settings_at
@@ -70,6 +72,15 @@ class Node:
             for path in folder.rglob("*")
             if path.is_file()
         ]
+
+
+def note_store(cache_dir: Path, store_url: str) -> None:
+    """Have all images that the node knows be known of this store: as if it had been used, and were
+    down by now."""
+    for path in (cache_dir / "catalogue").glob("*/*.json"):
+        document = json.loads(path.read_bytes())
+        if "store" in document:
+            path.write_text(json.dumps({**document, "store": store_hex(store_url)}))
 
 
 def _content(tree: Tree, number: int, streams: BlobStreams) -> bytes:

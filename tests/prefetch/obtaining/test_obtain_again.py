@@ -14,7 +14,7 @@ from bootseer.prefetch.publish_image import publish_node_image
 from bootseer.store import open_store
 from tests.prefetch.obtaining.conftest import TARS, big, index, indexed_contents, source_of
 from tests.support.images import Layout
-from tests.support.pulled import Node
+from tests.support.pulled import Node, note_store
 
 
 def test_layers_that_the_store_has_are_not_pulled(node: Node, tmp_path: Path) -> None:
@@ -83,6 +83,7 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
     down.settings = replace(down.settings, deadline_s=1.0)
     obtained, contents = node.start(source_of(layout))
     assert obtained.image.is_published
+    note_store(down.settings.cache_dir, down.settings.store_url)
     # Complete: the node needs nobody.
     for image in (source_of(layout), indexed.reference):
         found, again = down.start(image)
