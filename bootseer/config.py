@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from msgspec import Struct, structs
 
@@ -294,14 +295,19 @@ def load_config(
 
 def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config:
     settings = config.settings
-    replaced = trusted_folders(
-        {name: getattr(settings, name) for name in TRUSTED},
-        {name: _path(defaults[name]) for name in TRUSTED},
-        parse_owners(settings.trusted_owners),
-    )
-    if not replaced:
+    wanted: dict[str, Path] = {name: getattr(settings, name) for name in TRUSTED}
+    chosen = {name: _path(defaults[name]) for name in TRUSTED}
+    if config.sources["store_url"] == "default":
+        # Whoever owns a store decides what runs. One that was named is believed, as a registry is.
+        store = Path(unquote(settings.store_url.removeprefix("file://")))
+        wanted["store_url"] = chosen["store_url"] = store
+    folders = trusted_folders(wanted, chosen, parse_owners(settings.trusted_owners))
+    if not folders:
         return config
-    sources = {name: f"instead of {getattr(settings, name)}" for name in replaced}
+    sources = {name: f"instead of {wanted[name]}" for name in folders}
+    replaced: dict[str, Path | str] = {**folders}
+    if "store_url" in folders:
+        replaced["store_url"] = folders["store_url"].as_uri()
     return structs.replace(
         config,
         settings=structs.replace(settings, **replaced),

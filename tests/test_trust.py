@@ -247,3 +247,19 @@ def test_a_start_goes_on_without_the_folders_of_others(tmp_path: Path, home: Pat
         )
     ]
     assert os.listdir(theirs) == ["bootseer.toml"]
+
+
+@root_only
+def test_a_store_in_the_home_of_another_user_is_not_the_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`sudo` may keep HOME: root would run what the user who owns that folder has stored."""
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    config = load_config({}, {"HOME": str(home), "XDG_RUNTIME_DIR": ""})
+    assert config.settings.store_url == "file:///var/lib/bootseer/store"
+    assert config.sources["store_url"] == f"instead of {home}/.local/share/bootseer/store"
+    assert "store_url" in caplog.text
+    named = (home / "store").as_uri()
+    assert load_config({"store_url": named}, {"HOME": str(home)}).settings.store_url == named
