@@ -9,24 +9,29 @@ frames name the stream. Who does not know them does not find it.
 import hashlib
 import struct
 from array import array
+from typing import TYPE_CHECKING
 
-from bootseer.blob.frames import FrameTable
-from bootseer.blob.tree import Blob
-from bootseer.content_digest import ContentHasher
 from bootseer.redact import public_url
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Blob
 
 _HEAD = struct.Struct("<16sQQ")
 _MAGIC = b"bootseer frames\0"
 
 
-def is_stored(blob: Blob) -> bool:
+def is_stored(blob: "Blob") -> bool:
     """Whether a blob has frames to be fetched. One that has none lies on the node that pulled it
     alone, unless it is empty."""
     return len(blob.frames) > 0 or blob.stream_length == 0
 
 
-def frames_key(blob: Blob) -> str:
+def frames_key(blob: "Blob") -> str:
     """`frames:<hex>`: BLAKE3 over where each frame begins in the stream, and its digest."""
+    # A command that starts a server needs the names of stores only.
+    from bootseer.blob.frames import FrameTable
+    from bootseer.content_digest import ContentHasher
+
     frames = blob.frames
     if isinstance(frames, FrameTable):
         offsets, digests = frames.stream_offsets[: len(frames)], frames.digests
@@ -51,7 +56,7 @@ def claimant_of(index_digest: str, store_url: str) -> str:
     return f"{index_digest} {store_hex(store_url)}"
 
 
-def claimed_key(claimant: str, blob: Blob) -> str:
+def claimed_key(claimant: str, blob: "Blob") -> str:
     """`claimed:<hex>`: for bytes that are believed for `claimant` alone."""
     text = f"{claimant} {frames_key(blob)}"
     return f"claimed:{hashlib.sha256(text.encode('ascii')).hexdigest()}"

@@ -14,9 +14,10 @@ from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.prefetch.server_process import ServerProcess
 from bootseer.rooted import resolve_in_root
+from bootseer.shown import quoted
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.lock import locked
-from bootseer.snapshots.manifest import Manifest, is_name, text_of
+from bootseer.snapshots.manifest import Manifest, is_name
 from bootseer.store import Store, open_own_store
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def restore_snapshot(
             catalogue.note_used(store, manifest)
             return manifest
         placed = place(manifest, _ROOT)
-        report(f"restoring to {', '.join(text_of(item.target.path) for item in placed)}")
+        report(f"restoring to {', '.join(quoted(item.target.path) for item in placed)}")
         if not allows_system:
             _check_targets(key, placed)
         hosts = [item.path for item in placed]

@@ -23,7 +23,8 @@ def check(result: Result, code: int | tuple[int, ...], *mentions: str) -> None:
         assert sum(line.startswith("Error: ") for line in lines) == 1, where
     else:
         # What is wrong, behind what was found, or waited for, on the way to it.
-        before = ("bootseer: warning: ", "bootseer: waiting up to ")
+        notes = ("warning: ", "waiting up to ", "restoring to ", "a new store begins in ")
+        before = tuple(f"bootseer: {note}" for note in notes)
         assert all(line.startswith(before) for line in lines[:-1]), where
         assert lines, where
         assert not lines[-1].startswith("bootseer: warning: "), where

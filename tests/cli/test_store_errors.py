@@ -1,5 +1,6 @@
 """Commands against a store that is damaged, not theirs or full: one sentence, nothing changed."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -95,7 +96,10 @@ def test_unknown_format_versions(own_world: World) -> None:
     for path in (*store.glob("images/*.json"), *store.glob("snapshots/*.json")):
         text = path.read_text()
         assert '"version": 1' in text
-        path.write_text(text.replace('"version": 1', '"version": 99'))
+        document = {**json.loads(text), "version": 99}
+        # That of the release which wrote it would be right.
+        document.pop("checksum", None)
+        path.write_text(json.dumps(document))
     for arguments in (*IMAGE_READERS, ("image", "show", "image:1"), *SNAPSHOT_READERS):
         check(own_world(*arguments), UNKNOWN, "99")
     assert not own_world.path("restored").exists()
@@ -155,8 +159,10 @@ def test_a_full_store_is_told_and_nothing_is_left_in_it(own_world: World, tiny: 
         result = world("--store", (tiny / "store").as_uri(), *arguments)
         check(result, NO_SPACE, str(tiny))
         left = [path for path in (tiny / "store").rglob("*") if path.is_file()]
-        assert not left, left
+        assert [path.name for path in left] == [".bootseer.store"], left
         shutil.rmtree(tiny / "store")
+        # Else it would be a store that has vanished.
+        shutil.rmtree(world.path("cache/stores"))
     check(world("snapshot", "restore", "env", "--to", tiny / "restored"), NO_SPACE, str(tiny))
     assert not list(tiny.iterdir())
     (tiny / "fill").write_bytes(bytes(120_000))

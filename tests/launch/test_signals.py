@@ -222,7 +222,8 @@ def test_kill_9_at_any_moment(node: Node, store_url: str) -> None:
             assert done.stdout.startswith("data\n")
     node.wait_clean()
     left = [path for path in (Path(store_url.removeprefix("file://"))).rglob("*") if path.is_file()]
-    assert not [path for path in left if path.name.startswith(".")], left
+    hidden = [path for path in left if path.name.startswith(".")]
+    assert [path.name for path in hidden] == [".bootseer.store"], left
 
 
 @pytest.mark.fuse

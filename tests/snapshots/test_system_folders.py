@@ -82,7 +82,7 @@ def test_a_strangers_snapshot_does_not_choose_where_it_goes(
         said: list[str] = []
         with pytest.raises(InvalidInputError, match="--system"):
             restore_snapshot(node, "env", report=said.append)
-        assert said == [f"restoring to {evil}"]
+        assert said == [f"restoring to '{evil}'"]
         assert not evil.exists()
         # Nor by a link that leads there.
         link = tmp_path / "link"

@@ -127,6 +127,8 @@ def capture(top: Path, wanted: int) -> None:
     def prepare() -> None:
         shutil.rmtree(node.target, ignore_errors=True)
         shutil.rmtree(node.store, ignore_errors=True)
+        # A node begins no store anew that it has used.
+        shutil.rmtree(node.node.cache_dir / "stores", ignore_errors=True)
         node.store.mkdir()
 
     _at_each_step(node, wanted, prepare)
