@@ -22,6 +22,7 @@ from bootseer.prefetch.mount_state import (
     MountState,
     live_mounts,
     sweep,
+    sweep_dead,
 )
 from bootseer.prefetch.obtain import obtain_image
 from bootseer.prefetch.obtained import ObtainedImage, publish_later
@@ -132,7 +133,10 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
     except NotFoundError:
         left_over = mounts.find_mount(directory)
         if left_over is None:
-            raise
+            # A container's own tree went with its mount namespace; what its server left did not.
+            if not sweep_dead(settings, mounts.absolute(directory)):
+                raise
+            return
         if left_over.subtype != SUBTYPE:
             raise InvalidInputError(
                 f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "

@@ -171,6 +171,12 @@ def sweep(settings: Settings) -> int:
     return count
 
 
+def sweep_dead(settings: Settings, target: Path) -> bool:
+    """As `sweep`, of what was mounted on `target` by a server that died; False where none was."""
+    found = [folder for folder, state in dead_mounts(settings) if state.directory == str(target)]
+    return sum(map(_sweep_one, found)) > 0
+
+
 def remove_mount_dir(directory: Path) -> None:
     """Remove a mount's folder, as the holder of its lock. Never raises.
 

@@ -168,8 +168,8 @@ def test_a_full_store_is_told_and_nothing_is_left_in_it(own_world: World, tiny: 
     (tiny / "fill").write_bytes(bytes(120_000))
     world.path("cache").rename(world.path("old-cache"))
     result = world("--cache-dir", tiny / "cache", "image", "warm", "image:1")
-    # The cache has warned by itself before.
-    assert result.err.count("\n") == 2
+    # The cache and the node's catalogue have warned by themselves before.
+    assert result.err.count("\n") == 3
     check(replace(result, err=result.err.splitlines()[-1]), NO_SPACE, str(tiny))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.errors import UnavailableError
+from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.kernel import mounts
 from bootseer.prefetch import namespaces
 from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
@@ -20,6 +20,7 @@ from bootseer.prefetch.mount_state import (
     is_alive,
     live_mounts,
     lock_new,
+    mounts_dir,
     new_mount_dir,
     sweep,
     take_lock,
@@ -234,6 +235,17 @@ def test_unmount_of_a_dead_server(node: Node) -> None:
     directory = _with_a_dead_server(node)
     unmount_image(node.settings, directory)
     assert mounts.find_mount(directory) is None
+
+
+def test_unmount_where_only_its_state_is_left(node: Node) -> None:
+    """A container's tree is mounted in a namespace of its own, which ends with the container: the
+    command that `image status` names for what is left found no mount, and refused."""
+    directory = _with_a_dead_server(node)
+    mounts.detach(directory, lazy=True)
+    unmount_image(node.settings, directory)
+    assert not list(mounts_dir(node.settings).iterdir())
+    with pytest.raises(NotFoundError):
+        unmount_image(node.settings, directory)
 
 
 def test_mounting_again_where_a_server_died(node: Node) -> None:
