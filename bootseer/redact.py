@@ -5,10 +5,19 @@ value of an option, variable or header whose name says so, and what has a token'
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-HIDDEN = "***"
-"""What stands where a secret stood."""
+from bootseer.redact_words import (
+    HIDDEN,
+    SecretWords,
+    hides_next_word,
+    is_shown,
+    says_secret,
+    says_secret_in_command,
+    secrets_of_headers,
+    secrets_of_names,
+    secrets_of_programs,
+)
 
 # What no URL's user or password holds as it is.
 _WORD = re.compile(r"[^\s'\"?#]+")
@@ -22,13 +31,6 @@ _SECRET_PARAMETER = re.compile(
     re.I,
 )
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"?#]{0,2000}\?)([^\s'\"#]+)")
-_SECRET_NAME = re.compile(
-    r"(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
-    r"|credentials?)(?:$|[_.-])"
-    r"|(?:token|secret|pwd|apikey)$|passw(?:or)?d|passphrase"
-    r"|(?:api|access|secret|private|auth|account|shared|signing|client|license)[_.-]?key",
-    re.I,
-)
 # Of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
@@ -37,13 +39,8 @@ _TOKEN = re.compile(
 )
 # One word of a shell, with what is quoted in it.
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
-_OPTION = re.compile(rf"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)(?P<between>\s+)(?P<value>{_VALUE})")
 _ASSIGNMENT = re.compile(
     rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
-)
-_HEADER = re.compile(
-    r"(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P<between>['\"]?\s*:(?!//)\s*)"
-    r"(?P<value>\"[^\"]*\"|[^\s'\"][^'\"\n]*)"
 )
 _AUTHORIZATION = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)")
 # "name:password" of curl and its like, but no "1000:1000".
@@ -51,7 +48,6 @@ _ACCOUNT = re.compile(
     r"(?<![\w-])(?P<name>-u|-U|--user|--proxy-user)(?P<between>=|\s*)"
     r"(?P<value>(?!\d+:\d+(?:\s|$))['\"]?[^\s:'\"/]+:[^\s'\"]+)"
 )
-_SSHPASS = re.compile(rf"(?P<name>\bsshpass\s+-p)(?P<between>\s*)(?P<value>{_VALUE})")
 _ACCOUNT_OPTIONS = {"-u", "-U", "--user", "--proxy-user"}
 _WHOLE_WORD = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTALL)
 
@@ -111,7 +107,6 @@ def take_secrets(text: str) -> tuple[str, tuple[str, ...]]:
     """`text`, a value or a script, with every secret in it hidden; and the secrets, without the
     users of URLs, which are gone altogether."""
     secrets: list[str] = []
-    hide = _hidden(secrets.append)
 
     def hide_group(match: re.Match[str]) -> str:
         secrets.append(match[2])
@@ -122,10 +117,9 @@ def take_secrets(text: str) -> tuple[str, tuple[str, ...]]:
         return HIDDEN
 
     text = _QUERY.sub(hide_group, without_users(text))
-    for pattern in (_OPTION, _ASSIGNMENT, _HEADER):
-        text = pattern.sub(hide, text)
-    for pattern in (_ACCOUNT, _SSHPASS):
-        text = pattern.sub(_hidden(secrets.append, is_secret=lambda name: True), text)
+    for find in (secrets_of_programs, secrets_of_names, secrets_of_headers):
+        text = _hide_spans(text, find(text), secrets.append)
+    text = _ACCOUNT.sub(_hidden(secrets.append, is_secret=lambda name: True), text)
     return _TOKEN.sub(hide_all, text), tuple(secrets)
 
 
@@ -135,18 +129,21 @@ def take_command_secrets(words: Sequence[str]) -> tuple[list[str], tuple[str, ..
     shown: list[str] = []
     secrets: list[str] = []
     before = ""
+    programs = SecretWords()
     for word in words:
         found: tuple[str, ...]
         is_script = before.startswith("-") and before.endswith("c") and " " in word
-        is_value = (
-            (_is_secret_option(before) and not word.startswith("-"))
+        at = programs.secret_at(word)
+        if not word.startswith("-") and (
+            _is_secret_option(before)
+            or hides_next_word(before, word)
             or (before in _ACCOUNT_OPTIONS and ":" in word and not _is_numbers(word))
-            or (before == "-p" and len(shown) > 1 and shown[-2].endswith("sshpass"))
-        )
+        ):
+            at = 0
         match = None if is_script else _WHOLE_WORD.fullmatch(word)
-        if is_value:
-            text, found = HIDDEN, (word,)
-        elif match and match[3] and _SECRET_NAME.search(match[1].lstrip("-")):
+        if at is not None and not is_script:
+            text, found = word[:at] + HIDDEN, (word[at:],)
+        elif match and match[3] and says_secret_in_command(match[1]):
             text, found = match[1] + match[2] + HIDDEN, (match[3],)
         else:
             text, found = take_secrets(word)
@@ -157,7 +154,7 @@ def take_command_secrets(words: Sequence[str]) -> tuple[list[str], tuple[str, ..
 
 
 def _is_secret_option(word: str) -> bool:
-    return word.startswith("-") and "=" not in word and bool(_SECRET_NAME.search(word.lstrip("-")))
+    return word.startswith("-") and "=" not in word and says_secret_in_command(word)
 
 
 def _is_numbers(word: str) -> bool:
@@ -171,18 +168,26 @@ def _ignore(secret: str) -> None:
 def _hidden(
     note: Callable[[str], None],
     *,
-    is_secret: Callable[[str], object] = lambda name: _SECRET_NAME.search(name.lstrip("-")),
+    is_secret: Callable[[str], object] = says_secret,
 ) -> Callable[[re.Match[str]], str]:
     """What to put for a match of "name", "between" and "value": the name stays. A value that only
     refers to a variable, or is hidden already, stays as well."""
 
     def hide(match: re.Match[str]) -> str:
         value = match["value"]
-        bare = re.sub(r"(?i)^['\"]?(?:(?:bearer|basic|token)\s+)?", "", value)
-        is_option = match["between"].isspace() and value.startswith("-")
-        if bare.startswith(("$", HIDDEN)) or is_option or not is_secret(match["name"]):
+        if not is_secret(match["name"]) or is_shown(value):
             return match[0]
         note(value)
         return match["name"] + match["between"] + HIDDEN
 
     return hide
+
+
+def _hide_spans(text: str, spans: Iterable[tuple[int, int]], note: Callable[[str], None]) -> str:
+    kept = []
+    done = 0
+    for begin, end in spans:
+        note(text[begin:end])
+        kept += [text[done:begin], HIDDEN]
+        done = end
+    return "".join([*kept, text[done:]])

@@ -66,6 +66,8 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
     world = own_world
     made = world.path("made")
     line = f"mkdir -p {made}; HF_TOKEN={SECRET} true --password '{SECRET}' https://h/x?t={SECRET}"
+    line += f"; true wandb login {SECRET}; true aws configure set aws_secret_access_key {SECRET}"
+    line += f"; true curl --oauth2-bearer {SECRET} -sSu me:{SECRET}; true || mysql -p{SECRET}"
     command = ("--target", made, "--env", "MY_TOKEN", "--", "sh", "-c", line)
     for arguments in (
         ("snapshot", "run", *command),
