@@ -6,7 +6,7 @@ function reads its text once: time grows in proportion to the length.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 HIDDEN = "***"
 """What stands where a secret stood."""
@@ -184,8 +184,7 @@ def _is_account(value: str) -> bool:
     return ":" in value and not re.fullmatch(r"['\"]?\d+:\d+['\"]?", value) and "://" not in value
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """Short options of a program with secret values. `others` take another value, so that nothing
     behind them in a word is an option; "*": the program takes one option a word."""
 
