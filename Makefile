@@ -66,6 +66,7 @@ soak: system-test $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 # Against the oldest and the newest Python that are supported; one process each.
 types: types-oldest types-newest

@@ -16,7 +16,7 @@ _MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 def main() -> None:
     """Run the command that the arguments say, and exit."""
     if "BOOTSEER_DISABLE" in os.environ:
-        from bootseer.disabled import become_command
+        from bootseer.settings.disabled import become_command
 
         become_command(sys.argv[1:])
     try:
@@ -38,8 +38,8 @@ def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
     if is_mounting(sys.argv):
         # Before what reads the command line is loaded: the server loads its code meanwhile.
-        from bootseer.prefetch.server_process import begin_ahead
-        from bootseer.standard_files import open_standard_files
+        from bootseer.linux.standard_files import open_standard_files
+        from bootseer.prefetch.mounts.server_process import begin_ahead
 
         open_standard_files()
         begin_ahead()

@@ -9,7 +9,6 @@ The same files are reached through `bootseer mount` and, wherever fsspec URLs ar
 `bootseer::hdfs://namenode/checkpoints/...`. All names here may be used from any thread.
 """
 
-from bootseer.config import load_config
 from bootseer.fuse.striped.doors.copy import (
     copy_across,
     copy_in,
@@ -20,6 +19,7 @@ from bootseer.fuse.striped.doors.copy import (
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind
+from bootseer.settings.config import load_config
 
 __all__ = [
     "StripedStorage",

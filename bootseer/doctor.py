@@ -19,13 +19,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, PermissionDeniedError
-from bootseer.private import make_private_directory
-from bootseer.redact import public_url
+from bootseer.linux.ownership import parse_owners
+from bootseer.linux.private_files import make_private_directory
+from bootseer.settings.config import Settings
+from bootseer.settings.trusted_folders import TRUSTED, fault_of_setting
 from bootseer.shared_storage import is_of_one_node
-from bootseer.trust import parse_owners
-from bootseer.trusted_folders import TRUSTED, fault_of_setting
+from bootseer.text.redact import public_url
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
 _KERNEL_MINIMUM = (5, 4)

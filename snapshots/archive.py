@@ -12,16 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from bootseer.blob import index
-from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.inflate import ERRORS, PIECE_BYTES, Limits, decompress
+from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key
-from bootseer.blob.members import Members
-from bootseer.blob.pack import pack_tar
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.members import Members
+from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import BlobReader
-from bootseer.blob.tar_header import END
+from bootseer.blob.tar.header import END
+from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.blob.tree import Inode, Tree
-from bootseer.config import Settings
 from bootseer.content_digest import hasher_of
 from bootseer.errors import (
     AlreadyExistsError,
@@ -30,12 +29,20 @@ from bootseer.errors import (
     InvalidInputError,
     from_oserror,
 )
-from bootseer.private import private_directory, private_opener
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.capture import make_manifest, make_target
-from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name, target_path, text_of
-from bootseer.snapshots.scan import WORK_PREFIX
+from bootseer.linux.private_files import private_directory, private_opener
+from bootseer.settings.config import Settings
+from bootseer.snapshots.capture.capture import make_manifest, make_target
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import (
+    Manifest,
+    Stored,
+    Target,
+    is_name,
+    target_path,
+    text_of,
+)
 from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.targets.scan import WORK_PREFIX
 from bootseer.store import Store
 
 _LIMITS = Limits()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.config import Settings
-from bootseer.prefetch.server_process import ServerProcess
-from bootseer.snapshots.layered_scan import scan_before
-from bootseer.snapshots.manifest import text_of
-from bootseer.snapshots.scan import Scan
+from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.settings.config import Settings
+from bootseer.snapshots.capture.layered_scan import scan_before
+from bootseer.snapshots.catalogue.manifest import text_of
 from bootseer.snapshots.setup.request import Report, Request
 from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.targets.scan import Scan
 
 
 class Attempt(Struct):

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.prefetch.server_process import ServerProcess
-from bootseer.rooted import resolve_in_root
-from bootseer.shown import quoted
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.lock import locked
-from bootseer.snapshots.manifest import Manifest, is_name
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest, is_name
+from bootseer.snapshots.targets.lock import locked
 from bootseer.store import Store, open_own_store
+from bootseer.text.shown import quoted
 
 if TYPE_CHECKING:
     from bootseer.snapshots.restoring.restore import Placed
@@ -36,11 +36,11 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
         raise InvalidInputError(
             f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
-    from bootseer.snapshots import capture
-    from bootseer.snapshots.restoring import work
-    from bootseer.snapshots.scan import scan
+    from bootseer.snapshots.capture import capture
+    from bootseer.snapshots.restoring import staging as work
     from bootseer.snapshots.setup.targets import declared_targets
-    from bootseer.snapshots.state import remember
+    from bootseer.snapshots.targets.scan import scan
+    from bootseer.snapshots.targets.state import remember
 
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
@@ -80,12 +80,13 @@ def restore_snapshot(
         loading.start()
         manifest = catalogue.find(store, key)
         loading.join()
-        from bootseer.snapshots.restoring import mounted, work
+        from bootseer.snapshots.restoring import staging as work
+        from bootseer.snapshots.restoring.mounting import mounted
         from bootseer.snapshots.restoring.restore import check_base, place, restore_to
         from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
-        from bootseer.snapshots.scan import base_digest, scan
-        from bootseer.snapshots.state import remember
-        from bootseer.snapshots.target_users import check_unused
+        from bootseer.snapshots.targets.scan import base_digest, scan
+        from bootseer.snapshots.targets.state import remember
+        from bootseer.snapshots.targets.target_users import check_unused
 
         if directory is not None and relocates:
             _restore_relocated(settings, store, manifest, directory, report)
@@ -149,15 +150,15 @@ def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
 def _load_restoring() -> None:
     with contextlib.suppress(ImportError):  # whoever needs it tells
         import bootseer.snapshots.restoring.restore_modes
-        import bootseer.snapshots.state  # noqa: F401
+        import bootseer.snapshots.targets.state  # noqa: F401
 
 
 def _restore_relocated(
     settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
 ) -> None:
     from bootseer.snapshots.relocation.apply import restore_relocated
-    from bootseer.snapshots.restoring import work
-    from bootseer.snapshots.state import remember
+    from bootseer.snapshots.restoring import staging as work
+    from bootseer.snapshots.targets.state import remember
 
     # Its links are followed on the way there; what files are told is the path that was asked for.
     path = Path(os.path.abspath(directory))

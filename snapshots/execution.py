@@ -12,19 +12,20 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NotFoundError
-from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue, outside
-from bootseer.snapshots.age import show_age
+from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.attempt import Attempt
-from bootseer.snapshots.layered_scan import hard_links, scan_after
-from bootseer.snapshots.manifest import Manifest, Outside, text_of
-from bootseer.snapshots.outside_layers import OutsideLayers
-from bootseer.snapshots.scan import Scan, scan
+from bootseer.snapshots.capture import outside
+from bootseer.snapshots.capture.layered_scan import hard_links, scan_after
+from bootseer.snapshots.capture.outside_layers import OutsideLayers
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.age import show_age
+from bootseer.snapshots.catalogue.manifest import Manifest, Outside, text_of
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.request import Resolved, working_directory
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.setup.targets import show
+from bootseer.snapshots.targets.scan import Scan, scan
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _publish(
 ) -> tuple[Manifest, bool]:
     """What the set-up made, and whether it is in the store: else another node's is."""
     # Here: a restore needs none of it.
-    from bootseer.snapshots.layering import find_base
+    from bootseer.snapshots.capture.layering import find_base
 
     parts = under.resolved.all_parts(under.bases)
     # What is damaged may be the base.
@@ -152,7 +153,7 @@ def _captured(
     ran: Ran,
 ) -> Manifest:
     """All that the command did, in the store, but for what blobs of `base` have already."""
-    from bootseer.snapshots.capture import Change, capture, make_manifest
+    from bootseer.snapshots.capture.capture import Change, capture, make_manifest
 
     earlier = {target.path: target for target in base.targets} if base else {}
     if len(earlier) == len(attempt.targets) == 1:

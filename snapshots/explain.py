@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import age_of, is_too_old, settled_max_age
-from bootseer.snapshots.manifest import Manifest, text_of
-from bootseer.snapshots.present import key_in_place, mounts_in_place
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
+from bootseer.snapshots.catalogue.manifest import Manifest, text_of
+from bootseer.snapshots.restoring.present import key_in_place, mounts_in_place
 from bootseer.snapshots.restoring.restore import base_part_name
-from bootseer.snapshots.scan import NOTHING, base_digest, scan
 from bootseer.snapshots.setup.fingerprint import SECRETS, Part
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
+from bootseer.snapshots.targets.scan import NOTHING, base_digest, scan
 from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"

@@ -11,21 +11,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, SetupFailedError
-from bootseer.fuse.kernel.mount import can_mount_directly
-from bootseer.fuse.kernel.mounts import mount_points
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import age_of, is_too_old
+from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.fuse.kernel.mounting.mounts import mount_points
 from bootseer.snapshots.attempt import Attempt
-from bootseer.snapshots.layered_scan import scan_before
-from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.present import key_in_place, mounts_in_place
-from bootseer.snapshots.restoring.mounted import drop_damaged, keep_mounted
+from bootseer.snapshots.capture.layered_scan import scan_before
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.age import age_of, is_too_old
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.restoring.mounting.mounted import drop_damaged, keep_mounted
+from bootseer.snapshots.restoring.present import key_in_place, mounts_in_place
 from bootseer.snapshots.restoring.restore import place
 from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
-from bootseer.snapshots.scan import Scan
 from bootseer.snapshots.setup.request import Resolved
 from bootseer.snapshots.setup.result import SetupResult
-from bootseer.snapshots.target_users import other_users
+from bootseer.snapshots.targets.scan import Scan
+from bootseer.snapshots.targets.target_users import other_users
 from bootseer.store import Store
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from bootseer.config import AUTOMATIC_AGE_S, Settings
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -20,26 +19,28 @@ from bootseer.errors import (
     NotFoundError,
     SetupFailedError,
 )
-from bootseer.prefetch.cover_users import sweep_covers
-from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.age import age_of, is_too_old, settled_max_age
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.mounts.cover_users import sweep_covers
+from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
 from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
-from bootseer.snapshots.keeper import LeaseKeeper
-from bootseer.snapshots.lock import locked
-from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.restoring import mounted, own_view
-from bootseer.snapshots.restoring import work as working
-from bootseer.snapshots.restoring.early import server_ahead
+from bootseer.snapshots.restoring import own_view
+from bootseer.snapshots.restoring import staging as working
+from bootseer.snapshots.restoring.mounting import mounted
+from bootseer.snapshots.restoring.mounting.early import server_ahead
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_instead, restore_stored
-from bootseer.snapshots.scan import base_digest
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.setup.result import SetupResult
-from bootseer.snapshots.state import remember
-from bootseer.snapshots.target_users import check_unused, note_user, other_users
+from bootseer.snapshots.targets.lock import locked
+from bootseer.snapshots.targets.scan import base_digest
+from bootseer.snapshots.targets.state import remember
+from bootseer.snapshots.targets.target_users import check_unused, note_user, other_users
 from bootseer.store import LeaseWatch, Store, open_own_store, open_store
+from bootseer.store.objects.lease_renewal import LeaseKeeper
 
 __all__ = ["SetupResult", "run_setup"]
 

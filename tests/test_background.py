@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.background import Starting, start
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError, UnavailableError
+from bootseer.served.background import Starting, start
 
 _CHILD = """
 import os, sys, time
-from bootseer.background import Report
+from bootseer.served.background import Report
 from bootseer.errors import NotFoundError
 report = Report(int(sys.argv[1]), "the child")
 case = sys.stdin.read()

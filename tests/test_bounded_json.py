@@ -4,8 +4,8 @@ import pytest
 
 from bootseer.bounded_json import parse_json
 from bootseer.errors import CorruptError
-from bootseer.prefetch.records import decode_layer
-from bootseer.snapshots.manifest_codec import decode
+from bootseer.prefetch.index.records import decode_layer
+from bootseer.snapshots.catalogue.manifest_codec import decode
 from tests.support.bounded import run_bounded
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import load_config, parse_size, resolve, variable_of
-from bootseer.default_settings import default_settings
 from bootseer.errors import InvalidInputError
+from bootseer.settings.config import load_config, parse_size, resolve, variable_of
+from bootseer.settings.default_settings import default_settings
 
 
 def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:

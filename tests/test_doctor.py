@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer import doctor
-from bootseer.config import Settings, load_settings
 from bootseer.doctor import Finding, Status, examine
-from bootseer.store.marked_folder import MARK
+from bootseer.settings.config import Settings, load_settings
+from bootseer.store.objects.marked_folder import MARK
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def main():
 
 _PARENT = """
 import atexit, logging, os, signal, sys
-from bootseer.forked import fork_into, may_fork
+from bootseer.served.forked import fork_into, may_fork
 atexit.register(print, "the parent's end")
 logging.basicConfig(format="not for the child's log: %(message)s")
 signal.signal(signal.SIGTERM, lambda *ignored: None)

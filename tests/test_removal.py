@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch import namespaces
-from bootseer.removal import empty_directory, remove_tree
+from bootseer.linux import namespaces
+from bootseer.linux.removal import empty_directory, remove_tree
 from tests.support.image_mounts import skip_unless_root
 
 _FLAGS = {"immutable": 0x10, "append only": 0x20}
@@ -96,7 +96,7 @@ def test_directories_that_not_even_their_owner_may_enter(tmp_path: Path) -> None
         for name in folders:
             os.chmod(os.path.join(path, name), 0)
     top.chmod(0)
-    program = "import sys; from bootseer.removal import remove_tree; remove_tree(sys.argv[1])"
+    program = "import sys; from bootseer.linux.removal import remove_tree; remove_tree(sys.argv[1])"
     command = [sys.executable, "-c", program, str(top)]
     if os.geteuid() == 0:
         # Nobody's, and run by nobody.

@@ -12,7 +12,7 @@ from bootseer.errors import (
     UnavailableError,
     exit_code_of,
 )
-from bootseer.reported import error_from_json, error_to_json
+from bootseer.served.json_errors import error_from_json, error_to_json
 
 
 @pytest.mark.parametrize("kind", [BootseerError, CorruptError, NotFoundError, UnavailableError])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.rooted import resolve_in_root
+from bootseer.linux.root_paths import resolve_in_root
 
 
 def test_links_of_an_image_stay_inside(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Config, load_config
 from bootseer.doctor import Status, examine
 from bootseer.errors import InvalidInputError
-from bootseer.private import make_private_directory, open_private_directory
+from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
+from bootseer.linux.private_files import make_private_directory, open_private_directory
+from bootseer.settings.config import Config, load_config
 from bootseer.timeline.recorder import Timeline
-from bootseer.trust import Owners, fault_of_folder, parse_owners
 
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users: needs root")

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.store.paths import split_scheme
-from bootseer.urls import absolute_url
+from bootseer.text.urls import absolute_url
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def read_fsspec(url: str, size_bytes: int) -> Timed:
 
 def read_into(url: str, name: str, size_bytes: int) -> Timed:
     """All of a file into one buffer of ours, by `copy.read_into`."""
-    from bootseer.config import load_settings
     from bootseer.fuse.striped.doors import copy
+    from bootseer.settings.config import load_settings
 
     storage = copy.open_storage(load_settings(), url)
     buffer = bytearray(b"\1" * size_bytes)

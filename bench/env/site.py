@@ -24,7 +24,7 @@ from bench.model import SkippedError, Workspace
 from bench.tmpfs import tmpfs
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
-from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_backend, open_store
 
 RATE_MBIT = 1000

@@ -17,7 +17,7 @@ from bench.env.recipe import (
     uv_install,
 )
 from bench.env.site import Site, bootseer
-from bootseer.blob.frame_writer import usable_cpus
+from bootseer.blob.pack.frame_writer import usable_cpus
 
 WORKLOAD = "import"
 IMPORT = [str(ENVIRONMENT / "bin/python"), "-c", IMPORTS]

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
-from bootseer.blob.members import ZEROS_HASHED_MAX
+from bootseer.blob.pack.members import ZEROS_HASHED_MAX
 from bootseer.blob.tree import Inode, Tree
 from bootseer.content_digest import ContentHasher, hasher_of
 from bootseer.errors import CorruptError
-from bootseer.shown import quoted
+from bootseer.text.shown import quoted
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
 """`read(blob, offset, length)`: exactly these stored bytes of blob number `blob` of the tree; of a

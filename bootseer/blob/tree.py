@@ -2,7 +2,7 @@
 
 The model that every layer shares: `blob.pack` makes one, `prefetch` merges several into an
 image's tree and serves it, `snapshots` compares and restores it. Its codec is
-`bootseer.blob.index`. Frozen; safe to read from any thread.
+`bootseer.blob.index.codec`. Frozen; safe to read from any thread.
 
 A `Tree` is a list of *inodes* (what stat shows, and the content) and a list of *names* that point
 to them, so hard links are two names of one inode. Inside, it is columns (`blob.columns`), so that

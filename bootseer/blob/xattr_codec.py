@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from bootseer.errors import CorruptError
-from bootseer.shown import quoted
+from bootseer.text.shown import quoted
 
 Xattrs: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """(name, value), sorted by name."""

@@ -16,8 +16,8 @@ from bootseer import __version__
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, one_line
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
-from bootseer.redact import redact
-from bootseer.standard_files import open_standard_files
+from bootseer.linux.standard_files import open_standard_files
+from bootseer.text.redact import redact
 
 _log = logging.getLogger(__name__)
 
@@ -25,14 +25,20 @@ _log = logging.getLogger(__name__)
 # that listing the commands imports none of them.
 _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run_commands", "Start a training job: image, environment, checkpoint, then exec."),
-    "image": ("image_commands", "Container images: index, mount, run, record and replay."),
-    "snapshot": ("snapshot_commands", "Environments: capture once, restore everywhere."),
+    "image": ("image.image_commands", "Container images: index, mount, run, record and replay."),
+    "snapshot": ("snapshot.snapshot_commands", "Environments: capture once, restore everywhere."),
     "store": ("store_commands", "The shared store: delete what nobody needs."),
-    "mount": ("mount_commands", "Mount a striped checkpoint file system."),
-    "unmount": ("mount_commands", "Unmount what `bootseer mount` mounted."),
-    "stripe": ("stripe_commands", "Striped checkpoints without a mount: copy, check, convert."),
+    "mount": ("mount.mount_commands", "Mount a striped checkpoint file system."),
+    "unmount": ("mount.mount_commands", "Unmount what `bootseer mount` mounted."),
+    "stripe": (
+        "stripe.stripe_commands",
+        "Striped checkpoints without a mount: copy, check, convert.",
+    ),
     "warm": ("warm_commands", "Directories that are not ours: record once, read ahead later."),
-    "snapshotter": ("snapshotter_commands", "Serve images to containerd, without pulling them."),
+    "snapshotter": (
+        "image.snapshotter_commands",
+        "Serve images to containerd, without pulling them.",
+    ),
     "report": ("report_commands", "Where the time of a start went."),
     "config": ("config_commands", "Show the settings and where each came from."),
     "doctor": ("doctor_commands", "Check this machine and say what to do."),

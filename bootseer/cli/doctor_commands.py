@@ -3,8 +3,8 @@
 import click
 
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
-from bootseer.config import load_config
 from bootseer.doctor import Status, examine
+from bootseer.settings.config import load_config
 from bootseer.structs import asdict
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import Struct
 
-from bootseer.config import (
+from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.settings.config import (
     Config,
     Settings,
     load_config,
@@ -26,8 +27,7 @@ from bootseer.config import (
     parse_max_age,
     parse_size,
 )
-from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.redact import redact
+from bootseer.text.redact import redact
 
 if TYPE_CHECKING:
     from bootseer.store import Store

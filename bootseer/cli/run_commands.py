@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import current_settings, entrypoint_option, say
-from bootseer.cli.snapshot_output import mode_option
+from bootseer.cli.snapshot.snapshot_output import mode_option
 
 
 @click.command(

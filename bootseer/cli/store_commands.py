@@ -15,7 +15,7 @@ from bootseer.cli.output import (
     open_current_store,
     say,
 )
-from bootseer.shown import shown
+from bootseer.text.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected
@@ -84,7 +84,7 @@ def gc(
     from bootseer.gc.inventory import take_inventory
     from bootseer.gc.plan import make_plan
     from bootseer.gc.retention import Rules
-    from bootseer.progress import Progress
+    from bootseer.text.progress import Progress
 
     settings = current_settings()
     rules = Rules(keep_last, keep_days, keep, snapshots, images, grace_s)

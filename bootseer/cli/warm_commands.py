@@ -18,8 +18,8 @@ from bootseer.cli.output import (
     open_current_store,
     say,
 )
-from bootseer.config import parse_name, parse_size
 from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.settings.config import parse_name, parse_size
 from bootseer.structs import asdict
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _request(directory: Path, name: str | None) -> "WarmRequest":
 
 def _become(command: tuple[str, ...]) -> None:
     from bootseer.launch.signals import hand_over
-    from bootseer.scripts import execute
+    from bootseer.linux.scripts import execute
 
     hand_over()
     execute(command)
@@ -146,7 +146,7 @@ def _become(command: tuple[str, ...]) -> None:
 def _warm_now(request: "WarmRequest", as_json: bool) -> None:
     from bootseer.prefetch.warm.launch import known_record, warm_now
     from bootseer.prefetch.warm.request import planned, shortage
-    from bootseer.progress import Progress
+    from bootseer.text.progress import Progress
 
     known = known_record(request)
     work = planned(request, known)

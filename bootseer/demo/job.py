@@ -18,11 +18,11 @@ from urllib.parse import urlencode
 
 from msgspec import Struct
 
-from bootseer.config import load_settings
 from bootseer.demo import image, root_file_system, wheels
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.report.files import read_start
+from bootseer.settings.config import load_settings
 from bootseer.store import open_store
 from bootseer.store.limited import read_account
 from bootseer.timeline.otlp import Stage

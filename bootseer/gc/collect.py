@@ -17,8 +17,8 @@ from bootseer.errors import BootseerError, BusyError, NotFoundError
 from bootseer.gc.inventory import Inventory, take_inventory
 from bootseer.gc.plan import CONTENT, Plan, make_plan
 from bootseer.gc.retention import Rules
-from bootseer.snapshots.keeper import LeaseKeeper
 from bootseer.store import Store
+from bootseer.store.objects.lease_renewal import LeaseKeeper
 
 _log = logging.getLogger(__name__)
 

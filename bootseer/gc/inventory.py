@@ -19,21 +19,21 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnknownFormatError,
 )
-from bootseer.prefetch import hot_store, relatives
-from bootseer.prefetch.chains import Chain, read_chain
-from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.records import (
+from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.index.chains import Chain, read_chain
+from bootseer.prefetch.index.records import (
     RECORD_BYTES_MAX,
     ImageRecord,
     LayerRecord,
     decode_image,
     decode_layer,
 )
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.store import Store
-from bootseer.store.uses import FOLDER as USES
-from bootseer.store.uses import Use, read_use
+from bootseer.store.objects.uses import FOLDER as USES
+from bootseer.store.objects.uses import Use, read_use
 
 _log = logging.getLogger(__name__)
 

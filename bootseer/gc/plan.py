@@ -20,10 +20,10 @@ from bootseer.gc.retention import (
     judge_snapshots,
     last_used_ns,
 )
-from bootseer.prefetch.chains import chain_ids, chain_key
-from bootseer.prefetch.hot_store import header_key, hotset_key, name_key
-from bootseer.prefetch.relatives import name_of
-from bootseer.snapshots.catalogue import manifest_key
+from bootseer.prefetch.bundle.hot_store import header_key, hotset_key, name_key
+from bootseer.prefetch.bundle.relatives import name_of
+from bootseer.prefetch.index.chains import chain_ids, chain_key
+from bootseer.snapshots.catalogue.catalogue import manifest_key
 
 # What may be deleted, each before all that it may name. Other folders are nobody's garbage.
 _ORDER = (

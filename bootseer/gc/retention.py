@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
-from bootseer.snapshots.catalogue import manifest_key
-from bootseer.snapshots.manifest import Manifest
-from bootseer.store.uses import use_key
+from bootseer.snapshots.catalogue.catalogue import manifest_key
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.store.objects.uses import use_key
 
 DAY_S = 86_400
 IN_USE_S = 3 * DAY_S

@@ -19,7 +19,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer import errors
-from bootseer.config import Settings
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -29,11 +28,12 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.launch.signals import STOPS
-from bootseer.private import make_directory
-from bootseer.redact import public_url, redact
+from bootseer.linux.private_files import make_directory
+from bootseer.linux.waiting import wait_readable
+from bootseer.settings.config import Settings
+from bootseer.text.redact import public_url, redact
+from bootseer.text.urls import check_spelling
 from bootseer.timeline.recorder import Timeline
-from bootseer.urls import check_spelling
-from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class CheckpointMounts:
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
-        from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
+        from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
             take_off_dead_mounts(self._settings.run_dir, old)
@@ -155,8 +155,8 @@ class CheckpointMounts:
 
     def _mount(self, number: int, path: CheckpointPath) -> bool:
         """Whether the remote folder was missing, and was made."""
-        from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
-        from bootseer.fuse.striped.mounted.mount_point import take_off_dead_mounts
+        from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+        from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 
         directory = self._directory(number)
         # Before the folder is made: a dead mount answers nobody, mkdir included.
@@ -271,6 +271,6 @@ class CheckpointMounts:
             self._receive(left_s)
 
     def _unmount(self, directory: Path) -> None:
-        from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
+        from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
 
         unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)

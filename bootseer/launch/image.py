@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
+from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
 if TYPE_CHECKING:
-    from bootseer.prefetch.container import Container
-    from bootseer.snapshots.upper_layer import Layers
+    from bootseer.prefetch.container.container_start import Container
+    from bootseer.snapshots.targets.upper_layer import Layers
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -38,16 +38,16 @@ def open_image(
 
     Raises: BootseerError where the image cannot be had at all.
     """
-    from bootseer.prefetch.server_process import begin_server
+    from bootseer.prefetch.mounts.server_process import begin_server
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
         # Its code loads while ours does. Without one, mounting says why.
         with contextlib.suppress(BootseerError):
             process = stack.enter_context(begin_server(settings, forks=True))
-        from bootseer.prefetch.container import prepare_container
-        from bootseer.prefetch.extracted import prepare_extracted
-        from bootseer.prefetch.obtain import obtain_image
+        from bootseer.prefetch.container.container_start import prepare_container
+        from bootseer.prefetch.container.extracted import prepare_extracted
+        from bootseer.prefetch.resolve.resolve import obtain_image
 
         obtained = obtain_image(settings, image, say=say, timeline=timeline.below(span))
         try:
@@ -76,9 +76,9 @@ def container_environment(container: "Container") -> dict[str, str]:
 
 def container_layers(container: "Container") -> "Layers":
     """Of the root of a container that was entered."""
-    from bootseer.prefetch.kept_indexes import read_kept_tree
-    from bootseer.prefetch.mount import MountedImage
-    from bootseer.snapshots.upper_layer import Layers
+    from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+    from bootseer.prefetch.resolve.mount import MountedImage
+    from bootseer.snapshots.targets.upper_layer import Layers
 
     image = container.image
     tree = None
@@ -93,7 +93,7 @@ def container_layers(container: "Container") -> "Layers":
 
 def _show_timeline(container: "Container", path: Path) -> None:
     """Let training code in the container write to the timeline, whichever user it runs as."""
-    from bootseer.prefetch.process_spec import resolve_user
+    from bootseer.prefetch.container.process_spec import resolve_user
 
     container.bind(path, _TIMELINE)
     user = resolve_user(container.image.directory, container.config.user)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from bootseer.waiting import wait_readable
+from bootseer.linux.waiting import wait_readable
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Python ignores these from its start on, and exec would hand that on.

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.config import Settings
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
-from bootseer.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.scripts import execute
+from bootseer.linux.scripts import execute
+from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
-    from bootseer.prefetch.container import Container
+    from bootseer.prefetch.container.container_start import Container
     from bootseer.snapshots.setup.request import Request
 
 # What makes a set-up line a script for the shell rather than a plain command.

@@ -17,7 +17,7 @@ from bootseer.registry.download import (
     LargeBlob,
     OpenedRange,
 )
-from bootseer.registry.retry import STALL_S
+from bootseer.registry.http.retry import STALL_S
 from bootseer.registry.servers import Servers
 from bootseer.registry.session import Session
 

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.registry.retry import ATTEMPTS_MAX, FLOOR_BYTES_PER_S, STALL_S, Floor, backoff_s
-from bootseer.registry.transport import Response
+from bootseer.registry.http.retry import ATTEMPTS_MAX, FLOOR_BYTES_PER_S, STALL_S, Floor, backoff_s
+from bootseer.registry.http.transport import Response
 
 _PIECE_BYTES = 2**20
 PART_BYTES = 8 * 2**20

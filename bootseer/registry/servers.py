@@ -16,9 +16,9 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.retry import ATTEMPTS_MAX, TransientError, backoff_s
+from bootseer.registry.http.retry import ATTEMPTS_MAX, TransientError, backoff_s
+from bootseer.registry.login.credentials import Credential
 from bootseer.registry.session import Session
 
 _log = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
+from bootseer.registry.http.retry import TransientError, is_transient, retry_after_s
+from bootseer.registry.http.transport import Response, Transport
+from bootseer.registry.login.credentials import Credential
+from bootseer.registry.login.tokens import Authorizer
 from bootseer.registry.reference import is_loopback
-from bootseer.registry.retry import TransientError, is_transient, retry_after_s
-from bootseer.registry.tokens import Authorizer
-from bootseer.registry.transport import Response, Transport
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError
+from bootseer.settings.config import Settings
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
-from bootseer.store.lease import Lease, LeaseWatch
+from bootseer.store.objects.lease import Lease, LeaseWatch
+from bootseer.store.objects.store import Store
 from bootseer.store.paths import split_scheme
-from bootseer.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +48,22 @@ def _loaded(scheme: str) -> _Open:
 
         return open_limited
     if scheme in ("", "file"):
-        from bootseer.store.local import LocalBackend
+        from bootseer.store.local.backend import LocalBackend
 
         return lambda url, *, deadline_s: LocalBackend.from_url(url)
     if scheme in _OF_HDFS_NATIVE:
-        from bootseer.store.hdfs import HdfsBackend
+        from bootseer.store.hdfs.backend import HdfsBackend
 
         return HdfsBackend
     if scheme == "java+hdfs":
-        from bootseer.store.java_hdfs import JavaHdfsBackend
+        from bootseer.store.java.backend import JavaHdfsBackend
 
         return JavaHdfsBackend
     if scheme == "oci":
-        from bootseer.store.oci import OciBackend
+        from bootseer.store.oci.backend import OciBackend
 
         return OciBackend
-    from bootseer.store.generic import FsspecBackend
+    from bootseer.store.generic.backend import FsspecBackend
 
     return lambda url, *, deadline_s: FsspecBackend(url)
 

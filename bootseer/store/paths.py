@@ -5,8 +5,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from bootseer.errors import InvalidInputError
-from bootseer.redact import public_url
-from bootseer.urls import check_spelling
+from bootseer.text.redact import public_url
+from bootseer.text.urls import check_spelling
 
 # NAME_MAX of every Linux file system, and the default of HDFS
 # (dfs.namenode.fs-limits.max-component-length).

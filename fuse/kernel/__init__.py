@@ -15,12 +15,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bootseer.fuse.kernel.foreground import serve
-    from bootseer.fuse.kernel.mounts import Mount, abort, find_mounts, unmount
+    from bootseer.fuse.kernel.mounting.foreground import serve
+    from bootseer.fuse.kernel.mounting.mounts import Mount, abort, find_mounts, unmount
+    from bootseer.fuse.kernel.mounting.options import MountOptions
+    from bootseer.fuse.kernel.mounting.supervisor import supervise
     from bootseer.fuse.kernel.operations import Operations
-    from bootseer.fuse.kernel.options import MountOptions
     from bootseer.fuse.kernel.server import Server
-    from bootseer.fuse.kernel.supervisor import supervise
 
 __all__ = [
     "Mount",
@@ -36,12 +36,12 @@ __all__ = [
 
 # Loaded when first used: who looks for a mount need not load a server.
 _HOME = {
-    **dict.fromkeys(("Mount", "abort", "find_mounts", "unmount"), "mounts"),
-    "MountOptions": "options",
+    **dict.fromkeys(("Mount", "abort", "find_mounts", "unmount"), "mounting.mounts"),
+    "MountOptions": "mounting.options",
     "Operations": "operations",
     "Server": "server",
-    "serve": "foreground",
-    "supervise": "supervisor",
+    "serve": "mounting.foreground",
+    "supervise": "mounting.supervisor",
 }
 
 

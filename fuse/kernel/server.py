@@ -15,15 +15,16 @@ from types import TracebackType
 from msgspec import Struct
 
 from bootseer.errors import BusyError, InvalidInputError, UnavailableError, from_oserror
-from bootseer.fuse.kernel import mounts, wire
+from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import BackingFiles, new_table
 from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
 from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.mount import mount, set_readahead
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import mount, set_readahead
+from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Buffer, Operations
-from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.session import Session
-from bootseer.waiting import wait_readable
+from bootseer.linux.waiting import wait_readable
 
 log = logging.getLogger(__name__)
 

@@ -13,18 +13,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootseer.blob.index import decode, encode
-from bootseer.blob.index import digest as digest_of
+from bootseer.blob.index.codec import decode, encode
+from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.catalogue import check_streams, fetch_index, read_layer
-from bootseer.prefetch.chains import Chain, publish_chain_index, read_chain
-from bootseer.prefetch.kept_indexes import index_path, keep_index, read_index
-from bootseer.prefetch.merge import LayerTree, merge
-from bootseer.prefetch.records import LayerRecord
+from bootseer.prefetch.cache.kept_indexes import index_path, keep_index, read_index
+from bootseer.prefetch.index.catalogue import check_streams, fetch_index, read_layer
+from bootseer.prefetch.index.chains import Chain, publish_chain_index, read_chain
+from bootseer.prefetch.index.merge import LayerTree, merge
+from bootseer.prefetch.index.records import LayerRecord
 from bootseer.prefetch.snapshotter.metadata import Metadata
+from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bootseer.config import Settings
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -43,6 +42,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     wanted_chain,
     workload_of,
 )
+from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 

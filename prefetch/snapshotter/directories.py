@@ -16,11 +16,11 @@ import os
 import secrets
 from pathlib import Path
 
-from bootseer.disk_usage import statuses_below
 from bootseer.errors import BusyError, UnavailableError, from_oserror
+from bootseer.linux.disk_usage import statuses_below
+from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot, Usage
-from bootseer.private import make_private_directory
-from bootseer.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 

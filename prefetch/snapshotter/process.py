@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 
 from bootseer.errors import InvalidInputError, UnavailableError, from_oserror
-from bootseer.notify import notify
+from bootseer.linux.private_files import private_directory
+from bootseer.linux.systemd import notify
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.service import handler_of
-from bootseer.private import private_directory
 
 _THREADS = 16
 """Calls at once. Most of them take a millisecond; those that mount an image wait for its server."""

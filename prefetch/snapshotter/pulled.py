@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from bootseer.config import Settings
-from bootseer.prefetch.publish import start_chain_publisher
+from bootseer.prefetch.publish.publishing import start_chain_publisher
+from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 

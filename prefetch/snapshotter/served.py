@@ -15,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.control import ask
-from bootseer.prefetch.mount_state import MountState, live_mounts, sweep
-from bootseer.prefetch.serve_plan import ServeOptions
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.mount_state import MountState, live_mounts, sweep
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.mounts.start_server import begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.prefetch.start_server import begin_serving
+from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 

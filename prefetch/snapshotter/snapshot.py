@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from bootseer.checked_json import DIGEST
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.checked_json import DIGEST
 
 REF_LABEL = "containerd.io/snapshot.ref"
 """The chain that the snapshot is going to be; set by whoever unpacks an image."""

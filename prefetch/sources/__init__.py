@@ -12,8 +12,8 @@ registry://HOST/NAME[:TAG|@DIGEST]  an image in a registry
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.prefetch.records import ImageConfig
-from bootseer.prefetch.source_names import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
+from bootseer.prefetch.index.records import ImageConfig
+from bootseer.prefetch.index.source_names import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
 from bootseer.prefetch.sources import oci_layout
 from bootseer.prefetch.sources.directory import open_directory
 from bootseer.prefetch.sources.docker_archive import open_docker_archive

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, from_oserror
-from bootseer.prefetch.chains import chain_ids
+from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.sources.documents import Descriptor
 from bootseer.prefetch.sources.layout import Image, read_image
 from bootseer.prefetch.sources.model import ImageSource

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from bootseer.blob.pack import pack_directory, tar_directory
+from bootseer.blob.pack.packing import pack_directory, tar_directory
 from bootseer.errors import NotFoundError
-from bootseer.prefetch.merge import LayerTree
-from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.sources.model import ImageSource, Sink, name_of
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, from_oserror
+from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.model import ImageSource
-from bootseer.private import make_private_directory
 
 _CHUNK_BYTES = 2**20
 _DEADLINE_S = 60

@@ -12,8 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.checked_json import (
+from bootseer.checked_json import (
     check_digest,
     count_in,
     digest_in,
@@ -23,7 +22,8 @@ from bootseer.prefetch.checked_json import (
     string_in,
     strings_in,
 )
-from bootseer.prefetch.records import ImageConfig
+from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, UnknownFormatError
+from bootseer.prefetch.index.records import ImageConfig
 from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES
 from bootseer.registry.platforms import this_architecture, unsuitability
 

@@ -11,13 +11,19 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from bootseer.blob.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.plain_writer import local_blob
-from bootseer.blob.tar_pack import IMPLIED_DIRECTORY, Unpacked, copy_end, copy_member, extents_of
-from bootseer.blob.tar_reader import Member, Readable, TarReader
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.plain_writer import local_blob
+from bootseer.blob.pack.tar_packing import (
+    IMPLIED_DIRECTORY,
+    Unpacked,
+    copy_end,
+    copy_member,
+    extents_of,
+)
+from bootseer.blob.tar.reader import Member, Readable, TarReader
 from bootseer.blob.tree import Extent
 from bootseer.errors import CorruptError
-from bootseer.prefetch.merge import LayerTree
+from bootseer.prefetch.index.merge import LayerTree
 
 LEVEL = 1
 """A layer is packed once, but by whoever is short of CPUs: see docs/format/blob.md."""

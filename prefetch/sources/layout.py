@@ -11,7 +11,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
-from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.sources.documents import (
     Descriptor,
     parse_config,

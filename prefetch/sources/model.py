@@ -15,13 +15,13 @@ from typing import BinaryIO, Protocol
 
 from msgspec import Struct, field
 
-from bootseer.blob.inflate import Limits
-from bootseer.blob.tar_reader import Readable
+from bootseer.blob.tar.inflate import Limits
+from bootseer.blob.tar.reader import Readable
 from bootseer.closing import Closing
 from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
-from bootseer.prefetch.merge import LayerTree
-from bootseer.prefetch.records import ImageConfig
+from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
 from bootseer.prefetch.sources.stream import Expected, TarStream
 

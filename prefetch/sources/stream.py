@@ -18,7 +18,7 @@ from typing import BinaryIO, Self
 
 from msgspec import Struct
 
-from bootseer.blob.inflate import ERRORS, PIECE_BYTES, Limits, decompress
+from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.sources.read_ahead import ReadAhead

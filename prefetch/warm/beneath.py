@@ -8,7 +8,7 @@ import os
 import stat
 
 from bootseer.closing import Closing
-from bootseer.store.beneath import open_directory
+from bootseer.store.local.beneath import open_directory
 
 # A pipe or device that takes a file's place must not hold us up.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

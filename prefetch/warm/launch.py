@@ -12,7 +12,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.background import start
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead
@@ -20,10 +19,11 @@ from bootseer.prefetch.warm.record import WarmRecord, read_record
 from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
 from bootseer.prefetch.warm.state import node_paths, read_state, take_lock
-from bootseer.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.ready_socket import new_ready_name
-from bootseer.redact import public_url
+from bootseer.served.background import start
+from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import open_store
+from bootseer.text.redact import public_url
 
 _LOG_BYTES_MAX = 2**20
 

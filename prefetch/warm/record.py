@@ -13,9 +13,9 @@ import zstandard
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.blob.zstd_frame import expand
+from bootseer.blob.index.zstd_frame import expand
+from bootseer.checked_json import parse
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.checked_json import parse
 from bootseer.store import Store
 
 _FORMAT = "bootseer-warm"

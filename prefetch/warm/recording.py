@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bootseer.errors import BootseerError, UnsupportedError
+from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.warm.beneath import Beneath
 from bootseer.prefetch.warm.opens import FanotifyWatch, InotifyWatch, OpenWatch, directories
 from bootseer.prefetch.warm.plan import GAP_BYTES
@@ -24,7 +25,6 @@ from bootseer.prefetch.warm.record import (
     without,
 )
 from bootseer.prefetch.warm.residency import cached_ranges
-from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.linux.private_files import is_own, private_directory, private_opener
 from bootseer.prefetch.warm.record import key_of
-from bootseer.private import is_own, private_directory, private_opener
 
 _STATE_BYTES_MAX = 1 << 16
 

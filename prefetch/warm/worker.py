@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootseer.background import Report
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError, from_oserror
+from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import (
     WarmRecord,
@@ -29,11 +29,11 @@ from bootseer.prefetch.warm.record import (
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
-from bootseer.ready_socket import ReadySocket
+from bootseer.served.background import Report
+from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_store
 from bootseer.structs import asdict
 from bootseer.timeline import stage
-from bootseer.waiting import wait_readable
 
 _log = logging.getLogger(__name__)
 

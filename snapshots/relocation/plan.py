@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Set
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.manifest import text_of
+from bootseer.snapshots.catalogue.manifest import text_of
 from bootseer.snapshots.relocation.contents import Prefix
 from bootseer.snapshots.relocation.records import Placeholder
 

@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootseer.config import Settings
-from bootseer.fuse.kernel import mounts
-from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
-from bootseer.snapshots.manifest import Manifest
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.host_paths import is_entered
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
 from bootseer.snapshots.restoring.modes import Facts
-from bootseer.snapshots.restoring.node_trees import NodeTrees
 from bootseer.snapshots.restoring.restore import Placed
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 
 from msgspec import Struct
 
-from bootseer.blob.extract_plan import PART_BYTES
+from bootseer.blob.extract.plan import PART_BYTES
 from bootseer.blob.frames import frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
@@ -23,7 +23,7 @@ from bootseer.closing import Closing
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.store import Store
-from bootseer.store.opened import Attempt, Reader, open_reader
+from bootseer.store.abilities.opened import Attempt, Reader, open_reader
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.mounting import mounts
 
 
 def is_mount_point(target: Path) -> bool:

@@ -12,19 +12,19 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError
-from bootseer.prefetch import namespaces
-from bootseer.prefetch.cover_users import add_user, is_others_only
-from bootseer.prefetch.covers import cover_at, covers, source_of, uncover
-from bootseer.prefetch.mount_state import mounts_dir
-from bootseer.prefetch.server_process import end_ahead
-from bootseer.private import make_private_directory
+from bootseer.linux import namespaces
+from bootseer.linux.private_files import make_private_directory
+from bootseer.prefetch.mounts.cover_users import add_user, is_others_only
+from bootseer.prefetch.mounts.covers import cover_at, covers, source_of, uncover
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.prefetch.mounts.server_process import end_ahead
+from bootseer.settings.config import Settings
 from bootseer.snapshots.restoring.host_paths import is_entered
-from bootseer.snapshots.restoring.layers import copy_attributes, cover_target
-from bootseer.snapshots.restoring.mounted import scratch_of
-from bootseer.snapshots.restoring.work import OnFinished
-from bootseer.snapshots.state import was_empty
+from bootseer.snapshots.restoring.mounting.layers import copy_attributes, cover_target
+from bootseer.snapshots.restoring.mounting.mounted import scratch_of
+from bootseer.snapshots.restoring.staging import OnFinished
+from bootseer.snapshots.targets.state import was_empty
 
 _own: set[Path] = set()
 """The targets of which this process has a view of its own."""
@@ -75,7 +75,7 @@ def enter(settings: Settings, used: Mapping[Path, int], before: Callable[[], Non
 def _cover(settings: Settings, target: Path) -> None:
     """Show what there is without other jobs, with a layer for what this one writes."""
     # Here: no other start needs it.
-    from bootseer.snapshots.restoring.held import hold
+    from bootseer.snapshots.restoring.linking.linked_mount import hold
 
     is_mounted = _take_off_used(settings, target)
     state_dir = hold(settings, target)

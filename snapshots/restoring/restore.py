@@ -10,18 +10,18 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.blob.stat_record import Records
+from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
 )
-from bootseer.rooted import resolve_in_root
-from bootseer.snapshots.catalogue import load_encoded_tree, load_tree
-from bootseer.snapshots.manifest import Manifest, Target, text_of
-from bootseer.snapshots.restoring import work as working
-from bootseer.snapshots.restoring.admission import admit_tree
-from bootseer.snapshots.scan import NOTHING, Scan, base_digest
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.snapshots.catalogue.catalogue import load_encoded_tree, load_tree
+from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
+from bootseer.snapshots.restoring import staging as working
+from bootseer.snapshots.targets.admission import admit_tree
+from bootseer.snapshots.targets.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
 
 # Names whose directory knows its own path: such a tree works nowhere else.
@@ -137,10 +137,10 @@ def fetch_tree(
     """Extract a target's tree to `directory`, whole or not at all. `recorded`: see
     `blob.extract`. Raises: as `restore`."""
     # Here: a mount, which should be there at once, needs none of it.
-    from bootseer.blob.extract import extract
-    from bootseer.progress import Progress
+    from bootseer.blob.extract.extraction import extract
     from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-    from bootseer.snapshots.restoring.near import near_blobs
+    from bootseer.snapshots.restoring.linking.local_blobs import near_blobs
+    from bootseer.text.progress import Progress
 
     label = f"restoring {text_of(target.path)}"
     near = near_blobs(store, tree)

@@ -12,18 +12,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
-from bootseer.prefetch.server_process import ServerProcess
-from bootseer.snapshots.exact import made_digest, names_to_record
-from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.facts import find_facts
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
 from bootseer.snapshots.restoring.modes import Choice
-from bootseer.snapshots.restoring.node_trees import NodeTrees
+from bootseer.snapshots.restoring.mounting.lazy_mount import mount_snapshot
 from bootseer.snapshots.restoring.restore import Placed, fetch_tree, restore
-from bootseer.snapshots.restoring.served import mount_snapshot
-from bootseer.snapshots.restoring.work import OnFinished
+from bootseer.snapshots.restoring.staging import OnFinished
+from bootseer.snapshots.targets.tree_fingerprint import made_digest, names_to_record
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -135,10 +135,10 @@ def _link(
     on_finished: OnFinished,
 ) -> Restored:
     """From the node's extracted trees, made where they are missing."""
-    from bootseer.snapshots.restoring.hard_links import link_tree
-    from bootseer.snapshots.restoring.held import hold_snapshot
-    from bootseer.snapshots.restoring.linked import copy_tree
-    from bootseer.snapshots.restoring.overlaid import overlay_snapshot
+    from bootseer.snapshots.restoring.linking.hard_links import link_tree
+    from bootseer.snapshots.restoring.linking.linked import copy_tree
+    from bootseer.snapshots.restoring.linking.linked_mount import hold_snapshot
+    from bootseer.snapshots.restoring.mounting.container_overlay import overlay_snapshot
 
     trees = NodeTrees(settings)
     moved_bytes = sum(item.target.index.size_bytes for item in placed)

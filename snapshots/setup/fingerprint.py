@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from bootseer.errors import UnsupportedError
-from bootseer.redact import take_command_secrets, take_secrets
+from bootseer.text.redact import take_command_secrets, take_secrets
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"

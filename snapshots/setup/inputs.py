@@ -15,8 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.redact import without_users
-from bootseer.rooted import resolve_in_root
+from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.setup.digests import (
     InputDigest,
     bytes_digest,
@@ -34,6 +33,7 @@ from bootseer.snapshots.setup.requirements import (
     open_requirements,
     read_requirements,
 )
+from bootseer.text.redact import without_users
 
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
 _SCRIPT_BYTES_MAX = 1024 * 1024

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bootseer.rooted import find_program
+from bootseer.linux.root_paths import find_program
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.inputs import Place
 

@@ -14,12 +14,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
-from bootseer.redact import without_users
-from bootseer.rooted import find_program
-from bootseer.scripts import as_script
-from bootseer.snapshots.manifest import text_of
+from bootseer.linux.root_paths import find_program
+from bootseer.linux.scripts import as_script
+from bootseer.snapshots.catalogue.manifest import text_of
 from bootseer.snapshots.restoring.restore import base_part_name
-from bootseer.snapshots.scan import NOTHING
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
@@ -42,7 +40,9 @@ from bootseer.snapshots.setup.requirements import (
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
 from bootseer.snapshots.setup.unknown import is_open, unknown, unknown_before
-from bootseer.snapshots.upper_layer import Layers
+from bootseer.snapshots.targets.scan import NOTHING
+from bootseer.snapshots.targets.upper_layer import Layers
+from bootseer.text.redact import without_users
 
 Report = Callable[[str], None]
 """Gets one sentence for people at a time."""

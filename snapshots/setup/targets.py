@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.manifest import target_path, text_of
+from bootseer.snapshots.catalogue.manifest import target_path, text_of
 from bootseer.snapshots.setup.interpreter import Interpreter
 from bootseer.snapshots.setup.reading.hints import Hints
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.extract import extract
+from bootseer.blob.extract.extraction import extract
 from bootseer.blob.tree import Extent, Inode
 from bootseer.errors import (
     AlreadyExistsError,

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blob import index, scan
-from bootseer.blob.extract import extract
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.extract.extraction import extract
+from bootseer.blob.index import codec as index
+from bootseer.blob.pack import scan
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
 from tests.blob.trees import packed, reader_of, state
@@ -82,9 +83,9 @@ def as_nobody(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     script = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     imports = (
         "import io, sys; from pathlib import Path\n"
-        "from bootseer.blob.pack import pack_directory\n"
-        "from bootseer.blob.extract import extract\n"
-        "from bootseer.blob.index import decode\n"
+        "from bootseer.blob.pack.packing import pack_directory\n"
+        "from bootseer.blob.extract.extraction import extract\n"
+        "from bootseer.blob.index.codec import decode\n"
         "import bootseer.errors, bootseer.blob.read, encodings.idna, concurrent.futures.thread\n"
     )
     return subprocess.run(
@@ -174,8 +175,8 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
     code = """
         import sys, time
         from pathlib import Path
-        from bootseer.blob.extract import extract
-        from bootseer.blob.index import decode
+        from bootseer.blob.extract.extraction import extract
+        from bootseer.blob.index.codec import decode
         base = Path(sys.argv[1])
         blob = (base / "blob").read_bytes()
         def read(number, offset, length):
@@ -206,7 +207,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
     assert state(tmp_path / "targets/out") == state(source)
     subprocess.run(["rm", "-r", tmp_path / "targets/out"], check=True, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bootseer.blob.extract._ABANDONED_AFTER_S", -1.0)
+        patch.setattr("bootseer.blob.extract.extraction._ABANDONED_AFTER_S", -1.0)
         extract(tree, reader_of(blob), tmp_path / "targets/out")
     assert [path.name for path in (tmp_path / "targets").iterdir()] == ["out"]
 

@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.blob import frame_writer
-from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.frames import FrameTable, decode_frame, frames_for
+from bootseer.blob.pack import frame_writer
+from bootseer.blob.pack.frame_writer import FrameWriter
 from bootseer.blob.tree import Blob, Frame
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob import columns, index
+from bootseer.blob import columns
 from bootseer.blob.build import build_tree
+from bootseer.blob.index import codec as index
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.content_digest import content_digest

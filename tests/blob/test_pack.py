@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blob import index
+from bootseer.blob.index import codec as index
+from bootseer.blob.pack.stat_record import RECORD, put_record
 from bootseer.blob.read import BlobReader, verify
-from bootseer.blob.stat_record import RECORD, put_record
 from bootseer.errors import NotFoundError
 from tests.blob.trees import packed, reader_of
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.prefetch.aim import aim_of
-from bootseer.prefetch.hints import Hint, trace_of
-from bootseer.prefetch.hotset import HotRange, HotSet, stream_ranges
+from bootseer.prefetch.bundle.bundle_accuracy import aim_of
+from bootseer.prefetch.record.hints import Hint, trace_of
+from bootseer.prefetch.record.hotset import HotRange, HotSet, stream_ranges
 from tests.support.bounded import run_bounded
 
 DIGEST = "sha256:" + "1" * 64

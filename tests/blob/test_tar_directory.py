@@ -4,8 +4,8 @@ import io
 import os
 from pathlib import Path
 
-from bootseer.blob.index import encode
-from bootseer.blob.pack import pack_directory, pack_tar, tar_directory
+from bootseer.blob.index.codec import encode
+from bootseer.blob.pack.packing import pack_directory, pack_tar, tar_directory
 from tests.support.rootfs import odd_tree
 
 _FRAME = 128 * 1024

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob.pack import pack_tar
+from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import BlobReader, verify
-from bootseer.blob.tar_fields import verify_checksum
+from bootseer.blob.tar.fields import verify_checksum
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from tests.blob.trees import reader_of

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blob import index
-from bootseer.blob.extract import extract
-from bootseer.blob.pack import pack_tar
+from bootseer.blob.extract.extraction import extract
+from bootseer.blob.index import codec as index
+from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import BlobReader, verify
 from tests.blob.trees import make_zoo, packed, reader_of, state
 

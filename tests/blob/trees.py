@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import ReadBlob
 from bootseer.blob.tree import Tree
 

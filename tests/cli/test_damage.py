@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.mounting import mounts
 from tests.cli.conftest import World
 from tests.cli.promises import CORRUPT, UNKNOWN, check, damage
 from tests.support.waiting import wait_for

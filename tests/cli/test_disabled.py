@@ -10,7 +10,7 @@ import click
 import pytest
 
 from bootseer.cli import cli
-from bootseer.disabled import FLAGS, WRAPPERS, Wrapped, is_disabled, wrapped
+from bootseer.settings.disabled import FLAGS, WRAPPERS, Wrapped, is_disabled, wrapped
 
 
 def run(
@@ -57,7 +57,8 @@ def test_nothing_is_loaded_that_could_be_broken(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100
     )
     ours = {name for name in done.stdout.split() if name.partition(".")[0] == "bootseer"}
-    assert ours == {"bootseer", "bootseer.__main__", "bootseer.disabled"}
+    settings = {"bootseer.settings", "bootseer.settings.disabled"}
+    assert ours == {"bootseer", "bootseer.__main__"} | settings
     assert not {"click", "msgspec"} & set(done.stdout.split())
 
 

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from bootseer.cli import cli
-from bootseer.cli.image_run_commands import COMMANDS
-from bootseer.cli.image_trace_commands import trace
-from bootseer.config import Settings
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.mount_state import live_mounts
+from bootseer.cli.image.image_run_commands import COMMANDS
+from bootseer.cli.image.image_trace_commands import trace
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.settings.config import Settings
 from tests.support.image_mounts import (
     bootseer,
     checksums_outside,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.redact import public_url, redact
+from bootseer.text.redact import public_url, redact
 from tests.cli.conftest import World
 
 SECRET = "s3kr1t"
@@ -200,7 +200,7 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
     # The same for a checkpoint mount: its state names a process to be ended.
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
         try:
-            from bootseer.fuse.striped.mounted.mount_spec import start_ticks, state_path
+            from bootseer.fuse.striped.mounted.life.mount_spec import start_ticks, state_path
 
             time.sleep(0.1)
             file = state_path(world.path("run"), world.path("mnt"))

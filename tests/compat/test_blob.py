@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blob import index
-from bootseer.blob.extract import extract
+from bootseer.blob.extract.extraction import extract
+from bootseer.blob.index import codec as index
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import CorruptError
 

@@ -12,8 +12,8 @@ import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from bootseer.cli import cli
-from bootseer.config import Settings, variable_of
 from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
+from bootseer.settings.config import Settings, variable_of
 from tests.support.cli_reference import root_context
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"

@@ -12,9 +12,10 @@ from pathlib import Path
 import zstandard
 from hypothesis import strategies as st
 
-from bootseer.blob import columns, index
+from bootseer.blob import columns
+from bootseer.blob.index import codec as index
+from bootseer.blob.pack.tar_packing import pack_tar
 from bootseer.blob.read import verify
-from bootseer.blob.tar_pack import pack_tar
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -22,12 +23,13 @@ from bootseer.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
-from bootseer.prefetch import bundle, hints, hotset, trace
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.cache_files import SECTOR_BYTES, Header, boot_id
+from bootseer.prefetch.bundle import format as bundle
+from bootseer.prefetch.cache.files import SECTOR_BYTES, Header, boot_id
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.sums import encode_sums
+from bootseer.prefetch.record import hints, hotset, trace
+from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.sources.layer_tar import index_layer
-from bootseer.prefetch.sums import encode_sums
-from bootseer.prefetch.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.warm import record
 from tests.fuzz import samples
 from tests.fuzz.harness import Target

@@ -12,15 +12,15 @@ from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
 from bootseer.fuse.kernel.operations import Caller, Operations
 from bootseer.prefetch.sources import documents
-from bootseer.registry.challenge import parse_challenges
 from bootseer.registry.documents import parse_object
 from bootseer.registry.hosts import parse_hosts
-from bootseer.store import hdfs_protobuf as pb
-from bootseer.store.hdfs_datanode import DataNodes, _Connection, _headers
-from bootseer.store.hdfs_replicas import Replica
-from bootseer.store.hdfs_rpc import UNANSWERED, NameNode, StoredBlock
-from bootseer.store.hdfs_rpc_frames import result_of
-from bootseer.store.opened import Attempt
+from bootseer.registry.login.challenge import parse_challenges
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.direct.datanode import DataNodes, _Connection, _headers
+from bootseer.store.hdfs.direct.replicas import Replica
+from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
+from bootseer.store.hdfs.rpc.frames import result_of
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes

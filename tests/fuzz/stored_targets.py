@@ -8,15 +8,16 @@ from typing import Any
 import xxhash
 from hypothesis import strategies as st
 
+from bootseer.checked_json import with_checksum
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
-from bootseer.prefetch import chains, hot_store, records, relatives
-from bootseer.prefetch.checked_json import with_checksum
-from bootseer.snapshots import manifest_codec
-from bootseer.snapshots.manifest import Manifest, Outside, Stored
-from bootseer.snapshots.manifest import Target as SnapshotTarget
+from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.index import chains, records
+from bootseer.snapshots.catalogue import manifest_codec
+from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
+from bootseer.snapshots.catalogue.manifest import Target as SnapshotTarget
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.store import lease, uses
+from bootseer.store.objects import lease, uses
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json

@@ -5,20 +5,26 @@ import shutil
 import time
 from pathlib import Path
 
-from bootseer.config import Settings
 from bootseer.gc.collect import Collected, collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import Plan, make_plan
 from bootseer.gc.retention import Rules
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.catalogue import check_blobs, find_image, list_images, read_layer, read_tree
-from bootseer.prefetch.chains import chain_ids, read_chain
-from bootseer.prefetch.hot_build import add_trace
-from bootseer.prefetch.trace import Access, Trace, TracedFile
-from bootseer.snapshots import catalogue
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.index.catalogue import (
+    check_blobs,
+    find_image,
+    list_images,
+    read_layer,
+    read_tree,
+)
+from bootseer.prefetch.index.chains import chain_ids, read_chain
+from bootseer.prefetch.publish.hot_build import add_trace
+from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.verify import Verifier
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.snapshots.verify import Verifier
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import index
 from tests.support.images import Member, write_layout

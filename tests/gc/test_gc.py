@@ -11,13 +11,19 @@ from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import DAY_S, IN_USE_S, Rules
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.catalogue import check_blobs, find_image, list_images, read_layer, read_tree
-from bootseer.prefetch.chains import publish_chain_index
-from bootseer.snapshots import catalogue
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.index.catalogue import (
+    check_blobs,
+    find_image,
+    list_images,
+    read_layer,
+    read_tree,
+)
+from bootseer.prefetch.index.chains import publish_chain_index
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
-from bootseer.store.uses import note_use, use_key
+from bootseer.store.objects.uses import note_use, use_key
 from tests.gc.collecting import NOW, add_access, add_image, age, keys_of, run_gc, run_setups
 from tests.support.image_mounts import mounted, settings_at, skip_unless_fuse
 from tests.support.waiting import wait_for

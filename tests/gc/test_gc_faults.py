@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings
 from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, UnknownFormatError
 from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import Rules
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.store import FileInfo, Store, Writer, open_store
-from bootseer.store.uses import note_use, use_key
+from bootseer.store.objects.uses import note_use, use_key
 from tests.gc.collecting import NOW, add_access, add_image, check_all, keys_of, run_gc, run_setups
 from tests.support.image_mounts import settings_at
 

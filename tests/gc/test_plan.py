@@ -7,10 +7,10 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.gc.inventory import Inventory, Object
 from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import DAY_S, Rules
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.manifest import Manifest, Stored, Target
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.store.uses import Use, use_key
+from bootseer.store.objects.uses import Use, use_key
 
 DAY_NS = DAY_S * 10**9
 _LETTERS = st.sampled_from("abcd")

@@ -4,8 +4,8 @@ import getpass
 import os
 from urllib.parse import urlsplit
 
-from bootseer.store.hdfs_protobuf import number, text
-from bootseer.store.hdfs_rpc import NameNode
+from bootseer.store.hdfs.rpc.calls import NameNode
+from bootseer.store.hdfs.rpc.protobuf import number, text
 
 # Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
 _DONT_SET = 2**63 - 1

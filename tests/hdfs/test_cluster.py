@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.store import open_backend, open_store
-from bootseer.store.hdfs_connection import HdfsConnection
+from bootseer.store.hdfs.connection import HdfsConnection
 from tests.hdfs.classpath import unshade_class
 from tests.hdfs.cluster import MiniHdfs
 

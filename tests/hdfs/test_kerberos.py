@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.cli import main
-from bootseer.config import load_config
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError, UnsupportedError
 from bootseer.fuse.striped.doors.copy import copy_out, open_storage
-from bootseer.store import Store, hdfs_kerberos, hdfs_reader
-from bootseer.store.hdfs import HdfsBackend
-from bootseer.store.hdfs_errors import translate
-from bootseer.store.opened import Attempt
+from bootseer.settings.config import load_config
+from bootseer.store import Store
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs import kerberos as hdfs_kerberos
+from bootseer.store.hdfs import reader as hdfs_reader
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.errors import translate
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.java_client import java_client_environment
 from tests.hdfs.kdc import NoKdcError

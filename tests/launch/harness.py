@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from bootseer.fuse.kernel import mounts
+from bootseer.fuse.kernel.mounting import mounts
 from tests.support import waiting
 from tests.support.fuse_mount import clear_mount
 

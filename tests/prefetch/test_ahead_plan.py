@@ -5,9 +5,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.ahead_plan import AheadPlan, plan_ahead
-from bootseer.prefetch.ahead_window import AheadWindow
-from bootseer.prefetch.stream_contents import PAGE_BYTES
+from bootseer.prefetch.bundle.preload_plan import AheadPlan, plan_ahead
+from bootseer.prefetch.bundle.preload_window import AheadWindow
+from bootseer.prefetch.index.stream_contents import PAGE_BYTES
 from tests.prefetch.test_rebuilt import Image, bundle_of, image_of, whole_files
 from tests.support.images import Member
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bootseer.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch import bundle as bundle_format
-from bootseer.prefetch.bundle import (
+from bootseer.prefetch.bundle import format as bundle_format
+from bootseer.prefetch.bundle.format import (
     Bundle,
     Placement,
     decode_frame,
@@ -20,7 +20,7 @@ from bootseer.prefetch.bundle import (
     plan_frames,
     write_bundle,
 )
-from bootseer.prefetch.cache import SECTOR_BYTES
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES
 from tests.support.bounded import run_bounded
 
 INDEX = "sha256:" + "12" * 32

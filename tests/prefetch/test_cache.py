@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache, StreamCache
 
 DIGEST = "sha256:" + "ab" * 32
 LENGTH = 40 * SECTOR_BYTES + 100
@@ -79,7 +79,7 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from bootseer.prefetch.cache import NodeCache\n"
+        "from bootseer.prefetch.cache.node_cache import NodeCache\n"
         f"c = NodeCache(Path(sys.argv[1])).open_stream({DIGEST!r}, {LENGTH})\n"
         "c.write(0, b'x' * 1024)\n"
         "print('ok', flush=True)\n"

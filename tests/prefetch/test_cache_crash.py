@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.cache import SECTOR_BYTES, NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache, StreamCache
 
 DIGEST = "sha256:" + "ef" * 32
 LENGTH = 200 * 4096 + 300

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.cache_room import CacheRoom, folders
-from bootseer.removal import remove_tree
+from bootseer.linux.removal import remove_tree
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.resolve.room import CacheRoom, folders
 
 PIECE = bytes(range(256)) * 256
 

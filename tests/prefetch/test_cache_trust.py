@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.catalogue import find_image, load_tree
-from bootseer.prefetch.publish_image import publish_node_image
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.catalogue import find_image, load_tree
+from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from tests.support.images import Layout, Member, write_layout
 from tests.support.pulled import Node, objects

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.index import digest, encode
+from bootseer.blob.index.codec import digest, encode
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Inode
 from bootseer.errors import (
@@ -18,7 +18,7 @@ from bootseer.errors import (
     NotFoundError,
     UnknownFormatError,
 )
-from bootseer.prefetch.catalogue import (
+from bootseer.prefetch.index.catalogue import (
     find_image,
     image_key,
     layer_key,
@@ -28,7 +28,7 @@ from bootseer.prefetch.catalogue import (
     publish_layer,
     read_layer,
 )
-from bootseer.prefetch.records import (
+from bootseer.prefetch.index.records import (
     ImageConfig,
     ImageLayer,
     ImageRecord,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import CorruptError, UnknownFormatError
-from bootseer.prefetch.chains import (
+from bootseer.prefetch.index.chains import (
     Chain,
     chain_ids,
     chain_key,
@@ -18,7 +18,7 @@ from bootseer.prefetch.chains import (
     publish_chains,
     read_chain,
 )
-from bootseer.prefetch.indexing import index_image
+from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store
 from tests.support.images import Member, digest, tar_of, write_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
-from bootseer.prefetch import namespaces
+from bootseer.linux import namespaces
+from bootseer.settings.config import Settings
 from tests.support.image_mounts import (
     Completed,
     bootseer,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
+from bootseer.settings.config import Settings
 from tests.support.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
 from tests.support.others import let_others_in
 from tests.support.rootfs import python_root

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from bootseer.config import Settings
 from bootseer.errors import NotFoundError
-from bootseer.prefetch.container import prepare_container
-from bootseer.prefetch.mount_state import live_mounts, mounts_dir
-from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.prefetch.mounts.mount_state import live_mounts, mounts_dir
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
 from tests.support.image_mounts import (
     Completed,
     bootseer,
@@ -259,8 +259,8 @@ def test_second_run_replays(node: Node) -> None:
 
 EXEC = """
 import json, os, sys
-from bootseer.prefetch.container import prepare_container
-from bootseer.prefetch.settings_json import settings_from_json
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.settings.settings_json import settings_from_json
 settings = settings_from_json(json.loads(sys.argv[1]))
 container = prepare_container(settings, "py:1")
 container.bind(container.scratch.parent, "/seen")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import bootseer
-from bootseer.control_socket import Command
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
-from bootseer.prefetch.control import ControlServer, ask
-from bootseer.ready_socket import new_ready_name
+from bootseer.prefetch.mounts.control import ControlServer, ask
+from bootseer.served.control_socket import Command
+from bootseer.served.ready_socket import new_ready_name
 from tests.support.waiting import wait_for
 
 

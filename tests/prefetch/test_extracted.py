@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.prefetch import extracted
-from bootseer.prefetch.catalogue import publish_image
-from bootseer.prefetch.extracted import prepare_extracted
-from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.prefetch.container import extracted
+from bootseer.prefetch.container.extracted import prepare_extracted
+from bootseer.prefetch.index.catalogue import publish_image
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
 from bootseer.store import open_store
 from tests.support.image_mounts import index, settings_at, skip_unless_root
 
@@ -89,8 +89,8 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
             folder.chmod(folder.stat().st_mode | 0o055)
     code = """
 import json, logging, os, sys
-from bootseer.prefetch.extracted import prepare_extracted
-from bootseer.prefetch.settings_json import settings_from_json
+from bootseer.prefetch.container.extracted import prepare_extracted
+from bootseer.settings.settings_json import settings_from_json
 logging.basicConfig()
 container = prepare_extracted(settings_from_json(json.loads(sys.argv[1])), "debian")
 print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))

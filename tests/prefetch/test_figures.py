@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootseer.prefetch.fault_figures import BUCKETS_S, FaultRecorder
-from bootseer.prefetch.figures import render
-from bootseer.prefetch.figures_file import FiguresFile
-from bootseer.prefetch.launch_figures import (
+from bootseer.prefetch.serve.figures_file import FiguresFile
+from bootseer.prefetch.serve.launch_figures import (
     FillFigures,
     LaunchFigures,
     PrefetchFigures,
     span_attributes,
     status_of,
 )
+from bootseer.prefetch.serve.prometheus import render
+from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultRecorder
 from bootseer.transfer.statistics import Recorder
 
 

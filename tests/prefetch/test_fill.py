@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blob.frame_writer import FrameWriter
 from bootseer.blob.keys import blob_key
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack.frame_writer import FrameWriter
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
-from bootseer.prefetch import fill as fill_module
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.fill import Fill
-from bootseer.prefetch.mount import unmount_image
-from bootseer.prefetch.serve_plan import ServeOptions
-from bootseer.prefetch.start_server import begin_serving
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.mounts.start_server import begin_serving
+from bootseer.prefetch.resolve.mount import unmount_image
+from bootseer.prefetch.streams import fill as fill_module
+from bootseer.prefetch.streams.fill import Fill
+from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import (
     checksums_outside,

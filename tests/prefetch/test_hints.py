@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch import hints as hint_lists
-from bootseer.prefetch.hints import ENDED, Hint, Hinted, find_file, parse, plain_lines, trace_of
-from bootseer.prefetch.hotset import HotRange, HotSet, merge
-from bootseer.prefetch.trace import Access, decode, encode
+from bootseer.prefetch.record import hints as hint_lists
+from bootseer.prefetch.record.hints import (
+    ENDED,
+    Hint,
+    Hinted,
+    find_file,
+    parse,
+    plain_lines,
+    trace_of,
+)
+from bootseer.prefetch.record.hotset import HotRange, HotSet, merge
+from bootseer.prefetch.record.trace import Access, decode, encode
 
 INDEX = "sha256:" + "1" * 64
 HUGE = 2**40

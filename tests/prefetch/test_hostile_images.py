@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from bootseer.config import Settings
+from bootseer.settings.config import Settings
 from tests.support.image_mounts import TIMEOUT_S, bootseer, settings_at
 from tests.support.images import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, Layout, digest
 from tests.support.odd_tars import END, GNU, block, pax

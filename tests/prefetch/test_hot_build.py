@@ -12,18 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
-from bootseer.config import Settings
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
-from bootseer.prefetch import hot_store, hotset
-from bootseer.prefetch import trace as trace_format
-from bootseer.prefetch.aim import Aim, is_worthwhile
-from bootseer.prefetch.bundle import decode_frame
-from bootseer.prefetch.catalogue import read_tree
-from bootseer.prefetch.hot_build import add_trace
-from bootseer.prefetch.hot_store import MERGED_TRACE_COUNT, HotPointer
-from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.trace import Access, Trace, TracedFile
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.bundle.bundle_accuracy import Aim, is_worthwhile
+from bootseer.prefetch.bundle.format import decode_frame
+from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT, HotPointer
+from bootseer.prefetch.index.catalogue import read_tree
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.hot_build import add_trace
+from bootseer.prefetch.record import hotset
+from bootseer.prefetch.record import trace as trace_format
+from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import index, settings_at
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch.hot_store import (
+from bootseer.prefetch.bundle.hot_store import (
     HotPointer,
     decode_pointer,
     encode_pointer,
@@ -17,7 +17,7 @@ from bootseer.prefetch.hot_store import (
     trace_keys,
     workloads,
 )
-from bootseer.prefetch.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.trace import Access, Trace, TracedFile
 from bootseer.store import Store
 
 INDEX = "sha256:" + "1" * 64

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode
 from bootseer.errors import BootseerError, UnknownFormatError
-from bootseer.prefetch.hotset import (
+from bootseer.prefetch.record.hotset import (
     HotRange,
     HotSet,
     decode,
@@ -17,8 +17,8 @@ from bootseer.prefetch.hotset import (
     merge,
     stream_ranges,
 )
-from bootseer.prefetch.touches import PAGE_BYTES, TOUCH_COUNT_MAX, first_touches
-from bootseer.prefetch.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX, first_touches
+from bootseer.prefetch.record.trace import Access, Trace, TracedFile
 from tests.support.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.catalogue import image_key
+from bootseer.prefetch.index.catalogue import image_key
 from bootseer.store import open_store
 from tests.support.images import NASTY, Member, digest, tar_of, write_layout
 from tests.support.indexed import unsigned

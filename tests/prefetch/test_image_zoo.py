@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import pytest
 
-from bootseer.blob.extract import extract
+from bootseer.blob.extract.extraction import extract
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.catalogue import find_image, load_tree
+from bootseer.prefetch.index.catalogue import find_image, load_tree
 from bootseer.store import Store, open_store
 from tests.support.containerd_unpack import Containerd, RefusedError, umoci_unpacked
 from tests.support.image_mounts import (

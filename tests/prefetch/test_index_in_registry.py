@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.store.oci_objects import ARTIFACT_TYPE
+from bootseer.store.oci.objects import ARTIFACT_TYPE
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.image_mounts import (
     checksums_outside,

@@ -15,8 +15,8 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Inode, Tree
 from bootseer.content_digest import content_digest
 from bootseer.errors import UnknownFormatError
-from bootseer.prefetch.catalogue import image_key, layer_key, list_images, load_tree
-from bootseer.prefetch.records import decode_layer
+from bootseer.prefetch.index.catalogue import image_key, layer_key, list_images, load_tree
+from bootseer.prefetch.index.records import decode_layer
 from bootseer.store import Store, open_store
 from tests.support.images import NASTY, Layout, Member, digest, run_tool, tar_of, write_layout
 from tests.support.indexed import contents, index, unsigned

@@ -13,8 +13,8 @@ import pytest
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
-from bootseer.prefetch.catalogue import find_image, list_images, load_tree
-from bootseer.prefetch.records import decode_layer
+from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
+from bootseer.prefetch.index.records import decode_layer
 from bootseer.store import Store, open_store
 from tests.support.images import Layout, Member, digest, tar_of, write_layout
 from tests.support.indexed import contents, index, keys
@@ -72,7 +72,7 @@ def assert_nothing_dangles(store: Store) -> None:
 INDEXER = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
-    from bootseer.prefetch.indexing import index_image
+    from bootseer.prefetch.publish.indexing import index_image
     from bootseer.prefetch.sources import open_source
     from bootseer.store import Store, open_store
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.bundle import BundleExtent, write_bundle
-from bootseer.prefetch.control import ask
-from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.kept_bundle import keep_bundle, kept_bundle
-from bootseer.prefetch.mount import unmount_image
-from bootseer.prefetch.start_server import begin_serving
+from bootseer.prefetch.bundle.format import BundleExtent, write_bundle
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.start_server import begin_serving
+from bootseer.prefetch.resolve.mount import unmount_image
 from tests.support.image_mounts import (
     index,
     mounted,

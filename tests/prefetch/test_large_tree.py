@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.prefetch.mount import MountedImage
+from bootseer.prefetch.resolve.mount import MountedImage
 from tests.support.image_mounts import (
     index,
     mounted,

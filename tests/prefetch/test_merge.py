@@ -14,7 +14,7 @@ from bootseer.blob.columns import Columns
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge
 
 DIRECTORY = stat.S_IFDIR | 0o755
 FILE = stat.S_IFREG | 0o644

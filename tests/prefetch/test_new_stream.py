@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
-from bootseer.prefetch.cache import NodeCache
+from bootseer.prefetch.cache.node_cache import NodeCache
 from tests.support.fuse_mount import require_root
 
 DIGEST = "sha256:" + "cd" * 32
@@ -98,7 +98,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_one_is_not(tmp_path: Path
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from bootseer.prefetch.cache import NodeCache\n"
+        "from bootseer.prefetch.cache.node_cache import NodeCache\n"
         "new = NodeCache(Path(sys.argv[1])).new_stream()\n"
         "new.append(bytes(1000000))\n"
         "print('ok', flush=True)\n"

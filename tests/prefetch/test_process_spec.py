@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
-from bootseer.prefetch.container_root import Bind, parse_bind
-from bootseer.prefetch.process_spec import (
+from bootseer.prefetch.container.container_root import Bind, parse_bind
+from bootseer.prefetch.container.process_spec import (
     DEFAULT_PATH,
     ProcessSpec,
     User,
@@ -17,8 +17,8 @@ from bootseer.prefetch.process_spec import (
     parse_environment,
     resolve_user,
 )
-from bootseer.prefetch.records import ImageConfig
-from bootseer.prefetch.runtime_config import BOUND_SYSFS, BoundPath, runtime_config
+from bootseer.prefetch.container.runtime_config import BOUND_SYSFS, BoundPath, runtime_config
+from bootseer.prefetch.index.records import ImageConfig
 
 
 def config(**changes: object) -> ImageConfig:

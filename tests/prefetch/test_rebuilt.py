@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.prefetch import rebuilt
-from bootseer.prefetch.bundle import Bundle, decode_frame, decode_header, plan_frames, write_bundle
-from bootseer.prefetch.cache import SECTOR_BYTES, sectors_of
-from bootseer.prefetch.merge import merge
-from bootseer.prefetch.rebuilt import shared_streams, translate
+from bootseer.prefetch.bundle import translation as rebuilt
+from bootseer.prefetch.bundle.format import (
+    Bundle,
+    decode_frame,
+    decode_header,
+    plan_frames,
+    write_bundle,
+)
+from bootseer.prefetch.bundle.translation import shared_streams, translate
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.index.merge import merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from tests.support.images import Member, digest, tar_of
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.mount_state import take_lock
-from bootseer.prefetch.publish import publishing_dir, wait_published
-from bootseer.private import make_private_directory
+from bootseer.linux.private_files import make_private_directory
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.mounts.mount_state import take_lock
+from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
 from bootseer.store import open_store
 from tests.support.image_mounts import (
     checksums_outside,

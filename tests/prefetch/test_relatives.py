@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch import hot_store, relatives
-from bootseer.prefetch.catalogue import read_tree
-from bootseer.prefetch.publish import wait_published
-from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.relatives import Relative, choose, decode, describe, encode, name_of
-from bootseer.prefetch.server_process import log_path
+from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.bundle.relatives import Relative, choose, decode, describe, encode, name_of
+from bootseer.prefetch.index.catalogue import read_tree
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import (
     checksums_outside,

@@ -9,9 +9,9 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import UnavailableError
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.replay import Replay
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.streams.streams import BlobStreams
 from tests.support.stored_image import Image, stored_image
 from tests.support.waiting import wait_for
 

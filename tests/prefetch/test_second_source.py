@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.prefetch.indexing import index_image
-from bootseer.prefetch.second_source import second_source
+from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
+from bootseer.prefetch.streams.second_source import second_source
 from bootseer.store import open_store
 from tests.support.image_mounts import (
     checksums_outside,

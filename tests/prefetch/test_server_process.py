@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.prefetch.container import prepare_container
-from bootseer.prefetch.mount_state import mounts_dir, read_state
-from bootseer.prefetch.server_process import begin_server, log_path
-from bootseer.waiting import wait_readable
+from bootseer.linux.waiting import wait_readable
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.prefetch.mounts.mount_state import mounts_dir, read_state
+from bootseer.prefetch.mounts.server_process import begin_server, log_path
 from tests.support.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
 from tests.support.waiting import wait_for
 
@@ -43,7 +43,7 @@ def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     code = f"""
 import os, signal
-from bootseer.prefetch.server_process import begin_server
+from bootseer.prefetch.mounts.server_process import begin_server
 from tests.support.image_mounts import settings_at
 from pathlib import Path
 process = begin_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
@@ -67,7 +67,7 @@ def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path:
     settings = settings_at(tmp_path)
     code = f"""
 import signal
-from bootseer.prefetch.start_server import begin_serving
+from bootseer.prefetch.mounts.start_server import begin_serving
 from tests.support.image_mounts import settings_at
 from pathlib import Path
 here = Path({str(tmp_path)!r})
@@ -90,8 +90,8 @@ signal.pause()
 _AHEAD = """
 import sys
 from pathlib import Path
-from bootseer.prefetch import server_process
-from bootseer.prefetch.server_process import begin_ahead, begin_server, end_ahead
+from bootseer.prefetch.mounts import server_process
+from bootseer.prefetch.mounts.server_process import begin_ahead, begin_server, end_ahead
 
 def children():
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
@@ -142,9 +142,15 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("bootseer.prefetch.run", ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack")),
-        ("bootseer.prefetch.server_process", ("fuse", "blob", "store", "prefetch.start_server")),
-        ("bootseer.prefetch.start_server", ("fuse.kernel.server", "blob", "store")),
+        (
+            "bootseer.prefetch.container.run",
+            ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack"),
+        ),
+        (
+            "bootseer.prefetch.mounts.server_process",
+            ("fuse", "blob", "store", "prefetch.start_server"),
+        ),
+        ("bootseer.prefetch.mounts.start_server", ("fuse.kernel.server", "blob", "store")),
     ],
 )
 def test_a_start_loads_no_more_than_it_needs(module: str, unwanted: tuple[str, ...]) -> None:

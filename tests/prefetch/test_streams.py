@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
-from bootseer.prefetch.aim import aim_of
-from bootseer.prefetch.bundle import decode_header
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.hot_store import part_key
-from bootseer.prefetch.repairs import Came
-from bootseer.prefetch.replay import plan_replay
-from bootseer.prefetch.stream_keys import claimed_key, frames_key
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.bundle.bundle_accuracy import aim_of
+from bootseer.prefetch.bundle.format import decode_header
+from bootseer.prefetch.bundle.hot_store import part_key
+from bootseer.prefetch.bundle.replay import plan_replay
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.stream_keys import claimed_key, frames_key
+from bootseer.prefetch.streams.repairs import Came
+from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.transfer.plan import Chunk
 from tests.support.stored_image import INDEX, SIZES, Image, stored_image
 from tests.support.waiting import TIMEOUT_S, wait_for
@@ -476,7 +476,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bootseer.prefetch.cache import NodeCache\n"
+        "from bootseer.prefetch.cache.node_cache import NodeCache\n"
         "path, digest, length, offset, count = sys.argv[1:]\n"
         "c = NodeCache(Path(path)).open_stream(digest, int(length))\n"
         "assert c.announce(int(offset), int(count))\n"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Inode
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch.trace import (
+from bootseer.prefetch.record.trace import (
     Access,
     AccessLog,
     Trace,

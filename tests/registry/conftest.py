@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.registry.client import RegistryClient
-from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
+from bootseer.registry.login.credentials import Credential
 from tests.support.registry import Registry, running_registry
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the waits between attempts: their length is tested by itself."""
-    monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
 
 
 @pytest.fixture(scope="package")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.registry.challenge import parse_challenges
-from bootseer.registry.retry import FLOOR_BYTES_PER_S, Floor, backoff_s, retry_after_s
+from bootseer.registry.http.retry import FLOOR_BYTES_PER_S, Floor, backoff_s, retry_after_s
+from bootseer.registry.login.challenge import parse_challenges
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings, load_settings
-from bootseer.snapshots.restoring.reflink import can_reflink
+from bootseer.settings.config import Settings, load_settings
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
 from tests.support.snapshot_mounts import end_everything
 

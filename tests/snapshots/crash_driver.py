@@ -16,12 +16,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings, load_settings
-from bootseer.prefetch.cover_users import has_users
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.mount_state import mounts_dir
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.prefetch.mounts.cover_users import has_users
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.settings.config import Settings, load_settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
+from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import restore_snapshot
 from tests.support.trees import describe, differences
 

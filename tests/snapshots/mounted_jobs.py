@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootseer.config import Settings
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.support.snapshot_mounts import WAIT_S
@@ -17,9 +17,9 @@ from tests.support.waiting import wait_for
 
 _JOB = """
 import json, sys
-from bootseer.config import Settings
-from bootseer.prefetch.settings_json import settings_from_json
-from bootseer.snapshots.restoring.reflink import can_reflink
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_from_json
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
 from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.run import run_setup
 settings, command, targets = json.loads(sys.argv[1])

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from bootseer.blob.inflate import Limits
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings
+from bootseer.blob.tar.inflate import Limits
 from bootseer.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -21,10 +20,12 @@ from bootseer.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from bootseer.snapshots import archive, catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots import archive
 from bootseer.snapshots.archive import export_snapshot, import_archive
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key, index_key
-from bootseer.config import Settings
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.compare import Comparison, compare, disk_view, snapshot_view
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.catalogue.packages import Package, package_of
+from bootseer.snapshots.catalogue.verify import Verifier
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.compare import Comparison, compare, disk_view, snapshot_view
-from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.packages import Package, package_of
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.snapshots.verify import Verifier
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings
-from bootseer.prefetch.damage import is_damage_known
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.prefetch.cache.damage import is_damage_known
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store

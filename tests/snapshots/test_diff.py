@@ -5,8 +5,8 @@ import stat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.snapshots.diff import Diff, diff
-from bootseer.snapshots.scan import Entry, Scan
+from bootseer.snapshots.capture.diff import Diff, diff
+from bootseer.snapshots.targets.scan import Entry, Scan
 
 _ENTRIES = st.builds(
     Entry,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.extract import extract
+from bootseer.blob.extract.extraction import extract
 from bootseer.blob.tree import Inode
-from bootseer.snapshots.exact import exact_digest, made_digest, names_to_record
-from bootseer.snapshots.restoring.hard_links import link_tree
-from bootseer.snapshots.restoring.node_trees import NodeTrees
-from bootseer.snapshots.scan import scan
+from bootseer.snapshots.restoring.linking.hard_links import link_tree
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
+from bootseer.snapshots.targets.scan import scan
+from bootseer.snapshots.targets.tree_fingerprint import exact_digest, made_digest, names_to_record
 from tests.blob.trees import make_zoo, packed, reader_of
 from tests.snapshots.conftest import MakeNode
 

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
+from bootseer.snapshots.catalogue.manifest_codec import encode
 from bootseer.snapshots.explain import (
     IN_PLACE,
     RESTORE,
@@ -21,8 +23,6 @@ from bootseer.snapshots.explain import (
     explain_setup,
     nearest,
 )
-from bootseer.snapshots.manifest import Manifest, Stored, Target
-from bootseer.snapshots.manifest_codec import encode
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.snapshots.setup.request import Request

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
-from bootseer.config import Settings
 from bootseer.errors import CorruptError
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring import fetch, near
+from bootseer.snapshots.restoring import fetch
 from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
+from bootseer.snapshots.restoring.linking import local_blobs as near
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend

@@ -10,20 +10,20 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import Rules
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.manifest_codec import decode, encode
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.catalogue.manifest_codec import decode, encode
+from bootseer.snapshots.catalogue.verify import Verifier
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.snapshots.verify import Verifier
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root

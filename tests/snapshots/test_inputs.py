@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, SetupFailedError
-from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup import digests

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
 from bootseer.errors import BusyError
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.lock import locked
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.targets.lock import locked
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import environment_of, snapshot_run

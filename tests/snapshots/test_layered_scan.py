@@ -12,16 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch import namespaces
-from bootseer.rooted import resolve_in_root
-from bootseer.snapshots import layered_scan
-from bootseer.snapshots.diff import diff
-from bootseer.snapshots.layered_scan import scan_after, scan_before
-from bootseer.snapshots.scan import Scan, base_digest, scan
-from bootseer.snapshots.upper_layer import Layers
+from bootseer.linux import namespaces
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.snapshots.capture import layered_scan
+from bootseer.snapshots.capture.diff import diff
+from bootseer.snapshots.capture.layered_scan import scan_after, scan_before
+from bootseer.snapshots.targets.scan import Scan, base_digest, scan
+from bootseer.snapshots.targets.upper_layer import Layers
 from tests.support.fuse_mount import require_root
 from tests.support.overlays import overlay as overlay_over
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings, load_settings
 from bootseer.errors import BusyError
-from bootseer.snapshots import catalogue
-from bootseer.snapshots.restoring import hard_links
-from bootseer.snapshots.restoring.node_trees import NodeTrees, is_whole
+from bootseer.settings.config import Settings, load_settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.restoring.linking import hard_links
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees, is_whole
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store

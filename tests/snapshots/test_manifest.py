@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, target_path
-from bootseer.snapshots.manifest_codec import decode, encode
+from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored, Target, target_path
+from bootseer.snapshots.catalogue.manifest_codec import decode, encode
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import RESTORE_MODES
+from bootseer.settings.config import RESTORE_MODES
 from bootseer.snapshots.restoring.modes import (
     EXTRACT,
     HARDLINK,

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.prefetch.control import ask
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.mount_state import live_mounts
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import live_mounts
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.early import server_ahead
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.restoring.mounting.early import server_ahead
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blob import index
 from bootseer.blob.columns import Columns
+from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.mount_state import mounts_dir
-from bootseer.snapshots import catalogue
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Stored
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.manifest import Stored
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.mount_state import mounts_dir
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import (

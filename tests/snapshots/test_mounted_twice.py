@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
-from bootseer.prefetch.cover_users import add_user, leave
-from bootseer.prefetch.covers import covers, parse_covers
-from bootseer.prefetch.mount_state import mounts_dir
+from bootseer.prefetch.mounts.cover_users import add_user, leave
+from bootseer.prefetch.mounts.covers import covers, parse_covers
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.settings.config import Settings
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import environment_of
 from tests.support.snapshot_mounts import WAIT_S, wait_gone

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.prefetch.control import ask
-from bootseer.prefetch.covers import cover_at
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.processes import start_time
-from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.restoring import held
-from bootseer.snapshots.restoring.mounted import cover_all, unmount_snapshot
-from bootseer.snapshots.restoring.reflink import can_reflink
+from bootseer.linux.processes import start_time
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.restoring.linking import linked_mount as held
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
+from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
 from bootseer.snapshots.run import SetupResult, run_setup
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import (
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     code = (
         "import os, signal\n"
         "from bootseer.cli import main\n"
-        "from bootseer.snapshots.restoring import mounted\n"
+        "from bootseer.snapshots.restoring.mounting import mounted\n"
         f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"
     )

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import SetupResult, run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.store import lease, open_store
+from bootseer.store import open_store
+from bootseer.store.objects import lease
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.counted import counted_request, rooted, runs
 from tests.support.trees import describe, differences

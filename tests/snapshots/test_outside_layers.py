@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots import outside_layers
-from bootseer.snapshots.outside_layers import OutsideLayers
-from bootseer.snapshots.upper_layer import Layers
+from bootseer.snapshots.capture import outside_layers
+from bootseer.snapshots.capture.outside_layers import OutsideLayers
+from bootseer.snapshots.targets.upper_layer import Layers
 from tests.support.fuse_mount import require_root
 from tests.support.overlays import overlay
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
 from bootseer.errors import BusyError, exit_code_of
-from bootseer.prefetch.covers import covers
-from bootseer.prefetch.mount_state import mounts_dir
+from bootseer.prefetch.mounts.covers import covers
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request

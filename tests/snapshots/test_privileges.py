@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
 from bootseer.errors import PermissionDeniedError
-from bootseer.snapshots import capture
+from bootseer.settings.config import Settings
+from bootseer.snapshots.capture import capture
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.config import Settings
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -18,7 +17,8 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnknownFormatError,
 )
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
@@ -250,7 +250,7 @@ def test_somebody_elses_working_directory_is_not_trusted(
     make_zoo(target)
     key = create_snapshot(make_node("a"), [str(target)]).fingerprint
     shutil.rmtree(target)
-    from bootseer.snapshots.restoring.work import make_work
+    from bootseer.snapshots.restoring.staging import make_work
 
     trap = make_work(target).directory
     os.chown(trap, 4711, 4711)

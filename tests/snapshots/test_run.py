@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.exact import exact_digest
-from bootseer.snapshots.scan import base_digest, scan
+from bootseer.snapshots.targets.scan import base_digest, scan
+from bootseer.snapshots.targets.tree_fingerprint import exact_digest
 from tests.support.trees import describe, make_zoo
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.__main__ import is_mounting
-from bootseer.config import Settings
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.server_process import log_path
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from tests.cli.conftest import REPOSITORY
 from tests.snapshots.conftest import MakeNode
 from tests.support.image_mounts import skip_unless_fuse, skip_unless_root
@@ -41,14 +41,21 @@ _UNWANTED = (
         "tomllib",
         "xml",
     ),
-    *("bootseer.blob.extract", "bootseer.cli.snapshot_archive_commands"),
-    *("bootseer.cli.snapshot_check_commands", "bootseer.cli.snapshot_run_commands"),
-    *("bootseer.fuse.kernel.server", "bootseer.prefetch.server", "bootseer.snapshots.capture"),
+    *("bootseer.blob.extract.extraction", "bootseer.cli.snapshot.snapshot_archive_commands"),
+    *(
+        "bootseer.cli.snapshot.snapshot_check_commands",
+        "bootseer.cli.snapshot.snapshot_run_commands",
+    ),
+    *(
+        "bootseer.fuse.kernel.server",
+        "bootseer.prefetch.serve.worker",
+        "bootseer.snapshots.capture.capture",
+    ),
     *("bootseer.snapshots.relocation", "bootseer.snapshots.setup.execute", "bootseer.transfer"),
 )
 _TELLING = """
 import sys
-from bootseer.prefetch.server_process import ServerProcess
+from bootseer.prefetch.mounts.server_process import ServerProcess
 wait = ServerProcess.wait
 def tell(self):
     print(*sys.modules)
@@ -121,7 +128,7 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         run()
         ((_, state),) = live_mounts(node)
         shown = Path(f"/proc/{state.pid}/cmdline").read_text().rstrip("\0").split("\0")
-        assert shown[:3] == ["python", "-m", "bootseer.prefetch.serve"]
+        assert shown[:3] == ["python", "-m", "bootseer.prefetch.serve.server"]
         assert (target / "shell").exists()
         unmount_snapshot(node, target)
     finally:

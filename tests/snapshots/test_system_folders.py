@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restoring.system_folders import why_guarded
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode

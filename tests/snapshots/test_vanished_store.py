@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.snapshots.restoring.mounted import unmount_snapshot
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.mounted_jobs import captured, small

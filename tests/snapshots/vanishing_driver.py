@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.snapshots import catalogue
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store

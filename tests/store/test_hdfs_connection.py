@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.deadline import Call
-from bootseer.store.hdfs_connection import HdfsConnection
+from bootseer.store.hdfs.connection import HdfsConnection
 
 # Nothing listens there, and no test here connects.
 _URL = "hdfs://127.0.0.1:1/x"

@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
-from bootseer.store.hdfs import HdfsBackend
-from bootseer.store.hdfs_datanode import DataNodes, _headers
-from bootseer.store.hdfs_replicas import Replica
-from bootseer.store.hdfs_rpc import StoredBlock
-from bootseer.store.opened import Attempt
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.direct.datanode import DataNodes, _headers
+from bootseer.store.hdfs.direct.replicas import Replica
+from bootseer.store.hdfs.rpc.calls import StoredBlock
 from tests.support.answering import answering
 from tests.support.bounded import run_bounded
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bootseer.store import hdfs_protobuf as pb
+from bootseer.store.hdfs.rpc import protobuf as pb
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 300])

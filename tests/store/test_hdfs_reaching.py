@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import open_backend
-from bootseer.store.hdfs_reaching import await_reachable
+from bootseer.store.hdfs.rpc.reaching import await_reachable
 from tests.hdfs.pair import NAME, pair_configuration, write_configuration
 
 

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import UnavailableError
-from bootseer.store import hdfs_protobuf as pb
 from bootseer.store.backend import Writer
-from bootseer.store.hdfs import HdfsBackend
-from bootseer.store.hdfs_checksums import crc32c
-from bootseer.store.hdfs_straight import StraightFile
-from bootseer.store.hdfs_writer import HdfsWriter
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.direct.checksums import crc32c
+from bootseer.store.hdfs.direct.direct_writer import StraightFile
+from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.writer import HdfsWriter
 
 KIB = 1024
 BLOCK = 1024 * KIB

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store import hdfs_protobuf as pb
-from bootseer.store.hdfs_added_block import AddedBlock
-from bootseer.store.hdfs_rpc import UNANSWERED, NameNode
-from bootseer.store.hdfs_straight import Placed, StraightFile
+from bootseer.store.hdfs.direct.added_block import AddedBlock
+from bootseer.store.hdfs.direct.direct_writer import Placed, StraightFile
+from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode
 from tests.support.answering import answering
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.

@@ -17,11 +17,11 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.forked import may_fork
+from bootseer.served.forked import may_fork
 from bootseer.store import Backend, Space, open_backend
-from bootseer.store.hdfs_open_files import is_being_written
-from bootseer.store.joining import joiner
-from bootseer.store.opened import Attempt, open_reader
+from bootseer.store.abilities.joining import joiner
+from bootseer.store.abilities.opened import Attempt, open_reader
+from bootseer.store.hdfs.open_files import is_being_written
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.quota import set_space_quota
 from tests.store.conftest import JAVA_HDFS

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.store import Lease, LeaseWatch, Store, lease, open_store
+from bootseer.store import Lease, LeaseWatch, Store, open_store
+from bootseer.store.objects import lease
 from tests.store.using import race
 from tests.support.waiting import wait_for
 

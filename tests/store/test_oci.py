@@ -18,8 +18,9 @@ from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of
 from bootseer.registry.platforms import this_architecture
 from bootseer.registry.reference import parse_reference
-from bootseer.store import Store, oci_list, open_store
-from bootseer.store.oci_objects import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
+from bootseer.store import Store, open_store
+from bootseer.store.oci import object_list as oci_list
+from bootseer.store.oci.objects import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
 from tests.store.conftest import push_image
 from tests.support.faulty_relay import Fault, FaultyRelay, ReferrersRelay
 from tests.support.registry import Registry
@@ -29,7 +30,7 @@ SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
 
 
 @pytest.fixture

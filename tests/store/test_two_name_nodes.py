@@ -11,9 +11,9 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
-from bootseer.store.hdfs import HdfsBackend
-from bootseer.store.hdfs_turns import Turns
-from bootseer.store.opened import Attempt
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.rpc.failover import Turns
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.name_node_relay import NameNodeRelay
 from tests.hdfs.pair import NAME, pair_configuration, write_configuration

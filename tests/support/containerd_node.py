@@ -23,13 +23,13 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.closing import Closing
-from bootseer.config import Settings
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.control import ask
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.publish import wait_published
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
+from bootseer.settings.config import Settings
 from tests.support.containerd_config import containerd_config
 from tests.support.cri import call_cri, container_config, pod_config
 from tests.support.image_mounts import (

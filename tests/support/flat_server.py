@@ -15,8 +15,8 @@ from typing import NoReturn
 from bench.peers.flat_directory import FlatDirectory, Mode
 from bootseer.fuse.kernel import serve, supervise
 from bootseer.fuse.kernel.dispatch import Dispatcher
+from bootseer.fuse.kernel.mounting.supervisor import RestartPolicy
 from bootseer.fuse.kernel.operations import Buffer, Caller
-from bootseer.fuse.kernel.supervisor import RestartPolicy
 from tests.support.fuse_mount import short_options
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel import mounts
-from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
+from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server
 
 SUBTYPE = "bootseer-test"

@@ -16,16 +16,16 @@ from typing import Any, TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings, load_settings
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.indexing import index_image
-from bootseer.prefetch.mount import MountedImage, mount_image
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.publish import wait_published
-from bootseer.prefetch.records import ImageRecord
-from bootseer.prefetch.serve_plan import ServeOptions
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.sources import open_source
+from bootseer.settings.config import Settings, load_settings
 from bootseer.store import open_store
 
 REPOSITORY = Path(__file__).parent.parent.parent

@@ -8,8 +8,8 @@ from typing import Any
 from bootseer.blob.keys import blob_key
 from bootseer.blob.read import BlobReader
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.indexing import index_image
-from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store
 

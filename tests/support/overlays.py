@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
-from bootseer.prefetch import namespaces
-from bootseer.prefetch.overlay import mount_layers
-from bootseer.snapshots.upper_layer import Layers
+from bootseer.linux import namespaces
+from bootseer.prefetch.mounts.overlay import mount_layers
+from bootseer.snapshots.targets.upper_layer import Layers
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ import stat
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
-from bootseer.config import Settings
-from bootseer.prefetch.cache import STREAMS, NodeCache
-from bootseer.prefetch.kept_indexes import read_kept_tree
-from bootseer.prefetch.obtain import obtain_image
-from bootseer.prefetch.obtained import ObtainedImage
-from bootseer.prefetch.stream_keys import store_hex
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
+from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.resolve.found_image import ObtainedImage
+from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from tests.support.image_mounts import settings_at
 

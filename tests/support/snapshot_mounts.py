@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.covers import covers, uncover
-from bootseer.prefetch.mount_state import MountState, live_mounts
-from bootseer.prefetch.publish import wait_published
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.covers import covers, uncover
+from bootseer.prefetch.mounts.mount_state import MountState, live_mounts
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.settings.config import Settings
 
 WAIT_S = 60.0
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.blob.keys import blob_key
-from bootseer.blob.pack import pack_directory
+from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.bundle import decode_header, plan_frames, write_bundle
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.hot_store import part_key
-from bootseer.prefetch.replay import Replay
-from bootseer.prefetch.streams import BlobStreams
+from bootseer.prefetch.bundle.format import decode_header, plan_frames, write_bundle
+from bootseer.prefetch.bundle.hot_store import part_key
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 
 INDEX = "sha256:" + "77" * 32

@@ -11,12 +11,12 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from bootseer.config import Settings
 from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_oserror
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.settings.config import Settings
 from bootseer.store import open_backend
 
 _STEP_BYTES = 4 * 2**20

@@ -14,7 +14,6 @@ import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import tokenize
 
-from bootseer.config import load_config
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.fuse.striped.doors.shared import shared_storage
 from bootseer.fuse.striped.layout import (
@@ -24,6 +23,7 @@ from bootseer.fuse.striped.layout import (
 from bootseer.fuse.striped.names.graveyard import is_hidden
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.settings.config import load_config
 from bootseer.store import Backend, open_backend
 
 PROTOCOL = "bootseer"
@@ -154,6 +154,6 @@ def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> 
         port = f":{options['port']}" if options.get("port") else ""
         query = f"?replication={options['replication']}" if options.get("replication") else ""
         return open_backend(f"hdfs://{user}{host}{port}/{query}", deadline_s=deadline_s)
-    from bootseer.store.generic import FsspecBackend
+    from bootseer.store.generic.backend import FsspecBackend
 
     return FsspecBackend(f"{protocol}://", options)

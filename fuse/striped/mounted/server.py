@@ -18,16 +18,15 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.background import Report, python_environment
 from bootseer.errors import BootseerError, UnavailableError, exit_code_of, from_oserror
 from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
+from bootseer.fuse.kernel.mounting.pulse import silence_for
+from bootseer.fuse.kernel.mounting.supervisor import supervise
 from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.pulse import silence_for
 from bootseer.fuse.kernel.server import Attached
-from bootseer.fuse.kernel.supervisor import supervise
-from bootseer.fuse.striped.mounted.mount_spec import (
+from bootseer.fuse.striped.mounted.life.mount_spec import (
     MountSpec,
     MountState,
     control_path,
@@ -36,9 +35,10 @@ from bootseer.fuse.striped.mounted.mount_spec import (
     read_state,
     write_state,
 )
-from bootseer.redact import public_url
+from bootseer.served.background import Report, python_environment
 from bootseer.store.paths import split_scheme
 from bootseer.structs import asdict
+from bootseer.text.redact import public_url
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _THREADS = 16
 # is the end of any request whose own deadlines have failed.
 _REQUEST_DEADLINES = 4
 _IMPORT_S = 60.0
-_IMPORTS = "import bootseer.fuse.striped.mounted.server, bootseer.fuse.striped.mounted.worker"
+_IMPORTS = "import bootseer.fuse.striped.mounted.server, bootseer.fuse.striped.mounted.life.worker"
 _RESUME = "--resume"
 
 
@@ -77,7 +77,7 @@ def serve_checkpoints(
 
         def worker() -> Operations:
             # Imported here: a worker that follows one that died starts with little to inherit.
-            from bootseer.fuse.striped.mounted.worker import MountedFileSystem
+            from bootseer.fuse.striped.mounted.life.worker import MountedFileSystem
 
             try:
                 connection = live[0].connection

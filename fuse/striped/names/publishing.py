@@ -27,10 +27,10 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
 from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.fuse.striped.writing.open_parts import OpenParts
-from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
+from bootseer.fuse.striped.writing.placing.placement import Placement
+from bootseer.store.abilities.joining import joiner
 from bootseer.store.backend import Backend, FileInfo, Piece
-from bootseer.store.joining import joiner
 
 
 def directory_of(path: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from bootseer.fuse.striped.reading.pace import Pace
-from bootseer.store.opened import Attempt
+from bootseer.store.abilities.opened import Attempt
 
 _log = logging.getLogger(__name__)
 

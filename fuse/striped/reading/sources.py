@@ -9,8 +9,8 @@ import itertools
 import threading
 from collections import OrderedDict
 
+from bootseer.store.abilities.opened import HasDescriptor, Reader, open_reader
 from bootseer.store.backend import Backend
-from bootseer.store.opened import HasDescriptor, Reader, open_reader
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5

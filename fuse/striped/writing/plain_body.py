@@ -11,11 +11,11 @@ from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
-from bootseer.fuse.striped.writing.dealing import Dealing
+from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.abilities.joining import joiner
 from bootseer.store.backend import Piece
-from bootseer.store.joining import joiner
 
 RUN_UNITS = 8
 """Units of a run. Runs become blocks: 32 MiB each with units of 4 MiB, so that what is on its way

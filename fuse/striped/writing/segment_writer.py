@@ -16,13 +16,13 @@ from bootseer.fuse.striped.layout import Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
-from bootseer.fuse.striped.writing.dealing import Dealing
 from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.open_parts import OpenParts
-from bootseer.fuse.striped.writing.part_writer import PartWriter
-from bootseer.fuse.striped.writing.parts_watch import PartsWatch
-from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
+from bootseer.fuse.striped.writing.parts.part_writer import PartWriter
+from bootseer.fuse.striped.writing.parts.parts_watch import PartsWatch
+from bootseer.fuse.striped.writing.placing.placement import Placement
+from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
 from bootseer.store.backend import Backend, Piece
 
 Result = TypeVar("Result")

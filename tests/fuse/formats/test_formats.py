@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.formats.host import TorchHost
 from tests.fuse.striped.mounting import MIB, checkpoints, settings_in, shell
 from tests.support import fuse_mount

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, InvalidInputError, NotFoundError
-from bootseer.fuse.kernel import find_mounts, mounts, unmount
-from bootseer.fuse.kernel.mount import mount
+from bootseer.fuse.kernel import find_mounts, unmount
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import mount
+from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.options import MountOptions
 from tests.support import fuse_mount
 
 _MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel import mounts
-from bootseer.fuse.kernel.supervisor import RestartPolicy
-from bootseer.waiting import wait_readable
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.supervisor import RestartPolicy
+from bootseer.linux.waiting import wait_readable
 from tests.support import fuse_mount
 from tests.support.freezing import frozen
 from tests.support.waiting import wait_for

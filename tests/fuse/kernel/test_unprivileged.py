@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel import mounts
-from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
 from tests.support import fuse_mount
 
 pytestmark = pytest.mark.fuse
@@ -20,8 +20,9 @@ _NOBODY = 65534
 _SESSION = """
 import os, subprocess, sys
 from pathlib import Path
-from bootseer.fuse.kernel import Server, find_mounts, mounts
-from bootseer.fuse.kernel.mount import can_mount_directly
+from bootseer.fuse.kernel import Server, find_mounts
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import can_mount_directly
 from tests.support.fuse_mount import short_options
 from tests.support.passthrough_fs import PassthroughFileSystem
 assert not can_mount_directly()
@@ -131,7 +132,7 @@ def test_the_helpers_refusal_is_passed_on(home: Path) -> None:
 import sys
 from pathlib import Path
 from bootseer.errors import PermissionDeniedError
-from bootseer.fuse.kernel.mount import mount
+from bootseer.fuse.kernel.mounting.mount import mount
 from tests.support.fuse_mount import short_options
 try:
     mount(Path("/usr"), short_options())
@@ -153,7 +154,7 @@ def test_without_the_helper_it_says_what_to_install(home: Path) -> None:
 import os, sys
 from pathlib import Path
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.kernel.mount import mount
+from bootseer.fuse.kernel.mounting.mount import mount
 from tests.support.fuse_mount import short_options
 os.environ["PATH"] = "/nowhere"
 try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.fuse.kernel import mounts
 from bootseer.fuse.kernel.dispatch import Dispatcher
+from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.operations import (
     ROOT_NODE,
     Attributes,

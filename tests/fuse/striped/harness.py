@@ -10,12 +10,12 @@ import pytest
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
-from bootseer.fuse.striped.mounted.file_system import StripedFileSystem
-from bootseer.fuse.striped.mounted.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store.backend import Backend
-from bootseer.store.local import LocalBackend
+from bootseer.store.local.backend import LocalBackend
 
 UNIT = 8 * 2**10
 CALLER = Caller(0, 0, 0)

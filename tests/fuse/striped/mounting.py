@@ -8,9 +8,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.config import Settings, load_config
 from bootseer.errors import BootseerError
-from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.life.mount import (
+    MountedCheckpoints,
+    mount_checkpoints,
+    mount_spec,
+)
+from bootseer.settings.config import Settings, load_config
 from tests.support.fuse_mount import clear_mount, run
 
 MIB = 2**20

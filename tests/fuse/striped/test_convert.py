@@ -17,7 +17,7 @@ from bootseer.fuse.striped.layout import Layout, Part, Segment, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.store.local import LocalBackend
+from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.harness import UNIT, storage_on
 from tests.fuse.striped.stored import DATA, garbage_of, load, save
 

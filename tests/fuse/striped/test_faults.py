@@ -20,7 +20,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.names.graveyard import find_garbage
-from bootseer.store.local import LocalBackend
+from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.harness import CALLER, UNIT, Driver, refused_with, storage_on
 from tests.support.waiting import wait_for

@@ -10,8 +10,8 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import open_backend
-from bootseer.store.hdfs_name_node import FoundNameNode
-from bootseer.store.hdfs_space import HdfsSpace
+from bootseer.store.hdfs.rpc.name_node import FoundNameNode
+from bootseer.store.hdfs.space import HdfsSpace
 from tests.fuse.striped.mounting import checkpoints, shell
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs

@@ -7,8 +7,8 @@ import pytest
 
 from bootseer.errors import UnsupportedError
 from bootseer.fuse.striped.doors.copy import copy_out, open_storage
-from bootseer.fuse.striped.mounted.mount import restart_checkpoints
-from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.striped.mounting import checkpoints, settings_in, shell
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.java_client import java_client_environment

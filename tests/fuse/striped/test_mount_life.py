@@ -13,14 +13,14 @@ import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
-from bootseer.fuse.striped.mounted.mount import (
+from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
     mount_spec,
     unmount_checkpoints,
 )
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.store import open_backend
-from bootseer.store.local import LocalBackend
+from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, hanging
 from tests.fuse.striped.harness import Driver, storage_on
 from tests.fuse.striped.mounting import BIG, MIB, checkpoints, end, settings_in, shell

@@ -15,7 +15,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from bootseer.fuse.striped.doors.copy import copy_out, open_storage
-from bootseer.fuse.striped.mounted.mount_point import make_immutable
+from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
 from tests.fuse.striped.mounting import settings_in
 from tests.support.fuse_mount import REPOSITORY, require_root, run
 from tests.support.waiting import wait_for

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.striped.mounted.control import ask
-from bootseer.fuse.striped.mounted.mount_spec import (
+from bootseer.fuse.striped.mounted.life.control import ask
+from bootseer.fuse.striped.mounted.life.mount_spec import (
     MountState,
     control_path,
     forget_ended,
@@ -20,7 +20,7 @@ from bootseer.fuse.striped.mounted.mount_spec import (
     states,
     write_state,
 )
-from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
+from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
 from tests.fuse.striped.mounting import checkpoints, shell
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.fuse_mount import check_python, run
@@ -32,7 +32,7 @@ import sys, time
 file = open(sys.argv[1] + "/new", "wb", buffering=0)
 file.write(bytes(3_000_000))
 assert open(sys.argv[1] + "/old", "rb").read() == b"old"
-from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from pathlib import Path
 status = mount_status(Path(sys.argv[2]), Path(sys.argv[1]))
 assert status["unfinished"] == ["new"], status

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.mount import restart_checkpoints
-from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.striped.mounting import MIB, checkpoints
 from tests.support.fuse_mount import run
 

@@ -14,8 +14,8 @@ from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend
-from bootseer.store.hdfs_name_node import FoundNameNode
-from bootseer.store.joining import joiner
+from bootseer.store.abilities.joining import joiner
+from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from tests.fuse.striped.harness import CALLER, Driver, refused_with, storage_on
 from tests.hdfs.cluster import MiniHdfs
 

@@ -15,7 +15,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.reading.streams import StreamTracker
 from bootseer.fuse.striped.writing.tail import Tail
-from bootseer.store.local import LocalBackend
+from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.harness import Driver, storage_on
 
 MIB = 2**20

@@ -13,9 +13,9 @@ from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.pace import Pace
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.store.abilities.opened import Attempt, Reader
 from bootseer.store.backend import FileInfo
-from bootseer.store.local import LocalBackend
-from bootseer.store.opened import Attempt, Reader
+from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.harness import Driver, storage_on
 

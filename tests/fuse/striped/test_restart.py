@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, CorruptError, NotFoundError
-from bootseer.fuse.striped.mounted.journal import Journal, read_journal
-from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
-from bootseer.fuse.striped.mounted.mount_spec import journal_path
-from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.fuse.striped.mounted.life.mount_spec import journal_path
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.striped.mounting import checkpoints, end, shell
 from tests.support.fuse_mount import check_python, run
 from tests.support.waiting import wait_for

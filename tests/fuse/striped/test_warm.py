@@ -7,9 +7,14 @@ import pytest
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.doors.copy import copy_in, open_storage
-from bootseer.fuse.striped.mounted.mount_spec import MountState, read_state, state_path, write_state
+from bootseer.fuse.striped.mounted.life.mount_spec import (
+    MountState,
+    read_state,
+    state_path,
+    write_state,
+)
+from bootseer.fuse.striped.mounted.life.status import mount_status
 from bootseer.fuse.striped.mounted.newest import steps, tracked_name
-from bootseer.fuse.striped.mounted.status import mount_status
 from bootseer.fuse.striped.mounted.warm import newest_files, warm_newest
 from tests.fuse.striped.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.mounting import MIB, checkpoints, settings_in, shell

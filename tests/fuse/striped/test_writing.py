@@ -14,10 +14,10 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.open_parts import OpenParts
+from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.store.backend import Piece
-from bootseer.store.local import LocalBackend
-from bootseer.store.local_writer import LocalWriter
+from bootseer.store.local.backend import LocalBackend
+from bootseer.store.local.writer import LocalWriter
 from tests.fuse.striped.faulty import FaultyBackend, failing
 from tests.fuse.striped.harness import UNIT, Driver, refused_with, storage_on
 
@@ -215,7 +215,7 @@ class Straight(LocalWriter):
 def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootseer.store.local.LocalWriter", Straight)
+    monkeypatch.setattr("bootseer.store.local.backend.LocalWriter", Straight)
     with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
         Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
         layout = decode_layout((tmp_path / "f").read_bytes(), "")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.config import Settings
-from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.settings.config import Settings
 from tests.support.image_mounts import (
     checksums_outside,
     drop_cache,

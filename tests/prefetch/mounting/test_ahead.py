@@ -2,7 +2,7 @@
 
 import pytest
 
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.publish.publishing import wait_published
 from tests.prefetch.mounting.conftest import Node, digest_of
 from tests.support.image_mounts import checksums_outside, drop_cache, mounted
 from tests.support.waiting import wait_for

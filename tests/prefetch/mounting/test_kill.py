@@ -12,10 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch import namespaces
-from bootseer.prefetch.mount import MountedImage, find_live_mount, mount_image, unmount_image
-from bootseer.prefetch.mount_state import (
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import namespaces
+from bootseer.prefetch.mounts.mount_state import (
     MountState,
     is_alive,
     live_mounts,
@@ -26,8 +25,14 @@ from bootseer.prefetch.mount_state import (
     take_lock,
     write_state,
 )
-from bootseer.prefetch.serve_plan import ServeOptions
-from bootseer.prefetch.settings_json import settings_to_json
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.resolve.mount import (
+    MountedImage,
+    find_live_mount,
+    mount_image,
+    unmount_image,
+)
+from bootseer.settings.settings_json import settings_to_json
 from tests.prefetch.mounting.conftest import BIG_BYTES, Node, digest_of, read_hot
 from tests.support.freezing import frozen
 from tests.support.image_mounts import (
@@ -274,8 +279,8 @@ def test_nobody_waits_for_the_mount(node: Node) -> None:
 import json, os, sys, threading, time
 from pathlib import Path
 from bootseer.fuse.kernel import control, mounts
-from bootseer.prefetch.mount import mount_image
-from bootseer.prefetch.settings_json import settings_from_json
+from bootseer.prefetch.resolve.mount import mount_image
+from bootseer.settings.settings_json import settings_from_json
 directory = Path(sys.argv[2])
 def kill():
     while mounts.find_mount(directory) is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.fuse.kernel import control, mounts
-from bootseer.prefetch.mount_state import live_mounts
+from bootseer.fuse.kernel.mounting import control, mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
 from tests.prefetch.mounting.conftest import BIG_BYTES, Node, digest_of, read_hot
 from tests.support.image_mounts import (
     checksums_outside,

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BusyError, CorruptError, InvalidInputError, NotFoundError
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.mount import mount_image, unmount_image
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.serve_plan import ServeOptions
-from bootseer.prefetch.server_process import log_path
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.prefetch.resolve.mount import mount_image, unmount_image
 from tests.prefetch.mounting.conftest import Node, digest_of, read_hot
 from tests.support.image_mounts import checksums_outside, drop_cache, mounted, skip_unless_root
 from tests.support.waiting import wait_for

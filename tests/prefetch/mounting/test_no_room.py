@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.config import Settings
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.settings.config import Settings
 from tests.prefetch.mounting.conftest import Node, digest_of
 from tests.support.image_mounts import (
     bootseer,

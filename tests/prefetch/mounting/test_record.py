@@ -2,8 +2,8 @@
 
 import pytest
 
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
 from tests.prefetch.mounting.conftest import Node, read_hot
 from tests.support.image_mounts import checksums_outside, drop_cache, mounted, outside

@@ -7,12 +7,12 @@ import shutil
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.bundle import write_bundle
-from bootseer.prefetch.catalogue import read_tree
-from bootseer.prefetch.hot_store import HotPointer
-from bootseer.prefetch.publish import wait_published
-from bootseer.prefetch.server_process import log_path
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.bundle.format import write_bundle
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.index.catalogue import read_tree
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import Store, open_store
 from tests.prefetch.mounting.conftest import Node, digest_of, read_hot
 from tests.support.image_mounts import checksums_outside, drop_cache, mounted

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.indexing import index_image
-from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from tests.support.images import NASTY, Layout, Member, tar_of, write_layout

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch.catalogue import find_image, publish_image, publish_layer, read_layer
-from bootseer.prefetch.indexing import change_time_ns
-from bootseer.prefetch.obtain_source import _changed_since
-from bootseer.prefetch.publish_image import publish_node_image
-from bootseer.prefetch.relatives import name_of
+from bootseer.prefetch.bundle.relatives import name_of
+from bootseer.prefetch.index.catalogue import find_image, publish_image, publish_layer, read_layer
+from bootseer.prefetch.publish.indexing import change_time_ns
+from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.resolve.resolve_source import _changed_since
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from tests.prefetch.obtaining.conftest import TARS, index, indexed_contents, source_of

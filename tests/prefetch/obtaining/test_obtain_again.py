@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
-from bootseer.prefetch.catalogue import find_image
-from bootseer.prefetch.node_catalogue import NodeCatalogue
-from bootseer.prefetch.publish_image import publish_node_image
+from bootseer.prefetch.index.catalogue import find_image
+from bootseer.prefetch.index.node_catalogue import NodeCatalogue
+from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.store import open_store
 from tests.prefetch.obtaining.conftest import TARS, big, index, indexed_contents, source_of
 from tests.support.images import Layout

@@ -11,11 +11,11 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
-from bootseer.prefetch.cache import NodeCache
-from bootseer.prefetch.catalogue import check_blobs, list_images, read_tree
-from bootseer.prefetch.merge import LayerTree
-from bootseer.prefetch.publish_image import _CachedLayer, publish_node_image
-from bootseer.prefetch.records import decode_layer
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.catalogue import check_blobs, list_images, read_tree
+from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.records import decode_layer
+from bootseer.prefetch.publish.publish_image import _CachedLayer, publish_node_image
 from bootseer.store import open_store
 from tests.prefetch.obtaining.conftest import TARS, big, index, source_of
 from tests.support.fuse_mount import require_root
@@ -80,7 +80,7 @@ print(len(node.start(sys.argv[3])[1]), node.said)
 PUBLISH = """
 import sys
 from pathlib import Path
-from bootseer.prefetch.publish_image import publish_node_image
+from bootseer.prefetch.publish.publish_image import publish_node_image
 from tests.support.pulled import Node
 node = Node(Path(sys.argv[1]), Path(sys.argv[2]))
 print(publish_node_image(node.settings, sys.argv[3]))
@@ -164,7 +164,7 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
 
 
 def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.prefetch.layer_packing._OTHER_NODE_POLL_S", 0.05)
+    monkeypatch.setattr("bootseer.prefetch.publish.layer_packing._OTHER_NODE_POLL_S", 0.05)
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     nodes = [Node(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from bootseer.errors import PermissionDeniedError
-from bootseer.prefetch.obtain import obtain_image
+from bootseer.prefetch.resolve.resolve import obtain_image
 from tests.support.faulty_relay import Fault, FaultyRelay
 from tests.support.images import Layout, Member, tar_of
 from tests.support.pulled import Node
@@ -26,7 +26,7 @@ echo '{{"Username": "{USER}", "Secret": "{PASSWORD}"}}'
 def test_a_token_expires_while_layers_are_pulled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
     helper = tmp_path / "docker-credential-tests"
     helper.write_text(HELPER)
     helper.chmod(0o755)

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
-from bootseer.prefetch.indexing import index_image
-from bootseer.prefetch.publish_image import publish_node_image
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from tests.support.faulty_relay import Fault, FaultyRelay
@@ -30,7 +30,7 @@ print(len(node.start(sys.argv[3])[1]))
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bootseer.prefetch.chains import chain_ids
-from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.index.chains import chain_ids
+from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from tests.support.containerd_node import Node
 from tests.support.image_mounts import index

@@ -16,11 +16,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bootseer.prefetch import hot_store
-from bootseer.prefetch.chains import chain_ids
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.publish import wait_published
-from bootseer.prefetch.records import ImageRecord
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.index.chains import chain_ids
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
 from tests.support.containerd_images import add_image, layers, shell_layer
 from tests.support.containerd_node import Node

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError
-from bootseer.prefetch.catalogue import list_images, load_tree
-from bootseer.prefetch.chains import chain_ids, read_chain
-from bootseer.prefetch.mount_state import take_lock
-from bootseer.prefetch.publish import publishing_dir, start_chain_publisher, wait_published
-from bootseer.prefetch.records import ImageRecord
+from bootseer.linux.private_files import private_directory
+from bootseer.prefetch.index.catalogue import list_images, load_tree
+from bootseer.prefetch.index.chains import chain_ids, read_chain
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.mounts.mount_state import take_lock
+from bootseer.prefetch.publish.publishing import (
+    publishing_dir,
+    start_chain_publisher,
+    wait_published,
+)
 from bootseer.prefetch.sources.containerd_content import open_content
-from bootseer.private import private_directory
 from bootseer.store import open_store
 from tests.support.containerd_images import add_image, layers
 from tests.support.containerd_node import Node

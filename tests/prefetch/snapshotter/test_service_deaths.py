@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from bootseer.fuse.kernel import mounts
-from bootseer.prefetch.mount_state import live_mounts
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containerd_node import Node
 from tests.support.image_mounts import REPOSITORY, checksums_outside
@@ -59,7 +59,7 @@ def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
 _HOLD = """
 import sys, time
 from pathlib import Path
-from bootseer.prefetch.mount_state import take_lock
+from bootseer.prefetch.mounts.mount_state import take_lock
 while True:
     try:
         lock = take_lock(Path(sys.argv[1]), create=False)

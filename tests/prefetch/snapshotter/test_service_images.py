@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 
 from bootseer.blob.keys import index_key
-from bootseer.prefetch.chains import chain_key, publish_chain_index, read_chain
-from bootseer.prefetch.mount_state import live_mounts
-from bootseer.prefetch.publish import wait_published
+from bootseer.prefetch.index.chains import chain_key, publish_chain_index, read_chain
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.store import open_store

@@ -15,8 +15,8 @@ from docker.client import DockerClient
 from docker.errors import DockerException, ImageNotFound
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.prefetch.catalogue import load_tree
-from bootseer.prefetch.indexing import index_image
+from bootseer.prefetch.index.catalogue import load_tree
+from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.docker_engine import _copy
 from bootseer.store import open_store

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.blob import tar_pack
+from bootseer.blob.pack import tar_packing as tar_pack
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
-from bootseer.prefetch.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from tests.support.images import Member, tar_of
 from tests.support.odd_tars import END, block

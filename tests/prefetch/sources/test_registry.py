@@ -15,8 +15,8 @@ from bootseer.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
-from bootseer.prefetch.catalogue import check_reference
-from bootseer.prefetch.source_names import is_source
+from bootseer.prefetch.index.catalogue import check_reference
+from bootseer.prefetch.index.source_names import is_source
 from bootseer.prefetch.sources import ImageSource, open_source
 from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import RegistryClient, open_registry_client
@@ -34,7 +34,7 @@ RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "Use
 def _without_logins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-logins"))
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
-    monkeypatch.setattr("bootseer.registry.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
 
 
 def name() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zstandard
 
-from bootseer.blob.inflate import Limits
+from bootseer.blob.tar.inflate import Limits
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from bootseer.prefetch.sources.stream import Expected, TarStream
 from tests.support.images import compress, digest

@@ -1,0 +1,195 @@
+"""The stored frames that the tasks of an extraction need, while they need them.
+
+Where workers read the blobs' files by themselves, the kernel is told ahead (`read_ahead`). Else
+`Supply` alone owns the content of the file in memory that they read: blob after blob, each frame at
+its own place, so that nothing must be told but the number of a task. `have` is called from one
+thread, `release` from another. Of what no task needs any more the memory is given back.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any, TypeAlias
+
+from bootseer.blob.extract.plan import Plan
+from bootseer.blob.frames import frames_for
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError
+
+_RUN_BYTES = 4 * 1024 * 1024
+"""At most so much is asked for in one read."""
+_CELL_BYTES = 128 * 1024
+"""Of a stream that is stored as it is: what counts as a frame."""
+_GAP_BYTES = 4096
+"""Between two files lie their headers; no frame is so small that it would fit in there, and if one
+did, it would be brought for nothing."""
+
+ReadSome: TypeAlias = Callable[[int, int, int], "bytes | memoryview"]
+"""`read(blob, offset, length)`: stored bytes of blob number `blob` of the tree, or of one without
+frames of its stream: at most so many and at least one, which hold until the next call."""
+Unit = tuple[int, int]
+"""(blob, number of a frame, or of a cell)"""
+Run = tuple[int, int, int]
+"""(blob, first unit, the one behind the last)"""
+
+
+def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
+    """The disk has been told what the task will read of the blobs' files. Raises: OSError."""
+    for blob, start, end in _span(tree, plan, task) or _ranges(tree, plan, task):
+        stored = tree.blobs[blob]
+        if stored.frames:
+            numbers = frames_for(stored, start, end - start)
+            first, last = stored.frames[numbers[0]], stored.frames[numbers[-1]]
+            start, end = first.offset, last.offset + last.length
+        os.posix_fadvise(files[blob], start, end - start, os.POSIX_FADV_WILLNEED)
+
+
+def pieces(
+    tree: Tree, read: ReadSome, blob: int, offset: int, length: int
+) -> Iterator[bytes | memoryview]:
+    """Stored bytes `[offset, offset + length)` of a blob, each until the next is asked for.
+
+    Raises: CorruptError where the blob is cut off; what `read` raises."""
+    end = offset + length
+    while offset < end:
+        data = read(blob, offset, end - offset)
+        if not 0 < len(data) <= end - offset:
+            raise CorruptError(
+                f"the blob {tree.blobs[blob].digest} gave {len(data)} of {end - offset} bytes at "
+                f"offset {offset}"
+            )
+        yield data
+        offset += len(data)
+
+
+class Supply:
+    """Brings what tasks need by `read`."""
+
+    def __init__(
+        self, tree: Tree, plan: Plan, read: ReadSome, columns: Mapping[str, Any], fd: int
+    ) -> None:
+        """`columns`: as the workers have them; `fd`: the file. Raises: OSError."""
+        self._tree = tree
+        self._plan = plan
+        self._read = read
+        self._bases: Sequence[int] = columns["blob_base"]
+        self._frame_of: Sequence[int] = columns["blob_frame"]
+        self._offsets: Sequence[int] = columns["frame_offset"]
+        self._users: dict[Unit, int] = {}
+        self._runs: dict[int, list[Run]] = {}
+        self._lock = threading.Lock()
+        self._fd = fd
+        size_bytes = max(self._bases[-1], 1)
+        os.ftruncate(fd, size_bytes)
+        self._memory = mmap.mmap(fd, size_bytes)
+
+    def close(self) -> None:
+        """The end of its mapping."""
+        self._memory.close()
+
+    def have(self, task: int) -> None:
+        """Returns when all that the task needs is in the file. Raises: what `read` raises."""
+        missing = []
+        users = self._users
+        found = _ranges(self._tree, self._plan, task)
+        runs = self._runs[task] = _joined(self._units(*range_) for range_ in found)
+        with self._lock:
+            for blob, first, end in runs:
+                for unit in zip(repeat(blob), range(first, end)):
+                    count = users.get(unit, 0)
+                    users[unit] = count + 1
+                    if not count:
+                        missing.append((*unit, unit[1] + 1))
+        for blob, first, end in _joined(missing):
+            self._fill(blob, first, end)
+
+    def release(self, task: int) -> None:
+        """The task is done."""
+        unused = []
+        users = self._users
+        with self._lock:
+            for blob, first, end in self._runs.pop(task):
+                for unit in zip(repeat(blob), range(first, end)):
+                    users[unit] -= 1
+                    if not users[unit]:
+                        del users[unit]
+                        unused.append((*unit, unit[1] + 1))
+        for blob, first, end in _joined(unused):
+            # Whole pages only: the others may hold something of a neighbour.
+            start = -(-self._place(blob, first) // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = self._place(blob, end) // mmap.PAGESIZE * mmap.PAGESIZE - start
+            if length > 0:
+                self._memory.madvise(mmap.MADV_REMOVE, start, length)
+
+    def _units(self, blob: int, start: int, end: int) -> Run:
+        if not self._tree.blobs[blob].frames:
+            return blob, start // _CELL_BYTES, -(-end // _CELL_BYTES)
+        numbers = frames_for(self._tree.blobs[blob], start, end - start)
+        return blob, numbers.start, numbers.stop
+
+    def _place(self, blob: int, number: int) -> int:
+        """Where a unit begins in the file, or for the number behind the last, where it ends."""
+        if self._tree.blobs[blob].frames:
+            return self._offsets[self._frame_of[blob] + blob + number]
+        return min(self._bases[blob] + number * _CELL_BYTES, self._bases[blob + 1])
+
+    def _fill(self, blob: int, first: int, end: int) -> None:
+        while first < end:
+            start = position = self._place(blob, first)
+            while first < end:
+                behind = self._place(blob, first + 1)
+                if position > start and behind > start + _RUN_BYTES:
+                    break
+                first, position = first + 1, behind
+            offset = start - self._bases[blob]
+            for data in pieces(self._tree, self._read, blob, offset, position - start):
+                os.pwrite(self._fd, data, start)
+                start += len(data)
+
+
+def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
+    """As `_ranges`, without a look at each file: all from the first file to the last. Nothing where
+    they lie in several blobs, or more of others between them than there is of them."""
+    c = tree.columns
+    names = plan.names(task)
+    first = c.extent_start[c.name_inode[names[0]]]
+    last = c.extent_start[c.name_inode[names[-1]] + 1] - 1
+    if last < first or c.extent_blob[first] != c.extent_blob[last]:
+        return []
+    start = c.extent_blob_offset[first]
+    end = c.extent_blob_offset[last] + c.extent_length[last]
+    if not 0 < end - start <= 2 * plan.task_bytes[task]:
+        return []
+    return [(c.extent_blob[first], start, end)]
+
+
+def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
+    """(blob, start, end) in their streams that a task needs, in the order of its places."""
+    blob = start = end = -1
+    for _, place_blob, offset, length in plan.places(tree, task):
+        if place_blob == blob and 0 <= offset - end < _GAP_BYTES:
+            end = offset + length
+            continue
+        if blob >= 0:
+            yield blob, start, end
+        blob, start, end = place_blob, offset, offset + length
+    if blob >= 0:
+        yield blob, start, end
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Sorted; what overlaps or touches is one."""
+    joined: list[Run] = []
+    blob, first, end = -1, 0, 0
+    for run in sorted(runs):
+        if run[0] == blob and run[1] <= end:
+            end = max(end, run[2])
+            continue
+        if blob >= 0:
+            joined.append((blob, first, end))
+        blob, first, end = run
+    if blob >= 0:
+        joined.append((blob, first, end))
+    return joined

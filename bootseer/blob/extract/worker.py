@@ -1,0 +1,256 @@
+"""Writes files of an extraction: what several processes do at once. `blob.extract` starts them.
+
+Each is a process of its own (`extract_process`), so this imports next to nothing; a small
+extraction uses a `Worker` in its own process. Few system calls per file, and no objects but its
+descriptor: what the kernel does is most of it.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import zstandard
+from blake3 import blake3
+
+from bootseer.blob.extract.directories import Directories
+from bootseer.blob.extract.sections import SETTINGS, taken
+from bootseer.blob.pack.stat_record import Records, put_record
+
+Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
+"""(offset, length) in the stored bytes of all blobs, one behind the other. What it gives may be
+written to, where it can be, and holds until the next call."""
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Of a zstd frame (RFC 8878, 3.1.1): in the byte behind its magic number, and at its end.
+_FLAGS, _HAS_CHECKSUM, _CHECKSUM_BYTES = 4, 1 << 2, 4
+_REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TOGETHER_BYTES = 4 << 20
+"""At most so much is decoded in one go, before the files in it are written, so most groups: what
+the processor has learned for the one is gone after the other."""
+
+
+class DamagedError(Exception):
+    """A stored frame is not what the tree says; the message says how."""
+
+
+class UnreadError(Exception):
+    """The file of a blob cannot be read; `error` says why."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.error = error
+
+
+class Worker:
+    """Carries out tasks: groups of whole files, then parts of large ones. For one thread."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, Any],
+        stored: Stored,
+        root_fd: int,
+        records: Records,
+        *,
+        looks_ahead: bool,
+    ) -> None:
+        """`columns`: those of `extract_sections`, and `name_list`, the names split; `records`: one
+        for each name, written where the column `recorded` says so. `looks_ahead`: to ask `stored`
+        for more than what is needed now costs nothing; that may be missing or half there."""
+        self._c = columns
+        self._stored = stored
+        self._records = records
+        self._settings = dict(zip(SETTINGS, columns["settings"], strict=True))
+        self._directories = Directories(
+            columns["name_list"], columns["name_parent"], columns["directory_name"], root_fd
+        )
+        self._decompressor = zstandard.ZstdDecompressor()
+        # Content of frames that come next, and which may be decoded ahead.
+        self._ready: dict[int, bytes] = {}
+        self._near = range(0)
+        self._looks_ahead = looks_ahead
+        # The frame that was needed last: its blob, and where it lies in its stream.
+        self._blob = -1
+        self._start = self._end = 0
+        self._content = memoryview(b"")
+        self.current = 0
+        """Index of the name that is written; for messages."""
+
+    def close(self) -> None:
+        """The end of its descriptors."""
+        self._directories.close()
+
+    def run(self, task: int) -> None:
+        """Raises: OSError, of the name `current`; DamagedError."""
+        group_count = len(self._c["group_start"]) - 1
+        if task < group_count:
+            self._write_group(self._c["group_start"][task], self._c["group_start"][task + 1])
+        else:
+            self._write_part(task - group_count)
+
+    def _write_group(self, first: int, end: int) -> None:
+        c = self._c
+        ids = c["files"][first:end]
+        inodes = taken(c["name_inode"], ids)
+        columns = (
+            *(taken(c[name], ids) for name in ("name_parent", "name_list")),
+            *(taken(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
+        )
+        starts, recorded, records = c["extent_start"], c["recorded"], self._records
+        file_offsets, lengths = c["extent_file_offset"], c["extent_length"]
+        blobs, blob_offsets = c["extent_blob"], c["extent_blob_offset"]
+        settings = self._settings
+        owners, own_uid, own_gid = settings["owners"], settings["uid"], settings["gid"]
+        kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
+        # What another task left may have been half there.
+        self._ready.clear()
+        self._near = self._frames_of(inodes, sum(columns[-1]))
+        last_parent, directory = -1, -1
+        for i, number, parent, name, mode, uid, gid, mtime, size in zip(
+            ids, inodes, *columns, strict=True
+        ):
+            self.current = i
+            if parent != last_parent:
+                directory, last_parent = self._directories.get(parent), parent
+            fd = os.open(name, _CREATE, mode & 0o777, dir_fd=directory)
+            try:
+                end_bytes = 0
+                for k in range(starts[number], starts[number + 1]):
+                    offset, length = file_offsets[k], lengths[k]
+                    self._write(fd, offset, blobs[k], blob_offsets[k], length)
+                    end_bytes = offset + length
+                if end_bytes != size:
+                    os.ftruncate(fd, size)
+                has_changed = False
+                if owners and (uid != own_uid or gid != own_gid):
+                    # Takes set-ID bits away, so it comes first.
+                    os.chown(fd, uid, gid)
+                    has_changed = True
+                if has_changed or mode & 0o7777 != mode & kept_bits:
+                    os.chmod(fd, mode & 0o7777)
+                os.utime(fd, ns=(atime, mtime))
+                if recorded and recorded[i]:
+                    put_record(os.fstat(fd), records, i)
+            finally:
+                os.close(fd)
+
+    def _write_part(self, number: int) -> None:
+        """The file is there already; its attributes come last."""
+        c = self._c
+        self._ready.clear()
+        self._near = range(0)
+        i = self.current = c["part_name"][number]
+        directory = self._directories.get(c["name_parent"][i])
+        fd = os.open(c["name_list"][i], _REOPEN, dir_fd=directory)
+        try:
+            places = c["places"]
+            for k in range(4 * c["part_start"][number], 4 * c["part_start"][number + 1], 4):
+                self._write(fd, *places[k : k + 4])
+        finally:
+            os.close(fd)
+
+    def _frames_of(self, inodes: Sequence[int], size_bytes: int) -> range:
+        """Those in which files of this size lie, if that is close to one another in one blob."""
+        c = self._c
+        first, last = c["extent_start"][inodes[0]], c["extent_start"][inodes[-1] + 1] - 1
+        if not self._looks_ahead or last < first:
+            return range(0)
+        blob = c["extent_blob"][first]
+        start, end = c["extent_blob_offset"][first], c["extent_blob_offset"][last]
+        if c["extent_blob"][last] != blob or not 0 <= end - start <= 2 * size_bytes:
+            return range(0)
+        end += c["extent_length"][last]
+        return range(self._frame_at(blob, start), self._frame_at(blob, end - 1) + 1)
+
+    def _frame_at(self, blob: int, offset: int) -> int:
+        """The number in the columns of the frame of a blob in which a place of its stream lies."""
+        c = self._c
+        # Each blob has one offset more than frames: that of its end.
+        first, end = c["blob_frame"][blob] + blob, c["blob_frame"][blob + 1] + blob
+        return bisect_right(c["frame_stream_offset"], offset, first, end) - 1
+
+    def _write(self, fd: int, offset: int, blob: int, blob_offset: int, length: int) -> None:
+        while True:
+            # Most files lie wholly in the frame of the one before.
+            if blob != self._blob or not self._start <= blob_offset < self._end:
+                c = self._c
+                if c["blob_frame"][blob] == c["blob_frame"][blob + 1]:
+                    # Stored as the stream itself.
+                    base = c["blob_base"][blob]
+                    _write_all(fd, memoryview(self._stored(base + blob_offset, length)), offset)
+                    return
+                self._have(self._frame_at(blob, blob_offset), blob)
+            start = blob_offset - self._start
+            data = self._content[start : start + length]
+            _write_all(fd, data, offset)
+            count = len(data)
+            if count == length:
+                return
+            offset, blob_offset, length = offset + count, blob_offset + count, length - count
+
+    def _have(self, frame: int, blob: int) -> None:
+        """Have frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
+        if frame not in self._ready:
+            behind = frame + 1
+            if frame in self._near:
+                starts, end = self._c["frame_stream_offset"], self._near.stop + 1
+                limit = bisect_right(starts, starts[frame] + _TOGETHER_BYTES, behind, end) - 1
+                behind = max(behind, limit)
+            try:
+                self._ready = self._all_decoded(range(frame, behind), blob)
+            except DamagedError:
+                # Perhaps of one that is not needed, which lies between others.
+                self._near = range(0)
+                self._ready = self._all_decoded(range(frame, frame + 1), blob)
+        self._content = memoryview(self._ready.pop(frame))
+        self._blob = blob
+        self._start, self._end = self._c["frame_stream_offset"][frame : frame + 2]
+
+    def _all_decoded(self, frames: range, blob: int) -> dict[int, bytes]:
+        """The content of some frames of a blob. Raises: DamagedError."""
+        offsets = self._c["frame_offset"]
+        start = offsets[frames.start]
+        data = memoryview(self._stored(start, offsets[frames.stop] - start))
+        content = {}
+        for frame in frames:
+            piece = data[offsets[frame] - start : offsets[frame + 1] - start]
+            content[frame] = self._decoded(frame, blob, piece)
+        return content
+
+    def _decoded(self, frame: int, blob: int, data: memoryview) -> bytes:
+        """The content of a frame of which `data` is stored. Raises: DamagedError."""
+        c = self._c
+        offset, end = c["frame_offset"][frame : frame + 2]
+        start_bytes, end_bytes = c["frame_stream_offset"][frame : frame + 2]
+        wanted = end_bytes - start_bytes
+        place = f"the frame at offset {offset - c['blob_base'][blob]}"
+        if len(data) != end - offset:
+            raise DamagedError(f"{place} has {len(data)} bytes instead of {end - offset}")
+        if not self._settings["is_verified"]:
+            at = 32 * (frame - blob)
+            if blake3(data).digest() != c["frame_digests"][at : at + 32]:
+                raise DamagedError(f"{place} does not match its digest")
+        try:
+            # Before anything is allocated for it.
+            if zstandard.frame_content_size(data) != wanted:
+                raise DamagedError(f"{place} announces a wrong length")
+            if not data.readonly and data[_FLAGS] & _HAS_CHECKSUM:
+                # Its digest has been found right, which tells more than its checksum would.
+                data[_FLAGS] &= ~_HAS_CHECKSUM
+                data = data[:-_CHECKSUM_BYTES]
+            content = self._decompressor.decompress(
+                data, max_output_size=wanted, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise DamagedError(f"{place} cannot be decompressed: {error}") from error
+        if len(content) != wanted:
+            raise DamagedError(f"{place} has a wrong length")
+        return content
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    count = os.pwrite(fd, data, offset)
+    while count < len(data):
+        offset += count
+        data = data[count:]
+        count = os.pwrite(fd, data, offset)

@@ -1,0 +1,219 @@
+"""What one process does of an extraction: directories, large files' lengths, and at last links,
+special files, and attributes that come last.
+
+`make_large_files` before the tasks, `make_directories` before each of them, `finish` after them.
+For one thread at a time.
+"""
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+
+from msgspec import Struct
+
+from bootseer.blob.extract.directories import Directories
+from bootseer.blob.extract.plan import Plan
+from bootseer.blob.extract.sections import Section
+from bootseer.blob.pack.stat_record import Records, put_directory, put_record
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, from_oserror
+
+_log = logging.getLogger(__name__)
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EINVAL)
+
+
+class Settings(Struct, frozen=True):
+    """What the process and the file system give to a file that we create."""
+
+    owners: bool
+    umask: int
+    uid: int
+    gid: int
+    atime_ns: int
+    """Later than any mtime, or relatime would write the inode again at the first read."""
+
+
+class Skipped(Struct):
+    """Counts of attributes that could not be set."""
+
+    owners: int = 0
+    xattrs: int = 0
+    set_id_bits: int = 0
+
+
+class Writer:
+    """The state of one extraction."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        plan: Plan,
+        columns: Mapping[str, Section],
+        root_fd: int,
+        settings: Settings,
+    ) -> None:
+        """`columns`: as the workers have them."""
+        self.skipped = Skipped()
+        self._tree = tree
+        self._plan = plan
+        self._root_fd = root_fd
+        self._settings = settings
+        c = tree.columns
+        self._names, self._parents, self._inodes = c.names, c.name_parent, c.name_inode
+        self._modes = columns["mode"]
+        name_of = columns["directory_name"]
+        assert not isinstance(name_of, bytes)
+        self._name_of = name_of
+        self._is_made = bytearray(tree.inode_count)
+        self._is_made[0] = 1
+        self._directories = Directories(c.names, c.name_parent, name_of, root_fd)
+        if not settings.owners:
+            own = (settings.uid, settings.gid)
+            self.skipped.owners = sum(owner != own for owner in zip(c.uid, c.gid, strict=True))
+            self.skipped.set_id_bits = sum(map(int.__ne__, c.mode, self._modes))
+            if self.skipped.set_id_bits:
+                _log.warning("set-user-ID and set-group-ID bits are left out without owners")
+
+    def close(self) -> None:
+        """Close all directories."""
+        self._directories.close()
+
+    def make_directories(self, task: int) -> None:
+        """Those that a task writes into, private for now."""
+        for i in self._plan.names(task):
+            if not self._is_made[self._parents[i]]:
+                self._make_directory(self._parents[i])
+
+    def _make_directory(self, number: int) -> None:
+        """With all above it that are missing."""
+        missing = []
+        while not self._is_made[number]:
+            missing.append(number)
+            number = self._parents[self._name_of[number]]
+        for number in reversed(missing):
+            i = self._name_of[number]
+            with self.naming(i):
+                os.mkdir(self._names[i], 0o700, dir_fd=self._directories.get(self._parents[i]))
+            self._is_made[number] = 1
+
+    def make_large_files(self) -> None:
+        """The files whose parts come later, at their full length."""
+        sizes = self._tree.columns.size_bytes
+        for i in self._plan.large:
+            self._make_directory(self._parents[i])
+            with self.naming(i):
+                directory = self._directories.get(self._parents[i])
+                fd = os.open(self._names[i], _CREATE, 0o600, dir_fd=directory)
+                try:
+                    os.ftruncate(fd, sizes[self._inodes[i]])
+                finally:
+                    os.close(fd)
+
+    def finish(self) -> None:
+        """Directories that hold no files; attributes of large files; links and special files; last
+        the directories' attributes, the innermost first."""
+        for i in self._plan.directories:
+            self._make_directory(self._inodes[i])
+        for i in self._plan.large:
+            self._finish_name(i)
+        for i in self._plan.with_xattrs:
+            with self.naming(i):
+                self._set_xattrs(*self._entry(i))
+        for i in self._plan.others:
+            with self.naming(i):
+                self._make_other(i)
+            self._finish_name(i)
+        for i, first in self._plan.links:
+            with self.naming(i):
+                os.link(
+                    self._names[first],
+                    self._names[i],
+                    src_dir_fd=self._directories.get(self._parents[first]),
+                    dst_dir_fd=self._directories.get(self._parents[i]),
+                    follow_symlinks=False,
+                )
+        for i in reversed(self._plan.directories):
+            self._finish_name(i)
+        self._finish(0, b".", self._root_fd)
+
+    def record(self, recorded: bytes, records: Records) -> None:
+        """What has been made or changed after the tasks, and the root. See `extract`."""
+        plan = self._plan
+        late = chain(plan.large, plan.with_xattrs, plan.others, *plan.links)
+        for put, names in ((put_directory, plan.directories), (put_record, late)):
+            for i in filter(recorded.__getitem__, names):
+                with self.naming(i):
+                    directory = self._directories.get(self._parents[i])
+                    status = os.stat(self._names[i], dir_fd=directory, follow_symlinks=False)
+                    put(status, records, i)
+        put_directory(os.fstat(self._root_fd), records, self._tree.name_count)
+
+    @contextmanager
+    def naming(self, i: int) -> Iterator[None]:
+        """Give an OSError the path that it happened on."""
+        try:
+            yield
+        except BootseerError:
+            raise
+        except OSError as error:
+            raise self.error_at(i, error) from error
+
+    def error_at(self, i: int, error: OSError) -> BootseerError:
+        """What to raise when name `i` could not be written."""
+        path = self._tree.path(self._parents[i])
+        shown = os.fsdecode(os.path.join(path, self._names[i]))
+        return from_oserror(error, f"write {shown}")
+
+    def _entry(self, i: int) -> tuple[int, bytes, int]:
+        """(inode number, name, descriptor of its directory)"""
+        return self._inodes[i], self._names[i], self._directories.get(self._parents[i])
+
+    def _finish_name(self, i: int) -> None:
+        with self.naming(i):
+            self._finish(*self._entry(i))
+
+    def _finish(self, number: int, name: bytes, directory: int) -> None:
+        """All attributes of what is there as 0600 or 0700. Order matters: chown clears set-ID bits
+        and capabilities, chmod and setxattr change no times that utime would not set right."""
+        settings = self._settings
+        columns = self._tree.columns
+        uid, gid = columns.uid[number], columns.gid[number]
+        if settings.owners and (uid, gid) != (settings.uid, settings.gid):
+            os.chown(name, uid, gid, dir_fd=directory, follow_symlinks=False)
+        mode = self._modes[number]
+        if not stat.S_ISLNK(mode):
+            os.chmod(name, stat.S_IMODE(mode), dir_fd=directory)
+        self._set_xattrs(number, name, directory)
+        times = (settings.atime_ns, columns.mtime_ns[number])
+        os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
+
+    def _set_xattrs(self, number: int, name: bytes, directory: int) -> None:
+        columns = self._tree.columns
+        if not columns.xattr[number]:
+            return
+        path = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
+        for attribute, value in columns.xattr_sets[columns.xattr[number] - 1]:
+            try:
+                os.setxattr(path, attribute, value, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+                if not self.skipped.xattrs:
+                    shown = os.fsdecode(attribute)
+                    _log.warning("cannot set the extended attribute %s: %s", shown, error.strerror)
+                self.skipped.xattrs += 1
+
+    def _make_other(self, i: int) -> None:
+        number, name, directory = self._entry(i)
+        mode = self._modes[number]
+        if stat.S_ISLNK(mode):
+            os.symlink(self._tree.link_target(number), name, dir_fd=directory)
+        else:
+            rdev = self._tree.columns.rdev[number]
+            os.mknod(name, mode & ~0o7777 | 0o600, rdev, dir_fd=directory)

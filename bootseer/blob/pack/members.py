@@ -1,0 +1,169 @@
+"""Writes members to a blob's tar stream and collects the tree on the way.
+
+Alone owns how a member is laid out and cut into frames. Not thread-safe: one caller.
+"""
+
+import stat
+from collections.abc import Callable, Sequence
+
+from bootseer.blob.build import build_tree
+from bootseer.blob.pack.plain_writer import StreamWriter
+from bootseer.blob.tar.header import END, member_header, padding
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.content_digest import ContentHasher, content_digest
+
+ZEROS_HASHED_MAX = 1024**3
+"""A sparse file with more bytes of holes than this has no content digest: hashing zeros for
+minutes would buy nothing, since its frames are verified and its holes are in the tree."""
+
+HEADS = b".bootseer-heads"
+"""The member with the first bytes of files whose other bytes lie elsewhere."""
+
+_ZEROS = bytes(1024 * 1024)
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, length)`: exactly that many bytes of the file being packed, or an exception."""
+
+
+class Members:
+    """Members in the order of `Tree.walk`, each directory before what it holds."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._names: list[tuple[bytes, int]] = []
+        self._inodes: list[Inode] = []
+        self._elsewhere: set[int] = set()
+        # (inode number, its first bytes)
+        self._heads: list[tuple[int, bytes]] = []
+
+    def add_plain(self, path: bytes, inode: Inode) -> int:
+        """A member without content. Returns its inode number."""
+        self._put(member_header(path, inode))
+        return self._added(path, inode)
+
+    def add_hard_link(self, path: bytes, number: int, target: bytes) -> None:
+        """Another name of inode `number`, whose earlier path is `target`."""
+        if number not in self._elsewhere:
+            self._put(member_header(path, self._inodes[number], hard_link_to=target))
+        self._names.append((path, number))
+
+    def add_small(self, path: bytes, inode: Inode, content: bytes) -> int:
+        """A regular file whose whole content is at hand: it stays within one frame."""
+        header = member_header(path, inode)
+        member = b"".join((header, content, padding(len(content))))
+        self._writer.reserve(len(member))
+        offset = self._writer.position + len(header)
+        self._writer.write(member)
+        extents = (Extent(0, 0, offset, len(content)),) if content else ()
+        digest = content_digest(content)
+        return self._added(path, _with_content(inode, extents, digest))
+
+    def add_large(
+        self,
+        path: bytes,
+        inode: Inode,
+        read: Read,
+        segments: Sequence[tuple[int, int]] | None = None,
+    ) -> int:
+        """A regular file that is read piece by piece; its content starts a frame of its own.
+
+        With `segments` only those parts are read, the rest are holes.
+        """
+        size = inode.size_bytes
+        if segments is None:
+            header = member_header(path, inode)
+            segments = [(0, size)]
+        else:
+            # GNU tar makes a file that ends in a hole as long as it should be only if told so.
+            ends_in_hole = not segments or sum(segments[-1]) < size
+            listed = [*segments, (size, 0)] if ends_in_hole else segments
+            header = member_header(path, inode, segments=listed)
+        self._put(header)
+        self._writer.cut()
+        stored = sum(length for _, length in segments)
+        hasher = ContentHasher() if size - stored <= ZEROS_HASHED_MAX else None
+        extents = []
+        hashed = 0
+        left = stored
+        for start, length in segments:
+            if not length:
+                continue
+            extents.append(Extent(start, 0, self._writer.position, length))
+            if hasher:
+                hash_zeros(hasher, start - hashed)
+            for offset in range(start, start + length, self._writer.frame_bytes):
+                piece = read(offset, min(self._writer.frame_bytes, start + length - offset))
+                if hasher:
+                    hasher.update(piece)
+                left -= len(piece)
+                self._writer.write(piece if left else piece + padding(stored))
+            hashed = start + length
+        if hasher:
+            hash_zeros(hasher, size - hashed)
+        digest = hasher.digest() if hasher else None
+        return self._added(path, _with_content(inode, tuple(extents), digest))
+
+    def add_elsewhere(
+        self, path: bytes, inode: Inode, extents: tuple[Extent, ...], digest: bytes, head: bytes
+    ) -> int:
+        """A regular file whose content is in other blobs: it is in the tree, and no member.
+
+        But for its first bytes, `head`, if they are others."""
+        number = self._added(path, _with_content(inode, extents, digest))
+        self._elsewhere.add(number)
+        if head:
+            self._heads.append((number, head))
+        return number
+
+    def finish(self, others: Sequence[Blob] = ()) -> Tree:
+        """Write the end of the archive; the tree of all that was added. `others`: the blobs that
+        `add_elsewhere` named, which this one comes before."""
+        if self._heads:
+            self._add_heads()
+        self._writer.write(END)
+        return build_tree(self._names, self._inodes, [self._writer.finish(), *others])
+
+    def _add_heads(self) -> None:
+        """All in one member that is not in the tree: thousands of them take a frame or two."""
+        content = b"".join(head for _, head in self._heads)
+        self._put(member_header(HEADS, Inode(stat.S_IFREG | 0o600, size_bytes=len(content))))
+        self._writer.cut()
+        position = self._writer.position
+        padded = content + padding(len(content))
+        for offset in range(0, len(padded), self._writer.frame_bytes):
+            self._writer.write(padded[offset : offset + self._writer.frame_bytes])
+        for number, head in self._heads:
+            inode = self._inodes[number]
+            extents = (Extent(0, 0, position, len(head)), *inode.extents)
+            self._inodes[number] = _with_content(inode, extents, inode.digest)
+            position += len(head)
+
+    def _put(self, header: bytes) -> None:
+        self._writer.reserve(len(header))
+        self._writer.write(header)
+
+    def _added(self, path: bytes, inode: Inode) -> int:
+        self._inodes.append(inode)
+        number = len(self._inodes) - 1
+        self._names.append((path, number))
+        return number
+
+
+def _with_content(inode: Inode, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
+    """A general `replace` takes three times as long, which shows at 100,000 files."""
+    return Inode(
+        inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.size_bytes, inode.rdev,
+        inode.link_target, inode.xattrs, extents, digest,
+    )  # fmt: skip
+
+
+def hash_zeros(hasher: ContentHasher, count: int) -> None:
+    """Hash the bytes of a hole."""
+    while count > 0:
+        hasher.update(_ZEROS[:count] if count < len(_ZEROS) else _ZEROS)
+        count -= len(_ZEROS)
+
+
+def plain_size(mode: int, link_target: bytes) -> int:
+    """st_size of something without content: a symlink is as long as its target."""
+    return len(link_target) if stat.S_ISLNK(mode) else 0

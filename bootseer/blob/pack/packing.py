@@ -1,0 +1,271 @@
+"""Makes a blob and its tree, from a directory or from a tar stream.
+
+The walk is `blob.scan`, the tar parser `blob.tar_reader`, the layout `blob.members`, compression
+`blob.frame_writer`. The same input, level and frame size give the same bytes, whatever the number
+of threads. A function call is one packing; several may run in parallel.
+"""
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import BinaryIO
+
+from msgspec import Struct, field
+
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.members import Members, plain_size
+from bootseer.blob.pack.plain_writer import PlainWriter, StreamWriter
+from bootseer.blob.pack.scan import Entry, data_segments, scan, xattrs_of
+from bootseer.blob.pack.stat_record import bounded_time_ns
+from bootseer.blob.pack.tar_packing import pack_tar
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.errors import BootseerError, BusyError, from_oserror
+from bootseer.text.shown import quoted
+
+__all__ = ["pack_directory", "pack_tar", "tar_directory"]
+
+_log = logging.getLogger(__name__)
+
+# O_NONBLOCK: a fifo swapped in for the file must not hang us.
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_READ_ATTEMPTS = 3
+
+
+class Elsewhere(Struct, frozen=True):
+    """Where the content of a file lies already."""
+
+    extents: tuple[Extent, ...]
+    """Without holes; blobs are numbered in the tree to be, where 0 is the new one. They begin
+    behind `head`."""
+    digest: bytes
+    status: os.stat_result
+    """Of the file when it was found to have that content."""
+    head: bytes = b""
+    """Its first bytes, where they are others."""
+
+
+class Others(Struct, frozen=True):
+    """What a directory has in common with blobs that are stored already."""
+
+    blobs: Sequence[Blob] = ()
+    files: Mapping[bytes, Elsewhere] = field(default_factory=dict)
+    """By path, each name of a hard-linked file."""
+
+
+_NO_OTHERS = Others()
+_NO_IDENTITIES: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
+
+
+def pack_directory(
+    root: str | os.PathLike[str],
+    sink: BinaryIO,
+    *,
+    paths: Iterable[bytes] | None = None,
+    exclude: Iterable[str | bytes] = (),
+    one_file_system: bool = False,
+    others: Others = _NO_OTHERS,
+    identities: Mapping[bytes, tuple[int, int]] = _NO_IDENTITIES,
+    level: int = 3,
+    frame_bytes: int = FRAME_BYTES,
+    threads: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """Write the blob of everything below `root` to `sink` (buffered); returns its tree.
+
+    `paths`: only these (relative, b"usr/lib/x") and the directories leading to them, a directory
+    among them without what it holds. `exclude`: glob patterns; one with "/" is matched against the
+    whole relative path, any other against each name. Sockets are left out, with a warning.
+    What is in `others`, and has not changed since, is not packed: the tree says where it is.
+    `identities`: by path, what two names of one file have in common where stat does not tell.
+    `on_progress` is called with counts of uncompressed bytes done.
+
+    Raises: NotFoundError, PermissionDeniedError (naming the file that cannot be read), BusyError
+    (a file changed while being read), OSError of the sink. What is in `sink` then is garbage.
+    """
+    with FrameWriter(
+        sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
+    ) as writer:
+        entries = scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
+        return _write(root, entries, writer, others, identities)
+
+
+def tar_directory(
+    root: str | os.PathLike[str],
+    sink: Callable[[bytes], object],
+    *,
+    one_file_system: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """Give `sink` the tar stream of which `pack_directory` makes its blob; the tree is the same but
+    for that blob. `pack_tar` of the stream then gives that blob, too.
+
+    Raises: as `pack_directory`.
+    """
+    entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
+    return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS, _NO_IDENTITIES)
+
+
+def _write(
+    root: str | os.PathLike[str],
+    entries: Iterable[Entry],
+    writer: StreamWriter,
+    others: Others,
+    identities: Mapping[bytes, tuple[int, int]],
+) -> Tree:
+    first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
+    members = Members(writer)
+    for entry in entries:
+        status = entry.status
+        identity = identities.get(entry.path) or (status.st_dev, status.st_ino)
+        known = first_names.get(identity)
+        if known is not None:
+            members.add_hard_link(entry.path, *known)
+            continue
+        try:
+            number = _add(members, writer, entry, others.files.get(entry.path))
+        except _ReadError as error:
+            shown = os.fsdecode(os.path.join(os.fsencode(root), entry.path))
+            raise error.explain(shown) from error.__cause__
+        if number is not None and status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            first_names[identity] = (number, entry.path)
+    return members.finish(others.blobs)
+
+
+class _ReadError(Exception):
+    """The source could not be read: told apart from failures of the sink, OSErrors as well."""
+
+    def explain(self, shown: str) -> BootseerError:
+        cause = self.__cause__
+        if isinstance(cause, OSError) and cause.errno not in (errno.ENOENT, errno.ELOOP):
+            return from_oserror(cause, f"read {shown}")
+        return BusyError(f"{shown} changed while being packed: try again when nothing writes to it")
+
+
+def _add(
+    members: Members, writer: StreamWriter, entry: Entry, elsewhere: Elsewhere | None
+) -> int | None:
+    status = entry.status
+    mode = status.st_mode
+    if stat.S_ISREG(mode):
+        try:
+            fd = os.open(entry.name, _OPEN_FILE, dir_fd=entry.fd)
+        except OSError as error:
+            raise _ReadError from error
+        try:
+            if (
+                elsewhere is not None
+                and (inode := _as_it_was(entry.path, fd, elsewhere.status)) is not None
+            ):
+                return members.add_elsewhere(
+                    entry.path, inode, elsewhere.extents, elsewhere.digest, elsewhere.head
+                )
+            return _add_file(members, writer, entry.path, fd)
+        finally:
+            os.close(fd)
+    if stat.S_ISSOCK(mode):
+        _log.warning("the socket %s is left out", os.fsdecode(entry.path))
+        return None
+    try:
+        target = b""
+        if stat.S_ISDIR(mode):
+            xattrs = xattrs_of(entry.fd)
+        else:
+            xattrs = xattrs_of(f"/proc/self/fd/{entry.fd}/{os.fsdecode(entry.name)}")
+            if stat.S_ISLNK(mode):
+                target = os.readlink(entry.name, dir_fd=entry.fd)
+    except OSError as error:
+        raise _ReadError from error
+    return members.add_plain(entry.path, _inode(entry.path, status, xattrs, target))
+
+
+def _inode(
+    path: bytes,
+    status: os.stat_result,
+    xattrs: tuple[tuple[bytes, bytes], ...],
+    target: bytes = b"",
+) -> Inode:
+    mode = status.st_mode
+    mtime_ns = bounded_time_ns(status.st_mtime_ns)
+    if mtime_ns != status.st_mtime_ns:
+        _log.warning("%s was changed after 2262, and is stored as of then", quoted(path))
+    is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+    return Inode(
+        mode,
+        status.st_uid,
+        status.st_gid,
+        mtime_ns,
+        status.st_size if stat.S_ISREG(mode) else plain_size(mode, target),
+        status.st_rdev if is_device else 0,
+        target,
+        xattrs,
+    )
+
+
+def _as_it_was(path: bytes, fd: int, before: os.stat_result) -> Inode | None:
+    """The open file's attributes, if it has not changed and is to be stored without holes."""
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != before.st_ino or not _unchanged(fd, before):
+            return None
+        if status.st_blocks * 512 < status.st_size and data_segments(fd, status.st_size) != [
+            (0, status.st_size)
+        ]:
+            return None
+        return _inode(path, status, xattrs_of(fd))
+    except OSError as error:
+        raise _ReadError from error
+
+
+def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> int:
+    try:
+        for _ in range(_READ_ATTEMPTS):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise _ReadError
+            if status.st_size >= writer.frame_bytes:
+                break
+            content = os.pread(fd, status.st_size + 1, 0)
+            if len(content) == status.st_size and _unchanged(fd, status):
+                return members.add_small(path, _inode(path, status, xattrs_of(fd)), content)
+        else:
+            raise _ReadError
+        segments = None
+        # Fewer blocks than bytes: holes, or a file system that compresses; the segments tell.
+        if status.st_blocks * 512 < status.st_size:
+            segments = data_segments(fd, status.st_size)
+            if segments == [(0, status.st_size)]:
+                segments = None
+        inode = _inode(path, status, xattrs_of(fd))
+    except OSError as error:
+        raise _ReadError from error
+
+    def read(offset: int, length: int) -> bytes:
+        try:
+            data = os.pread(fd, length, offset)
+            while 0 < len(data) < length:
+                more = os.pread(fd, length - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise _ReadError from error
+        if len(data) != length:
+            raise _ReadError
+        return data
+
+    number = members.add_large(path, inode, read, segments)
+    if not _unchanged(fd, status):
+        raise _ReadError
+    return number
+
+
+def _unchanged(fd: int, before: os.stat_result) -> bool:
+    after = os.fstat(fd)
+    return (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == (
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )

@@ -1,0 +1,306 @@
+"""Makes a blob from a tar stream, unchanged: only cut into frames, and read for its tree.
+
+Because the stream is copied byte for byte, the blob of a container layer keeps the layer's
+DiffID. What the tree shows is what unpacking the archive in order would give: a later member
+replaces an earlier one, a path leads through symbolic links inside the root, parents that the
+archive does not mention are made. One call is one packing.
+"""
+
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO
+
+from bootseer.blob.build import build_tree
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
+from bootseer.blob.tar.header import BLOCK
+from bootseer.blob.tar.reader import Member, Readable, TarReader
+from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.content_digest import ContentHasher, content_digest
+from bootseer.errors import CorruptError, InvalidInputError
+from bootseer.text.shown import quoted
+
+IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
+"""Stands for a directory that the archive does not mention; compare with `is`."""
+_SYMLINKS_MAX = 40
+"""As the kernel's own limit for one path."""
+_STEPS_MAX = 4096
+"""Folders on the way to one member, those that links lead through included."""
+_MEMORY_BYTES_MAX = 4 * 2**30
+"""What the names and attributes of one archive may take while it is read: some four million files,
+or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
+_EMPTY_DIGEST = content_digest(b"")
+_NAME_COST_BYTES = 800
+_EXTENT_COST_BYTES = 160
+_XATTR_COST_BYTES = 200
+
+
+def pack_tar(
+    stream: Readable,
+    sink: BinaryIO,
+    *,
+    level: int = 3,
+    frame_bytes: int = FRAME_BYTES,
+    threads: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """Write the blob of an uncompressed tar archive to `sink` (buffered); returns its tree.
+
+    Names lose a leading "/" or "./"; whiteouts (".wh.x") are plain files here. `stream` needs
+    only `read` and is read to its end. `on_progress` is called with counts of bytes done.
+
+    Raises: CorruptError for anything malformed: a wrong checksum, a name with "..", a hard link
+    to a name that does not precede it; UnsupportedError for multi-volume archives. What is in
+    `sink` then is garbage.
+    """
+    with FrameWriter(
+        sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
+    ) as writer:
+        reader = TarReader(stream)
+        unpacked = Unpacked()
+        for member in reader:
+            extents, digest = copy_member(reader, writer, member)
+            unpacked.add(member, extents, digest)
+        copy_end(reader, writer)
+        return unpacked.tree(writer.finish())
+
+
+def copy_member(
+    reader: TarReader, writer: FrameWriter, member: Member
+) -> tuple[tuple[Extent, ...], bytes | None]:
+    """Move one member and its content from the reader to the writer.
+
+    Returns where the content is in the blob's stream, and its digest.
+    """
+    stored = member.stored_bytes
+    padded = stored + -stored % BLOCK
+    is_small = member.segments is None and stored < writer.frame_bytes
+    writer.reserve(len(member.raw) + (padded if is_small else 0))
+    extents = extents_of(member, writer.position + len(member.raw))
+    if is_small:
+        content = memoryview(reader.view_padded(stored))
+        writer.write(member.raw, content)
+        return extents, content_digest(content[:stored]) if stored else _EMPTY_DIGEST
+    writer.write(member.raw)
+    writer.cut()
+    segments = member.segments if member.segments is not None else [(0, stored)]
+    pieces = _copied_pieces(reader, writer, stored, segments)
+    return extents, _digest(pieces, segments, member.size_bytes)
+
+
+def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
+    """Where the member's content is in a stream that has it from offset `start` on."""
+    extents = []
+    segments = [(0, member.stored_bytes)] if member.segments is None else member.segments
+    for offset, length in segments:
+        if length:
+            extents.append(Extent(offset, 0, start, length))
+            start += length
+    return tuple(extents)
+
+
+def copy_end(reader: TarReader, writer: FrameWriter) -> None:
+    """Move what follows the last member."""
+    rest = reader.rest + reader.take_up_to(writer.frame_bytes - len(reader.rest))
+    while rest:
+        writer.write(rest)
+        rest = reader.take_up_to(writer.frame_bytes)
+
+
+def _copied_pieces(
+    reader: TarReader, writer: FrameWriter, stored: int, segments: Iterable[tuple[int, int]]
+) -> Iterator[bytes | memoryview]:
+    left = stored
+    for _, length in segments:
+        # No piece spans two segments: cut as `members` does, so that a directory's tar gives the
+        # directory's blob.
+        while length:
+            piece = reader.view(min(writer.frame_bytes, length))
+            left -= len(piece)
+            length -= len(piece)
+            yield piece
+            writer.write(piece if left else bytes(piece) + reader.take_padding(stored))
+
+
+def _digest(
+    pieces: Iterable[bytes | memoryview], segments: Iterable[tuple[int, int]], size_bytes: int
+) -> bytes | None:
+    """Of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
+    segments = [segment for segment in segments if segment[1]]
+    holes = size_bytes - sum(length for _, length in segments)
+    if holes > ZEROS_HASHED_MAX:
+        for _ in pieces:
+            pass
+        return None
+    hasher = ContentHasher()
+    following = iter(segments)
+    position = left = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            if not left:
+                offset, left = next(following)
+                hash_zeros(hasher, offset - position)
+                position = offset
+            part = view[:left]
+            hasher.update(part)
+            position += len(part)
+            left -= len(part)
+            view = view[len(part) :]
+    hash_zeros(hasher, size_bytes - position)
+    return hasher.digest()
+
+
+class Unpacked:
+    """What the members so far would have made on disk.
+
+    `prefetch` derives from it for layers, which stand on others: it may override `add` and
+    `_remove`, and use `_locate`, `_charge`, `_names` (path -> inode number) and `_inodes`.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[bytes, int] = {b"": 0}
+        self._inodes: list[Inode] = [IMPLIED_DIRECTORY]
+        self._inside: dict[bytes, set[bytes]] | None = None
+        """Folder -> paths in it. Made when the first folder is replaced; mostly none is."""
+        self._memory_bytes = 0
+
+    def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
+        if member.is_label:
+            return
+        path = self._locate(member.path)
+        known = self._names.get(path)
+        if member.is_hard_link:
+            target = self._names.get(self._locate(member.link))
+            if target is None or stat.S_ISDIR(self._inodes[target].mode) or not path:
+                raise CorruptError(
+                    f"the tar archive links {quoted(member.path)} to {quoted(member.link)}, "
+                    "which is no file that precedes it"
+                )
+            if known != target:
+                self._remove(path)
+                self._set(path, target)
+            return
+        inode = _inode(member, extents, digest)
+        cost = len(extents) * _EXTENT_COST_BYTES + len(inode.link_target)
+        if inode.xattrs:
+            cost += sum(len(n) + len(v) + _XATTR_COST_BYTES for n, v in inode.xattrs)
+        self._charge(cost)
+        if known is not None and self._is_directory(known) and stat.S_ISDIR(inode.mode):
+            self._inodes[known] = inode
+            return
+        if not path:
+            raise CorruptError("the tar archive replaces its root by something else")
+        self._remove(path)
+        self._set(path, len(self._inodes))
+        self._inodes.append(inode)
+
+    def tree(self, blob: Blob) -> Tree:
+        """Inodes are numbered in the order of `Tree.walk`, whatever the archive's order was."""
+        numbers: dict[int, int] = {}
+        # By their parts: a name holds no NUL, which is less than all that it may hold.
+        paths = sorted(self._names, key=lambda path: path.replace(b"/", b"\0"))
+        for path in paths:
+            numbers.setdefault(self._names[path], len(numbers))
+        names = ((path, numbers[self._names[path]]) for path in paths)
+        try:
+            return build_tree(names, [self._inodes[number] for number in numbers], [blob])
+        except InvalidInputError as error:
+            raise CorruptError(f"the tar archive is malformed: {error}") from error
+
+    def _is_directory(self, number: int | None) -> bool:
+        return number is not None and stat.S_ISDIR(self._inodes[number].mode)
+
+    def _set(self, path: bytes, number: int) -> None:
+        self._charge(len(path) + _NAME_COST_BYTES)
+        self._names[path] = number
+        if self._inside is not None:
+            self._inside.setdefault(path.rpartition(b"/")[0], set()).add(path)
+
+    def _charge(self, memory_bytes: int) -> None:
+        self._memory_bytes += memory_bytes
+        if self._memory_bytes > _MEMORY_BYTES_MAX:
+            raise CorruptError(
+                "the tar archive's names and attributes would take more than "
+                f"{_MEMORY_BYTES_MAX >> 30} GiB of memory; split it into several layers"
+            )
+
+    def _remove(self, path: bytes) -> list[bytes]:
+        """Forget what is at `path` and below; returns the folders among that."""
+        number = self._names.pop(path, None)
+        if self._inside is not None:
+            self._inside.get(path.rpartition(b"/")[0], set()).discard(path)
+        if not self._is_directory(number):
+            return []
+        if self._inside is None:
+            self._inside = {}
+            for name in self._names:
+                if name:
+                    self._inside.setdefault(name.rpartition(b"/")[0], set()).add(name)
+        gone = [path]
+        for folder in gone:
+            for name in self._inside.pop(folder, ()):
+                if self._is_directory(self._names.pop(name)):
+                    gone.append(name)
+        return gone
+
+    def _locate(self, path: bytes) -> bytes:
+        """Where a member's path leads: its parent exists after this."""
+        parts = [part for part in path.split(b"/") if part not in (b"", b".")]
+        if b".." in parts:
+            raise CorruptError(f'the tar archive holds {quoted(path)}: ".." is not allowed')
+        if not parts:
+            return b""
+        parent = b"/".join(parts[:-1])
+        if not self._is_directory(self._names.get(parent)):
+            parent = self._make_parent(parts[:-1])
+        return parent + b"/" + parts[-1] if parent else parts[-1]
+
+    def _make_parent(self, parts: list[bytes]) -> bytes:
+        """Follow symbolic links inside the root, and make what is missing."""
+        current: list[bytes] = []
+        left = parts[::-1]
+        followed = steps = 0
+        while left:
+            part = left.pop()
+            steps += 1
+            if followed > _SYMLINKS_MAX or steps > _STEPS_MAX:
+                path = b"/".join(parts)
+                raise CorruptError(f"the tar archive's {quoted(path)} leads through too many links")
+            if part == b"..":
+                current = current[:-1]
+                continue
+            path = b"/".join([*current, part])
+            number = self._names.get(path)
+            if number is None:
+                self._set(path, len(self._inodes))
+                self._inodes.append(IMPLIED_DIRECTORY)
+            elif stat.S_ISLNK(self._inodes[number].mode):
+                target = self._inodes[number].link_target
+                followed += 1
+                if target.startswith(b"/"):
+                    current = []
+                left += [p for p in target.split(b"/")[::-1] if p not in (b"", b".")]
+                continue
+            elif not self._is_directory(number):
+                raise CorruptError(f"the tar archive puts something into {quoted(path)}, a file")
+            current.append(part)
+        return b"/".join(current)
+
+
+def _inode(member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
+    mode = member.mode
+    is_file = stat.S_ISREG(mode)
+    target = member.link if stat.S_ISLNK(mode) else b""
+    return Inode(
+        mode,
+        member.uid,
+        member.gid,
+        member.mtime_ns,
+        member.size_bytes if is_file else plain_size(mode, target),
+        member.rdev,
+        target,
+        member.xattrs,
+        extents if is_file else (),
+        digest if is_file else None,
+    )

@@ -1,0 +1,1 @@
+"""Tar streams: headers, sparse files, and a strict reader."""

@@ -1,0 +1,294 @@
+"""A strict streaming parser of tar archives: ustar, GNU and PAX, sparse files of all four kinds.
+
+What it makes of odd archives is what container engines make of them (Go's archive/tar): they ignore
+global extended headers. It hands out the very bytes it has read beside what they mean, so that a
+caller can copy an archive unchanged. Reads forward only, with bounded memory. One thread.
+"""
+
+import stat
+import struct
+from collections.abc import Iterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from bootseer.blob.tar import fields as tar_fields
+from bootseer.blob.tar import sparse as tar_sparse
+from bootseer.blob.tar.header import BLOCK
+from bootseer.errors import CorruptError, UnsupportedError
+from bootseer.text.shown import quoted
+
+EXTENDED_BYTES_MAX = 16 * 1024 * 1024
+"""Of all extended headers and long names of one member, and of its sparse map: hostile lengths must
+not fill the memory."""
+PATH_BYTES_MAX = 4096
+"""PATH_MAX of Linux. Nothing unpacks what is longer, and each folder of a path costs its length."""
+
+_READ_BYTES = 1024 * 1024
+_ZERO_BLOCK = bytes(BLOCK)
+_KINDS = {
+    b"0": stat.S_IFREG,
+    b"\0": stat.S_IFREG,
+    b"7": stat.S_IFREG,
+    b"S": stat.S_IFREG,
+    b"2": stat.S_IFLNK,
+    b"3": stat.S_IFCHR,
+    b"4": stat.S_IFBLK,
+    b"5": stat.S_IFDIR,
+    b"6": stat.S_IFIFO,
+    # A directory with the list of its names as content (GNU incremental dump).
+    b"D": stat.S_IFDIR,
+}
+_WITHOUT_CONTENT = b"123456"
+_FIELDS = struct.Struct("<100s8s8s8s12s12s8xc100s6s82x155s12x")
+"""Name, mode, owner, group, size, time, kind, link, magic, prefix; device numbers and the checksum
+are left out."""
+
+
+class Readable(Protocol):
+    """All that a tar is read from needs."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes, at most `size` and maybe fewer; b"" at the end."""
+        ...
+
+
+class Member(Struct, frozen=True, gc=False):
+    """One member, except for its content, which follows in the stream."""
+
+    raw: bytes
+    """All header blocks, extended ones and sparse maps included."""
+    path: bytes
+    """As in the archive."""
+    mode: int
+    """With the file type; for a hard link, that of a regular file."""
+    uid: int
+    gid: int
+    mtime_ns: int
+    rdev: int
+    link: bytes
+    is_hard_link: bool
+    is_label: bool
+    """A volume label (GNU): nothing that would be unpacked."""
+    xattrs: tuple[tuple[bytes, bytes], ...]
+    stored_bytes: int
+    """Of content in the stream, without padding."""
+    size_bytes: int
+    """Of the file: more than is stored if it is sparse."""
+    segments: list[tuple[int, int]] | None
+    """Of a sparse file, the (offset, length) that are stored, one after the other."""
+
+
+class TarReader:
+    """Iterates over members. Between two, the caller must `take` the content, and its padding."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._buffer = b""
+        self._taken = 0
+        """Of the buffer."""
+        self._buffer_start = 0
+        """In the stream."""
+        self._path = b""
+        """Of the member whose content follows; b"" for none."""
+        self.rest = b""
+        """After the last member: the block or blocks that ended the archive."""
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes. Raises: CorruptError where the archive is cut off."""
+        data = self.take_up_to(count)
+        if len(data) != count:
+            raise self._cut_off()
+        return data
+
+    def _cut_off(self) -> CorruptError:
+        where = f" in {quoted(self._path)}" if self._path else ""
+        return CorruptError(f"the tar archive is cut off at byte {self.position}{where}")
+
+    def take_padding(self, stored_bytes: int) -> bytes:
+        """What fills up the last block of a content of so many bytes. The last member's may be
+        missing, as the blocks that end an archive may: some writers leave both out, and GNU tar
+        and container engines take such archives."""
+        return self.take_up_to(-stored_bytes % BLOCK)
+
+    def take_up_to(self, count: int) -> bytes:
+        """The next `count` bytes, fewer only at the end of the stream."""
+        start = self._taken
+        end = start + count
+        if end <= len(self._buffer):
+            self._taken = end
+            return self._buffer[start:end]
+        pieces = [self._buffer[start:]]
+        missing = count - len(pieces[0])
+        while missing and self._refill(missing):
+            self._taken = min(missing, len(self._buffer))
+            pieces.append(self._buffer[: self._taken])
+            missing -= self._taken
+        return b"".join(pieces)
+
+    def view_padded(self, stored_bytes: int) -> bytes | memoryview:
+        """A content of so many bytes and its padding, as `view` and `take_padding` give them."""
+        padded = stored_bytes + -stored_bytes % BLOCK
+        if self._taken + padded <= len(self._buffer):
+            return self.view(padded)
+        return self.take(stored_bytes) + self.take_padding(stored_bytes)
+
+    def view(self, count: int) -> bytes | memoryview:
+        """As `take`, without a copy where it can be. A view keeps the whole piece that the stream
+        gave in memory."""
+        start = self._taken
+        end = start + count
+        if end > len(self._buffer):
+            return self.take(count)
+        self._taken = end
+        return memoryview(self._buffer)[start:end]
+
+    def skip(self, count: int) -> None:
+        """Go past the next `count` bytes. Raises: CorruptError where the archive is cut off."""
+        left = self._taken + count - len(self._buffer)
+        if left <= 0:
+            self._taken += count
+            return
+        while left > 0:
+            if not self._refill(left):
+                raise self._cut_off()
+            self._taken = min(left, len(self._buffer))
+            left -= self._taken
+
+    def skip_padded(self, stored_bytes: int) -> None:
+        """Go past a content of so many bytes and its padding, as `skip` and `take_padding` do."""
+        padded = stored_bytes + -stored_bytes % BLOCK
+        if self._taken + padded <= len(self._buffer):
+            self._taken += padded
+            return
+        self.skip(stored_bytes)
+        self.take_padding(stored_bytes)
+
+    def _refill(self, wanted: int) -> bool:
+        """Replace the buffer, of which all has been taken; False at the end of the stream."""
+        self._buffer_start += len(self._buffer)
+        self._buffer = self._stream.read(max(wanted, _READ_BYTES))
+        self._taken = 0
+        return bool(self._buffer)
+
+    @property
+    def position(self) -> int:
+        """Offset in the stream of the next byte."""
+        return self._buffer_start + self._taken
+
+    def __iter__(self) -> Iterator[Member]:
+        raw: list[bytes] = []
+        local: dict[bytes, bytes] = {}
+        sparse: list[tuple[int, int]] = []
+        long_name = long_link = b""
+        extended_bytes = 0
+        while True:
+            block = self.take_up_to(BLOCK)
+            if not block or block == _ZERO_BLOCK:
+                if raw:
+                    raise CorruptError("the tar archive ends after an extended header")
+                if not block and not self.position:
+                    raise CorruptError("not a tar archive: it is empty")
+                self.rest = block
+                return
+            self._path = b""
+            if len(block) < BLOCK:
+                raise self._cut_off()
+            tar_fields.verify_checksum(block, self.position - BLOCK)
+            raw.append(block)
+            kind = block[156:157]
+            if kind in b"xXgLK":
+                size = tar_fields.number(block[124:136])
+                if not 0 <= size <= EXTENDED_BYTES_MAX:
+                    raise CorruptError(f"an extended tar header claims {size} bytes")
+                extended_bytes += BLOCK + size
+                if extended_bytes > EXTENDED_BYTES_MAX:
+                    raise CorruptError(
+                        f"the extended tar headers at byte {self.position} are too long"
+                    )
+                raw.append(self.take(size + -size % BLOCK))
+                body = raw[-1][:size]
+                if kind == b"L":
+                    long_name = body.split(b"\0", 1)[0]
+                elif kind == b"K":
+                    long_link = body.split(b"\0", 1)[0]
+                elif kind != b"g":
+                    local.update(tar_fields.records(body, sparse))
+                continue
+            if kind == b"M":
+                raise UnsupportedError("the tar archive is one of several volumes: join them first")
+            member = self._member(block, raw, local, sparse, long_name, long_link)
+            raw, local, sparse, long_name, long_link = [], {}, [], b"", b""
+            extended_bytes = 0
+            self._path = member.path
+            yield member
+
+    def _member(
+        self,
+        block: bytes,
+        raw: list[bytes],
+        records: dict[bytes, bytes],
+        sparse: list[tuple[int, int]],
+        long_name: bytes,
+        long_link: bytes,
+    ) -> Member:
+        number = tar_fields.number
+        name, mode, owner, group, size, time, kind, link, magic, prefix = _FIELDS.unpack(block)
+        path = long_name or name.split(b"\0", 1)[0]
+        if prefix[0] and not long_name and magic == b"ustar\0":
+            path = prefix.split(b"\0", 1)[0] + b"/" + path
+        link = long_link or (link.split(b"\0", 1)[0] if link[0] else b"")
+        stored, uid, gid = number(size), number(owner), number(group)
+        mtime_ns = number(time) * 10**9
+        xattrs: tuple[tuple[bytes, bytes], ...] = ()
+        is_sparse = False
+        if records:
+            path = records.get(b"path", path)
+            link = records.get(b"linkpath", link)
+            stored = tar_fields.decimal(records, b"size", stored)
+            uid = tar_fields.decimal(records, b"uid", uid)
+            gid = tar_fields.decimal(records, b"gid", gid)
+            if b"mtime" in records:
+                mtime_ns = tar_fields.decimal_seconds_ns(records[b"mtime"])
+            if not tar_fields.is_plain(records):
+                xattrs = tar_fields.xattrs(records)
+                is_sparse = tar_sparse.is_sparse(records)
+        file_type = _KINDS.get(kind, stat.S_IFREG)
+        # Archives older than POSIX mark a directory by its name only.
+        if kind == b"\0" and path.endswith(b"/"):
+            file_type = stat.S_IFDIR
+        if kind in _WITHOUT_CONTENT:
+            stored = 0
+        if stored < 0 or not 0 <= uid < 2**32 or not 0 <= gid < 2**32:
+            raise CorruptError(f"the tar member {quoted(path)} has an impossible size or owner")
+        sparse_map: tar_sparse.SparseMap | None = None
+        if kind == b"S":
+            sparse_map = tar_sparse.old_map(path, block, self.take)
+        elif is_sparse and stat.S_ISREG(file_type):
+            path = records.get(b"GNU.sparse.name", path)
+            sparse_map = tar_sparse.pax_map(path, records, sparse, stored, self.take)
+            stored -= sum(map(len, sparse_map.blocks))
+        if sparse_map is not None:
+            tar_sparse.verify(sparse_map, path, stored)
+            raw += sparse_map.blocks
+        if len(path) > PATH_BYTES_MAX or len(link) > PATH_BYTES_MAX:
+            raise CorruptError(
+                f"a name or link in the tar archive is longer than {PATH_BYTES_MAX} bytes: "
+                f"{quoted(path[:80])}"
+            )
+        return Member(
+            b"".join(raw),
+            path,
+            file_type | (number(mode) & 0o7777),
+            uid,
+            gid,
+            tar_fields.bounded_ns(mtime_ns),
+            tar_fields.device(block) if kind in (b"3", b"4") else 0,
+            link,
+            kind == b"1",
+            kind == b"V",
+            xattrs,
+            stored,
+            stored if sparse_map is None else sparse_map.size_bytes,
+            None if sparse_map is None else sparse_map.segments,
+        )

@@ -1,0 +1,82 @@
+"""`bootseer snapshotter`: the proxy snapshotter for containerd."""
+
+import os
+from pathlib import Path
+
+import click
+
+from bootseer.cli.output import Seconds, current_config, current_settings, say
+from bootseer.errors import UnsupportedError
+from bootseer.settings.config import variable_of
+from bootseer.text.redact import redact
+
+
+@click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter")
+@click.option(
+    "--address",
+    type=click.Path(path_type=Path),
+    default=Path("/run/bootseer/snapshotter.sock"),
+    show_default=True,
+    help="The socket that containerd's configuration names.",
+)
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    # Where containerd itself would keep it, and where CRI tells a kubelet to look.
+    default=Path("/var/lib/containerd/io.containerd.snapshotter.v1.bootseer"),
+    show_default=True,
+    help="Where containers' writes and ordinary layers are kept; not on an overlay.",
+)
+@click.option(
+    "--content",
+    type=click.Path(path_type=Path),
+    help="Where containerd keeps what it pulls; default: beside --root. What it had to pull is "
+    "indexed from there.",
+)
+@click.option(
+    "--linger",
+    "linger_s",
+    type=Seconds(0, 86_400),
+    default=60.0,
+    show_default=True,
+    help="How long an image stays mounted after its last container.",
+)
+@click.option(
+    "--window",
+    "window_s",
+    type=Seconds(0.1, 86_400),
+    default=120.0,
+    show_default=True,
+    help="How long what a start touches is recorded.",
+)
+def snapshotter(
+    address: Path, root: Path, content: Path | None, linger_s: float, window_s: float
+) -> None:
+    """Serve images of the store to containerd, without pulling them.
+
+    Runs until it is told to end; containers and their mounts stay. docs/containerd.md has
+    containerd's configuration.
+    """
+    try:
+        from bootseer.prefetch.snapshotter.process import serve
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the snapshotter needs the Python module {error.name}: pip install "
+            "'bootseer[containerd]'"
+        ) from error
+    from bootseer.prefetch.snapshotter.core import Snapshotter
+    from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
+
+    if os.geteuid() != 0:
+        raise UnsupportedError("a snapshotter mounts for containerd and needs root")
+    settings = current_settings()
+    for name, text in current_config().overridden.items():
+        # A service that a shell's variable has moved elsewhere is hard to find.
+        say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
+    root = root.absolute()
+    content = content.absolute() if content else root.parent / CONTENT_FOLDER
+    core = Snapshotter(settings, root, content, linger_s=linger_s, window_s=window_s)
+    try:
+        serve(core, address, lambda: click.echo(f"serving on {address}", err=True))
+    finally:
+        core.close()

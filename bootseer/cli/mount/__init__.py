@@ -1,0 +1,1 @@
+"""`bootseer mount`, `unmount`, and mount(8)'s helper."""

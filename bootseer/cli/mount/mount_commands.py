@@ -1,0 +1,317 @@
+"""`bootseer mount` and `bootseer unmount`: the striped checkpoint file system."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from bootseer.cli.output import (
+    Seconds,
+    Size,
+    current_settings,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+    printable,
+    say,
+)
+from bootseer.errors import PermissionDeniedError, UnsupportedError
+from bootseer.linux.systemd import notify
+from bootseer.text.redact import public_url
+
+_SIZE = Size()
+
+
+class _Octal(click.ParamType[int]):
+    """Permission bits, as "022"."""
+
+    name = "mode"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        try:
+            bits = value if isinstance(value, int) else int(str(value), 8)
+        except ValueError:
+            bits = -1
+        if not 0 <= bits <= 0o777:
+            self.fail(f"{value!r} is no octal number from 0 to 777.", param, ctx)
+        return bits
+
+
+@click.command(epilog="Example: bootseer mount hdfs://namenode/checkpoints /mnt/checkpoints")
+@click.argument("places", nargs=-1, metavar="URL DIRECTORY")
+@click.option("--read-only", is_flag=True, help="Refuse every change.")
+@click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
+@click.option("--stripe-unit", type=_SIZE, metavar="SIZE", help="Bytes per piece (4MiB).")
+@click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8).")
+@click.option(
+    "--layout",
+    type=click.Choice(["striped", "plain"]),
+    default="striped",
+    show_default=True,
+    help="How new large files are stored.",
+)
+@click.option("--memory", type=_SIZE, metavar="SIZE", help="What the mount may hold in memory.")
+@click.option(
+    "--deadline",
+    type=Seconds(1, 86400),
+    metavar="TIME",
+    help="How long the storage may be silent before a request fails.",
+)
+@click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option("--uid", type=click.IntRange(0), metavar="N", help="Owner of all that is shown.")
+@click.option("--gid", type=click.IntRange(0), metavar="N", help="Group of all that is shown.")
+@click.option("--umask", type=_Octal(), metavar="MODE", help="Permissions that nothing has (022).")
+@click.option(
+    "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
+)
+@click.option("--warm", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
+@click.option(
+    "--immutable",
+    is_flag=True,
+    help="Let nobody write to DIRECTORY while nothing is mounted there, as chattr +i does.",
+)
+@click.option(
+    "--status",
+    is_flag=True,
+    help="Show the mount on DIRECTORY, or all of yours.",
+)
+@click.option(
+    "--restart",
+    is_flag=True,
+    help="Serve the mount on DIRECTORY by a new process; what is open stays open.",
+)
+@click.option("--force", is_flag=True, help="Restart although files are being written.")
+@click.option(
+    "--timeout",
+    type=Seconds(0, 86400),
+    default=60.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long a restart waits for files that are being written, and the end by SIGTERM for "
+    "open files.",
+)
+@json_option
+def mount(
+    places: tuple[str, ...],
+    read_only: bool,
+    foreground: bool,
+    stripe_unit: int | None,
+    stripe_count: int | None,
+    layout: Literal["striped", "plain"],
+    memory: int | None,
+    deadline: float | None,
+    allow_other: bool,
+    uid: int | None,
+    gid: int | None,
+    umask: int | None,
+    lifetime_pid: int | None,
+    warm: bool,
+    mkdir: bool,
+    immutable: bool,
+    status: bool,
+    restart: bool,
+    force: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Mount the checkpoints at URL on DIRECTORY.
+
+    Returns once the mount works; a process in the background serves it. Large files are striped
+    over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
+    What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
+    """
+    from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+    from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
+    from bootseer.fuse.striped.mounted.life.mount_spec import read_state
+    from bootseer.fuse.striped.mounted.server import serve_checkpoints
+    from bootseer.launch.checkpoints import made_sentence
+
+    if status:
+        _show_status(places, as_json)
+        return
+    if restart:
+        _restart(places, timeout, force, as_json)
+        return
+    if len(places) != 2:
+        raise click.UsageError("Missing argument: give a URL and the directory to mount it on.")
+    url, directory = places[0], Path(places[1])
+    settings = current_settings()
+    if mkdir:
+        make_mount_point(settings.run_dir, directory)
+    spec = mount_spec(
+        settings,
+        url,
+        directory,
+        read_only=read_only,
+        allow_other=allow_other,
+        stripe_unit_bytes=DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
+        stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
+        memory_bytes=memory,
+        deadline_s=deadline,
+        layout=layout,
+        uid=uid,
+        gid=gid,
+        umask=0o022 if umask is None else umask,
+        lifetime_pid=lifetime_pid,
+        warm=warm,
+        shutdown_s=timeout,
+    )
+    if immutable:
+        protect(directory)
+    if foreground:
+
+        def ready() -> None:
+            click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
+            state = read_state(settings.run_dir, Path(spec.directory))
+            if state is not None and state.root_was_made:
+                say(made_sentence(url))
+            notify("READY=1")
+
+        _warn_unwritten(serve_checkpoints(spec, ready))
+        return
+    mounted = mount_checkpoints(spec)
+    if mounted.root_was_made:
+        say(made_sentence(url))
+    if as_json:
+        emit_json(
+            {
+                "url": public_url(mounted.url),
+                "directory": mounted.directory,
+                "pid": mounted.pid,
+                "log": mounted.log,
+                "created": mounted.root_was_made,
+            }
+        )
+    else:
+        click.echo(
+            f"{public_url(url)} is mounted on {mounted.directory} (log: {mounted.log})", err=True
+        )
+
+
+def protect(directory: Path) -> None:
+    """Make the mount point immutable; where its file system cannot, a warning is enough."""
+    from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
+
+    try:
+        make_immutable(directory)
+    except (UnsupportedError, PermissionDeniedError) as error:
+        say(f"warning: {error}; between mounts, programs would write into that folder itself")
+
+
+def _show_status(places: tuple[str, ...], as_json: bool) -> None:
+    from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
+
+    if len(places) > 1:
+        raise click.UsageError("--status takes one directory, or none.")
+    run_dir = current_settings().run_dir
+    found = [mount_status(run_dir, Path(places[0]))] if places else all_statuses(run_dir)
+    if as_json:
+        emit_json({"mounts": found})
+        return
+    for one in found:
+        _print_status(one)
+
+
+def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bool) -> None:
+    from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
+
+    if len(places) != 1:
+        raise click.UsageError("--restart takes one directory.")
+    pid = restart_checkpoints(
+        current_settings().run_dir, Path(places[0]), timeout_s=timeout_s, force=force
+    )
+    if as_json:
+        emit_json({"directory": places[0], "worker_pid": pid})
+    else:
+        click.echo(f"process {pid} serves {places[0]} now", err=True)
+
+
+def _print_status(one: Mapping[str, Any]) -> None:
+    title = f"{one['url']} on {one['directory']}"
+    if "problem" in one:
+        click.echo(printable(f"{title}: {one['problem']}"))
+        return
+    counts, memory, now = one["statistics"], one["memory"], one["throughput"]
+
+    def moved(name: str) -> str:
+        total = human_bytes(counts[f"{name}_bytes"])
+        return f"{human_bytes(int(now[f'{name}_bytes_per_s']))}/s now, {total} in all"
+
+    rows = [
+        ("server", f"process {one['worker_pid']} under {one['pid']}, up {one['uptime_s']:.0f} s"),
+        ("to readers", moved("served")),
+        ("from the storage", moved("fetched")),
+        ("to the storage", moved("written")),
+        ("requests", one["requests"]),
+        (
+            "reads",
+            f"{counts['fetch_count']}, retried {counts['read_retry_count']}, "
+            f"late {counts['late_count']} (second answer first: {counts['late_won_count']}), "
+            f"given up {counts['stuck_count']}, wrong checksum {counts['corrupt_count']}",
+        ),
+        (
+            "writes",
+            f"{counts['write_count']}, retried {counts['write_retry_count']}, "
+            f"files finished {counts['published_count']}",
+        ),
+        (
+            "memory",
+            f"{human_bytes(memory['used_bytes'])} of {human_bytes(memory['limit_bytes'])}, "
+            f"at most {human_bytes(memory['peak_bytes'])}",
+        ),
+        ("open", f"{one['files_open']} files, {one['streams_active']} sequential streams"),
+        *(("unfinished", path) for path in one["unfinished"]),
+        *(("error", error["message"]) for error in one["errors"]),
+    ]
+    emit_table(("", ""), rows, title=title)
+    sources = counts["sources"]
+    if sources:
+        emit_table(
+            ("place", "read bytes", "reads count", "late count", "written bytes"),
+            (
+                (
+                    source["name"],
+                    human_bytes(source["read_bytes"]),
+                    source["read_count"],
+                    source["late_count"],
+                    human_bytes(source["written_bytes"]),
+                )
+                for source in sources
+            ),
+        )
+
+
+@click.command(epilog="Example: bootseer unmount /mnt/checkpoints")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--timeout",
+    type=Seconds(0, 3600),
+    default=10.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long open files may stay open before they are cut off.",
+)
+@json_option
+def unmount(directory: Path, timeout: float, as_json: bool) -> int:
+    """Unmount what `bootseer mount` mounted, also when it is stuck.
+
+    Exits with 1 and names them when files were still being written: nothing of those is kept.
+    """
+    from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
+
+    unwritten = unmount_checkpoints(current_settings().run_dir, directory, timeout_s=timeout)
+    if as_json:
+        emit_json({"directory": directory, "unwritten": list(unwritten)})
+    return _warn_unwritten(list(unwritten))
+
+
+def _warn_unwritten(paths: list[str]) -> int:
+    for path in paths:
+        click.echo(f"bootseer: {path} was still being written: nothing of it is kept", err=True)
+    return 1 if paths else 0

@@ -1,0 +1,1 @@
+"""Requests to registries: connections, addresses that may be reached, attempts."""

@@ -1,0 +1,1 @@
+"""Logins at registries: credentials, challenges, tokens."""

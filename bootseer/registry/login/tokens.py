@@ -1,0 +1,185 @@
+"""Logging in to one server: Basic, and the Bearer tokens of Docker's and OCI's token servers.
+
+Alone decides what goes into an Authorization header. A token is fetched once however many threads
+need it, kept per action, and renewed shortly before it expires or when the server refuses it.
+Logins are looked up anew for every token, since those of cloud registries change. Thread-safe.
+
+The protocol: distribution.github.io/distribution/spec/auth/{token,oauth}.
+"""
+
+import base64
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlencode, urlsplit
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
+from bootseer.registry.hosts import Host
+from bootseer.registry.http.retry import TransientError, is_transient
+from bootseer.registry.http.transport import Response, Transport
+from bootseer.registry.login.challenge import Challenge, parse_challenges
+from bootseer.registry.login.credentials import Credential
+from bootseer.registry.reference import is_loopback
+
+_ANSWER_BYTES_MAX = 2**20
+_TOKEN = re.compile(r"[\x21-\x7e]{1,65536}")
+_LIFE_DEFAULT_S = 60.0
+"""What the specification says of a token that does not tell."""
+_LIFE_MAX_S = 1e9
+_LIFE_SHARE = 0.9
+"""Renewed that early, so that it does not expire on its way."""
+
+
+class _Grant(Struct, frozen=True):
+    header: str
+    valid_until: float
+    challenge: Challenge
+
+
+class Authorizer:
+    """Authorization for one repository on one server."""
+
+    def __init__(
+        self,
+        host: Host,
+        repository: str,
+        transport: Transport,
+        find_login: Callable[[str, str], Credential | None],
+        deadline_s: float,
+    ) -> None:
+        self._host = host
+        self._repository = repository
+        self._transport = transport
+        self._find_login = find_login
+        self._deadline_s = deadline_s
+        self._grants: dict[str, _Grant] = {}
+        self._lock = threading.Lock()
+
+    def header(self, action: str) -> str | None:
+        """The Authorization to send with "pull" or "push"; None before the server asked for one.
+
+        Raises: as `renewed`, where a token has to be renewed.
+        """
+        with self._lock:
+            grant = self._grants.get(action)
+            if grant and time.monotonic() > grant.valid_until:
+                grant = self._grants[action] = self._grant(grant.challenge, action)
+            return grant.header if grant else None
+
+    def renewed(self, asked: str, action: str, refused: str | None) -> str:
+        """Another Authorization, after the server refused `refused` (or its absence) and asked
+        for `asked`, the value of WWW-Authenticate.
+
+        Raises: PermissionDeniedError where there is none; UnavailableError, DeadlineError.
+        """
+        with self._lock:
+            grant = self._grants.get(action)
+            if grant and grant.header != refused:
+                return grant.header  # another thread was faster
+            challenges = {c.scheme: c for c in reversed(parse_challenges(asked))}
+            challenge = challenges.get("bearer") or challenges.get("basic")
+            if challenge is None:
+                raise PermissionDeniedError(
+                    f"{self._host.name} refused access and asks for a login of an unknown kind"
+                )
+            grant = self._grant(challenge, action)
+            if grant.header == refused:
+                self._grants.pop(action, None)
+                raise self._denied()
+            self._grants[action] = grant
+            return grant.header
+
+    def _grant(self, challenge: Challenge, action: str) -> _Grant:
+        login = self._find_login(self._host.name, self._repository)
+        if challenge.scheme == "basic":
+            if login is None or login.identity_token:
+                raise self._denied()
+            return _Grant(f"Basic {_basic(login)}", float("inf"), challenge)
+        asked_at = time.monotonic()
+        token, life_s = self._token(challenge, action, login)
+        return _Grant(f"Bearer {token}", asked_at + _LIFE_SHARE * life_s, challenge)
+
+    def _token(
+        self, challenge: Challenge, action: str, login: Credential | None
+    ) -> tuple[str, float]:
+        realm = self._checked_realm(challenge.parameters.get("realm", ""))
+        fields = {
+            name: challenge.parameters[name]
+            for name in ("service", "scope")
+            if challenge.parameters.get(name)
+        }
+        if "scope" not in fields:
+            actions = "pull,push" if action == "push" else "pull"
+            fields["scope"] = f"repository:{self._repository}:{actions}"
+        if login and login.identity_token:
+            form = {
+                "grant_type": "refresh_token",
+                "client_id": "bootseer",
+                "refresh_token": login.identity_token,
+                **fields,
+            }
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+            response = self._transport.request("POST", realm, headers, urlencode(form).encode())
+        else:
+            # Several scopes are several parameters (RFC 6749 separates them by spaces).
+            query = [("scope", scope) for scope in fields.pop("scope").split()]
+            headers = {}
+            if login:
+                query.append(("account", login.username))
+                headers["Authorization"] = f"Basic {_basic(login)}"
+            mark = "&" if urlsplit(realm).query else "?"
+            url = realm + mark + urlencode([*fields.items(), *query])
+            response = self._transport.request("GET", url, headers)
+        return self._parsed(response)
+
+    def _checked_realm(self, realm: str) -> str:
+        try:
+            parts = urlsplit(realm)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UnavailableError(f"{self._host.name} names no server to get a token from")
+        secure = self._host.base_url.startswith("https:")
+        if parts.scheme == "http" and secure and not is_loopback(parts.netloc):
+            raise PermissionDeniedError(
+                f"{self._host.name} wants the login sent to {parts.netloc} unencrypted; refused"
+            )
+        return realm
+
+    def _parsed(self, response: Response) -> tuple[str, float]:
+        try:
+            if response.status in (400, 401, 403):
+                raise self._denied()
+            if response.status != 200:
+                message = f"the token server {response.server} answered {response.status}"
+                if is_transient(response.status):
+                    raise TransientError(message)
+                raise UnavailableError(message)
+            data = response.read_all(_ANSWER_BYTES_MAX, self._deadline_s)
+        finally:
+            response.close()
+        try:
+            document = json.loads(data)
+            token = document.get("token") or document.get("access_token")
+            life_s = document.get("expires_in", _LIFE_DEFAULT_S)
+        except (ValueError, AttributeError, RecursionError):
+            token, life_s = None, None
+        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+            raise UnavailableError(f"the token server {response.server} gave no token")
+        known = isinstance(life_s, int | float) and life_s > 0
+        return token, float(min(life_s, _LIFE_MAX_S)) if known else _LIFE_DEFAULT_S
+
+    def _denied(self) -> BootseerError:
+        name = self._host.name
+        return PermissionDeniedError(
+            f"{name} refuses access to {self._repository}: it does not exist there, or needs "
+            f"another login (docker login {name})"
+        )
+
+
+def _basic(login: Credential) -> str:
+    return base64.b64encode(f"{login.username}:{login.password}".encode()).decode()

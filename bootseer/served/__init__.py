@@ -1,0 +1,1 @@
+"""What processes that serve in the background share: their start, their sockets, their errors."""

@@ -1,0 +1,1 @@
+"""Settings, where they come from, and whether they are believed."""

@@ -1,0 +1,335 @@
+"""Settings: from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
+
+Owns the list of settings, their defaults and where each value came from. Reading is pure but for
+`load_config`, which looks at the environment, at one file and at the folders that are set. Settings
+are immutable.
+"""
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from msgspec import Struct, structs
+
+from bootseer.errors import InvalidInputError
+from bootseer.linux.ownership import parse_owners
+from bootseer.settings.config_file import read_config_file
+from bootseer.settings.default_settings import default_settings
+from bootseer.settings.trusted_folders import TRUSTED, trusted_folders
+from bootseer.text.nearest import nearest
+from bootseer.text.urls import absolute_url
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "BOOTSEER_"
+# Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
+_OTHER_VARIABLES = frozenset(
+    _PREFIX + name for name in ("CONFIG", "DISABLE", "IMAGE", "READY_SOCKETS", "TIMELINE")
+)
+# Of the tests; and what Kubernetes gives every pod beside a service called bootseer.
+_NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|(.*_)?(SERVICE|PORT)(_.*)?)")
+RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+# What a file offset can hold.
+_SIZE_LIMIT_BYTES = 2**63
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
+_AGE_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+AUTOMATIC_AGE_S = -1.0
+"""The maximum age that depends on the set-up."""
+_AGE_MAX_S = 100 * 365 * 86_400
+# Names that become file names or parts of store keys.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Settings(Struct, frozen=True):
+    """What one command of Bootseer works with."""
+
+    store_url: str
+    """The shared store: any fsspec URL."""
+    cache_dir: Path
+    """This node's cache of image data and snapshots."""
+    run_dir: Path
+    """Sockets, locks and state of running mounts; on tmpfs where there is one."""
+    timeline_dir: Path
+    """Where each start's timeline is written."""
+    job: str
+    """The job's name: the same on every node and at every attempt."""
+    submission: str
+    """Tells two submissions of one job apart: the scheduler's id, the same on every node; empty
+    where nothing says it."""
+    attempt: int
+    """Which start of the submission this is, from 0."""
+    node: str
+    rank: int
+    workload: str
+    """Names the record of what a start touches, so that one image serves several workloads."""
+    deadline_s: float
+    """No single wait for a server or another node is longer than this."""
+    cache_limit_bytes: int
+    """The node's cache is kept below this."""
+    memory_bytes: int
+    """What one checkpoint mount may hold in memory."""
+    fill_bytes_per_s: int
+    """At what rate the rest of a started image is fetched in the background; 0: it is not."""
+    metrics_dir: Path | None
+    """Where images' figures are written for Prometheus; None: nowhere."""
+    auto_index: bool
+    """Whether an image that had to be pulled is published in the background, for later starts."""
+    registry_hosts_dir: Path
+    """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
+    snapshot_max_age_s: float
+    """An older snapshot is made anew by the set-up that would use it; 0: none is too old;
+    AUTOMATIC_AGE_S: a week where what the set-up gets may change without notice."""
+    restore_mode: str
+    """How snapshots are put in place: one of `RESTORE_MODES`."""
+    restore_privileges: bool
+    """Whether set-user-ID and set-group-ID bits and file capabilities of snapshots are restored."""
+    trusted_owners: str
+    """Whose folders and configuration are trusted besides ours and root's; see `trust`."""
+
+
+class Config(Struct, frozen=True):
+    """Settings and, for each, where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+    overridden: Mapping[str, str]
+    """What the configuration file says otherwise, where a variable is stronger."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "512", "64MiB", "1.5 GB". Raises: InvalidInputError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidInputError(f"{text!r} is not a size; write for example 512MiB or 20GB")
+    unit = (match[2] or "").lower()
+    size_bytes = float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit])
+    if size_bytes >= _SIZE_LIMIT_BYTES:
+        raise InvalidInputError(f"{text!r} is more than any disk holds; write for example 20GB")
+    return int(size_bytes)
+
+
+def parse_age(text: str) -> float:
+    """Seconds from "7d", "12h", "30m", "2w" or "3600"; 0 from "off". Raises: InvalidInputError."""
+    if text == "off":
+        return 0.0
+    try:
+        seconds = parse_duration(text)
+    except InvalidInputError:
+        seconds = -1.0
+    if not 0 <= seconds <= _AGE_MAX_S:
+        raise InvalidInputError(f"{text!r} is not an age; write for example 12h, 7d, 4w or off")
+    return seconds
+
+
+def parse_max_age(text: str) -> float:
+    """`parse_age`, for snapshots: also "auto", and no age of zero. Raises: InvalidInputError."""
+    if text == "auto":
+        return AUTOMATIC_AGE_S
+    seconds = parse_age(text)
+    if seconds == 0 and text != "off":
+        raise InvalidInputError(
+            f"{text!r} would let every node run the set-up at every start; to have it made anew "
+            "once change --salt, to have no limit write off"
+        )
+    return seconds
+
+
+def parse_name(text: str) -> str:
+    """`text`, when it can be part of a file name or key. Raises: InvalidInputError."""
+    if not _NAME.fullmatch(text):
+        raise InvalidInputError(
+            f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+    return text
+
+
+def _name_or_none(text: str) -> str:
+    return "" if text == "none" else parse_name(text)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InvalidInputError(f"{text!r} is not a whole number") from None
+    if value < 0:
+        raise InvalidInputError(f"{text!r} is negative")
+    return value
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None:
+        raise InvalidInputError(f"{text!r} is not a duration; write for example 30, 30s or 10m")
+    return float(match[1]) * _AGE_UNITS_S[match[2]]
+
+
+def _seconds(text: str) -> float:
+    value = parse_duration(text)
+    if not 0 < value < 86_400:
+        raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
+    return value
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise InvalidInputError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
+def _path_or_off(text: str) -> Path | None:
+    return None if text == "off" else _path(text)
+
+
+def _restore_mode(text: str) -> str:
+    if text not in RESTORE_MODES:
+        raise InvalidInputError(f"{text!r} is no restore mode; use {', '.join(RESTORE_MODES)}")
+    return text
+
+
+def _owners(text: str) -> str:
+    parse_owners(text)
+    return text
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "store_url": absolute_url,
+    "cache_dir": _path,
+    "run_dir": _path,
+    "timeline_dir": _path,
+    "job": parse_name,
+    "submission": _name_or_none,
+    "attempt": _count,
+    "node": parse_name,
+    "rank": _count,
+    "workload": parse_name,
+    "deadline_s": _seconds,
+    "cache_limit_bytes": parse_size,
+    "memory_bytes": parse_size,
+    "fill_bytes_per_s": parse_size,
+    "metrics_dir": _path_or_off,
+    "auto_index": _switch,
+    "registry_hosts_dir": _path,
+    "snapshot_max_age_s": parse_max_age,
+    "restore_mode": _restore_mode,
+    "restore_privileges": _switch,
+    "trusted_owners": _owners,
+}
+
+
+def variable_of(setting: str) -> str:
+    """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
+    return _PREFIX + _short(setting).upper()
+
+
+def _short(setting: str) -> str:
+    return re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
+
+
+def resolve(
+    flags: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    file: Mapping[str, str],
+    file_name: str,
+    defaults: Mapping[str, str],
+) -> Config:
+    """The strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    overridden: dict[str, str] = {}
+    for name in Settings.__struct_fields__:
+        variable = variable_of(name)
+        for source, text in (
+            ("flag", flags.get(name)),
+            (f"variable {variable}", environ.get(variable)),
+            (file_name, file.get(name)),
+            ("default", defaults[name]),
+        ):
+            if text:
+                try:
+                    values[name] = _PARSERS[name](text)
+                except InvalidInputError as error:
+                    raise InvalidInputError(f"{name} ({source}): {error}") from error
+                sources[name] = source
+                if source.startswith("variable") and file.get(name, text) != text:
+                    overridden[name] = file[name]
+                break
+    return Config(Settings(**values), sources, overridden)
+
+
+def load_config(
+    flags: Mapping[str, str | None] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    checks_folders: bool = True,
+) -> Config:
+    """Settings as this process sees them, and their sources. Folders that cannot be trusted are
+    replaced, with a warning, unless not `checks_folders`: a dead file system hangs who looks.
+
+    Raises: BootseerError.
+    """
+    environ = os.environ if environ is None else environ
+    flags = flags or {}
+    short_names = {_short(name): name for name in _PARSERS}
+    # Only the environment can say whose file is believed.
+    owners = parse_owners(environ.get(variable_of("trusted_owners"), ""))
+    path, file = read_config_file(environ, owners, short_names)
+    defaults = default_settings(environ)
+    config = resolve(flags, environ, file, path, defaults)
+    _warn_of_unknown(environ)
+    return _with_trusted_folders(config, defaults) if checks_folders else config
+
+
+def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config:
+    settings = config.settings
+    wanted: dict[str, Path] = {name: getattr(settings, name) for name in TRUSTED}
+    chosen = {name: _path(defaults[name]) for name in TRUSTED}
+    if config.sources["store_url"] == "default":
+        # Whoever owns a store decides what runs. One that was named is believed, as a registry is.
+        store = Path(unquote(settings.store_url.removeprefix("file://")))
+        wanted["store_url"] = chosen["store_url"] = store
+    folders = trusted_folders(wanted, chosen, parse_owners(settings.trusted_owners))
+    if not folders:
+        return config
+    sources = {name: f"instead of {wanted[name]}" for name in folders}
+    replaced: dict[str, Path | str] = {**folders}
+    if "store_url" in folders:
+        replaced["store_url"] = folders["store_url"].as_uri()
+    return structs.replace(
+        config,
+        settings=structs.replace(settings, **replaced),
+        sources={**config.sources, **sources},
+    )
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """A misspelt variable is not left out in silence."""
+    known = {variable_of(name) for name in _PARSERS} | _OTHER_VARIABLES
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
+            _warn_of(name, nearest(name, known))
+
+
+@functools.cache  # once in a process
+def _warn_of(name: str, close: str) -> None:
+    # Without its value, which may be a secret.
+    hint = f"; is {close} meant?" if close else "; `bootseer config show` lists those there are"
+    _log.warning("warning: the variable %s is unknown%s", name, hint)
+
+
+def load_settings(flags: Mapping[str, str | None] | None = None) -> Settings:
+    """`load_config` without the sources."""
+    return load_config(flags).settings

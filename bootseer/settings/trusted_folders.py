@@ -1,0 +1,76 @@
+"""The node's folders that a process of this user may use: those that were set, or others.
+
+Alone decides what is used instead of a folder that cannot be trusted (see `trust`): a start never
+fails because of that. Any thread.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bootseer.errors import PermissionDeniedError
+from bootseer.linux.ownership import Owners, fault_of_folder
+
+_log = logging.getLogger(__name__)
+
+TRUSTED = ("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir")
+"""The settings whose folders decide what runs. What goes to `metrics_dir` is only written."""
+# Jobs of several users write there, each in folders of its own.
+_SHARED = frozenset(("timeline_dir",))
+_OF_ROOT = {
+    "cache_dir": "/var/cache/bootseer",
+    "run_dir": "/run/bootseer",
+    "timeline_dir": "/var/lib/bootseer/timeline",
+    # Only where nobody has named a store.
+    "store_url": "/var/lib/bootseer/store",
+}
+
+
+def fault_of_setting(name: str, path: Path, owners: Owners) -> str:
+    """Why the folder of the setting `name` must not be used; empty if it may be."""
+    return fault_of_folder(path, owners, is_shared=name in _SHARED)
+
+
+def trusted_folders(
+    wanted: Mapping[str, Path], defaults: Mapping[str, Path], owners: Owners
+) -> dict[str, Path]:
+    """Those of the folders `wanted`, by setting, that are replaced, with a warning each.
+
+    Raises: PermissionDeniedError where another user has taken all that could be used instead.
+    """
+    replaced: dict[str, Path] = {}
+    for name, path in wanted.items():
+        fault = fault_of_setting(name, path, owners)
+        if not fault:
+            continue
+        for other in _others(name, path, defaults[name], owners):
+            if not fault_of_setting(name, other, owners):
+                break
+        else:
+            raise PermissionDeniedError(
+                f"the folder {path} of the setting {name} cannot be used: {fault}; name one of "
+                "your own"
+            )
+        _log.warning(
+            "warning: %s %s is not used, but %s: %s; see trusted_owners in docs/operations.md",
+            name,
+            path,
+            other,
+            fault,
+        )
+        replaced[name] = other
+    return replaced
+
+
+def _others(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
+    user = f"bootseer-{os.geteuid()}"
+    if not fault_of_folder(path, owners, is_shared=True):
+        # Meant for all users (/scratch, mode 1777): each has a part of it.
+        yield path / user
+    yield default
+    if name in _OF_ROOT:
+        yield Path(_OF_ROOT[name]) if os.geteuid() == 0 else Path("/var/tmp", user, name)
+    else:
+        # Nothing is there, which is what most nodes have.
+        yield Path("/etc/bootseer/none")

@@ -1,0 +1,1 @@
+"""What some backends can do besides, and how it is asked for."""

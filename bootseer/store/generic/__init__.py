@@ -1,0 +1,1 @@
+"""Any other fsspec URL as a backend."""

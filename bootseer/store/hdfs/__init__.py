@@ -1,0 +1,1 @@
+"""`hdfs://`: HDFS by hdfs-native, and past it where that is slow or lacks something."""

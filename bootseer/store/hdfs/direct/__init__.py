@@ -1,0 +1,1 @@
+"""Blocks read from and written to DataNodes by Hadoop's data transfer protocol."""

@@ -1,0 +1,286 @@
+"""Reads ranges of blocks straight from DataNodes, for those who check the bytes themselves.
+
+Owns the connections, and what Hadoop's data transfer needs for reads without checksums: such bytes
+go from the DataNode's page cache to its socket, and from ours into the caller's buffer, without a
+copy or a look in between. (hdfs-native checks every byte, and copies
+it three times: measured 1.4 CPU s/GiB, against 0.6 here.) No authentication, no encryption:
+whatever is not as foreseen is a failure, and hdfs-native reads instead. Thread-safe; waits are
+bounded.
+"""
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.direct.packets import (
+    HEAD_BYTES,
+    VERSION,
+    block_message,
+    data_bytes,
+    packet_head,
+)
+from bootseer.store.hdfs.direct.replicas import Address, Replicas
+from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.calls import StoredBlock
+
+_CLIENT = "bootseer"
+_READ = VERSION + b"\x51"
+_SUCCESS, _NULL_CHECKSUM = 0, 0
+# ClientReadStatusProto: the bytes came (CHECKSUM_OK); the DataNode then takes the next request.
+_THANKS = b"\x02\x08\x06"
+_RESPONSE_MAX_BYTES = 4096
+# What a DataNode sends begins and ends at a multiple of this, or at the end of the block: what is
+# sent beside the bytes that are wanted goes to memory of its own.
+_ALIGNMENT = 512
+_PACKET_MAX_BYTES = 16 << 20
+# Hadoop sends 64 KiB in a packet, or io.file.buffer.size, at least 4 KiB: of less, headers and the
+# time that each takes would be many times what was asked for.
+_PACKET_TYPICAL_BYTES = 4096
+_SMALL_PACKETS_MAX = 16
+# A wake-up for each packet would cost more than its bytes.
+_LOW_WATER_BYTES = 256 << 10
+_VIEWS_MAX = 128
+_POLL_S = 0.25
+_CONNECT_S = 2.0
+# A DataNode waits 4 s for the next request (dfs.datanode.socket.reuse.keepalive).
+_KEPT_S = 2.0
+
+
+class _Connection:
+    """To one DataNode, taken by one thread; closed when it is dropped."""
+
+    def __init__(self, address: Address, connected: socket.socket) -> None:
+        self.address = address
+        self.socket = connected
+        self.socket.setblocking(False)
+        self.poll = select.poll()
+        self.poll.register(self.socket, select.POLLIN)
+        self.idle_since_s = 0.0
+
+    def __del__(self) -> None:
+        self.socket.close()
+
+
+class DataNodes:
+    """Those of one cluster."""
+
+    def __init__(self, silence_max_s: float) -> None:
+        """`silence_max_s`: how long a DataNode may send nothing, or next to nothing."""
+        self._silence_max_s = silence_max_s
+        self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+        """The one that is idle longest first."""
+        self._replicas = Replicas()
+
+    def read_into(
+        self, blocks: Sequence[StoredBlock], offset: int, buffer: memoryview, attempt: Attempt
+    ) -> int:
+        """Fill `buffer` from `offset` of the file that consists of `blocks`, unchecked. Returns the
+        count: short when the attempt was given up, and where it must be read otherwise."""
+        for block in blocks:
+            done = attempt.done_bytes
+            position = offset + done
+            if not block.start <= position < block.start + block.length:
+                continue
+            within = position - block.start
+            length = min(len(buffer) - done, block.length - within)
+            if not length:
+                break
+            address = self._replicas.begin(block.replicas, attempt)
+            if address is None:
+                break
+            attempt.server = f"{address[0]}:{address[1]}"
+            try:
+                self._read(address, block, within, buffer[done : done + length], attempt)
+            except (OSError, ValueError, IndexError, struct.error):
+                self._shun(address)
+                attempt.done_bytes = done
+                break
+            finally:
+                self._replicas.end(address, attempt)
+            if attempt.is_given_up:
+                break
+        return attempt.done_bytes
+
+    def close(self) -> None:
+        """Close what is idle. Idempotent."""
+        with self._lock:
+            self._idle.clear()
+
+    # ---- one range of one block -------------------------------------------------------------
+
+    def _read(
+        self,
+        address: Address,
+        block: StoredBlock,
+        within: int,
+        target: memoryview,
+        attempt: Attempt,
+    ) -> None:
+        start = within - within % _ALIGNMENT
+        end = min(-(-(within + len(target)) // _ALIGNMENT) * _ALIGNMENT, block.length)
+        before = memoryview(bytearray(within - start))
+        behind = memoryview(bytearray(end - within - len(target)))
+        connection = self._take(address)
+        end_s = time.monotonic() + self._silence_max_s
+        connection.socket.sendall(_request(block, start, end - start))
+        self._check_response(connection, start, end_s)
+        first = self._exactly(connection, HEAD_BYTES, end_s)
+        packet_bytes = data_bytes(first)
+        if not 0 < packet_bytes <= _PACKET_MAX_BYTES:
+            raise ValueError("not the length of a packet")
+        wanted = end - start
+        if wanted // packet_bytes > wanted // _PACKET_TYPICAL_BYTES + _SMALL_PACKETS_MAX:
+            raise ValueError("packets of hardly any bytes")
+        headers = _headers(start, wanted, packet_bytes)
+        received = bytearray(len(headers))
+        received[:HEAD_BYTES] = first
+        views = _views(received, (before, target, behind), packet_bytes)
+        if not self._receive(connection, views, len(target), attempt):
+            return
+        if received != headers:
+            raise ValueError("not the packets that were asked for")
+        connection.socket.sendall(_THANKS)
+        self._keep(connection)
+
+    def _receive(
+        self, connection: _Connection, views: list[memoryview], length: int, attempt: Attempt
+    ) -> bool:
+        """Fill `views`, in which there are `length` bytes of the file; False when given up."""
+        start_bytes = attempt.done_bytes
+        missing = sum(map(len, views))
+        silent_s = time.monotonic() + self._silence_max_s
+        telling = missing - _LOW_WATER_BYTES
+        """What is missing when it is not silent any more: a byte now and then is silence, too."""
+        low_water = 0
+        at = 0
+        while missing:
+            wanted = min(missing, _LOW_WATER_BYTES)
+            if wanted != low_water:
+                low_water = wanted
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            connection.poll.poll(_POLL_S * 1000)
+            with attempt.lock:
+                if attempt.is_given_up:
+                    return False
+                try:
+                    count = connection.socket.recvmsg_into(views[at : at + _VIEWS_MAX])[0]
+                except BlockingIOError:
+                    count = -1
+            if not count:
+                raise ConnectionError
+            missing -= max(count, 0)
+            now_s = time.monotonic()
+            if missing <= telling:
+                silent_s, telling = now_s + self._silence_max_s, missing - _LOW_WATER_BYTES
+            elif now_s >= silent_s and missing:
+                raise TimeoutError
+            if count < 0:
+                continue
+            while count and count >= len(views[at]):
+                count -= len(views[at])
+                at += 1
+            if count:
+                views[at] = views[at][count:]
+            attempt.done_bytes = start_bytes + max(0, length - missing)
+        return True
+
+    def _check_response(self, connection: _Connection, within: int, end_s: float) -> None:
+        """Read BlockOpResponseProto: bytes from `within` on, without checksums, are to come."""
+        received = b""
+        while True:
+            response, end = pb.delimited(received, _RESPONSE_MAX_BYTES)
+            if response is not None:
+                break
+            received += self._exactly(connection, end - len(received), end_s)
+        status = dict(pb.fields(response)).get(1)
+        # ReadOpChecksumInfoProto: checksum, chunkOffset; ChecksumProto: type
+        (info,) = pb.every(response, 4)
+        (checksum,) = pb.every(info, 1)
+        kind = dict(pb.fields(checksum)).get(1)
+        if (status, kind) != (_SUCCESS, _NULL_CHECKSUM) or dict(pb.fields(info)).get(2) != within:
+            raise ValueError("refused")
+
+    def _exactly(self, connection: _Connection, count: int, end_s: float) -> bytes:
+        data = b""
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        while len(data) < count:
+            try:
+                piece = connection.socket.recv(count - len(data))
+            except BlockingIOError:
+                connection.poll.poll(_POLL_S * 1000)
+                if time.monotonic() >= end_s:
+                    raise TimeoutError from None
+                continue
+            if not piece:
+                raise ConnectionError
+            data += piece
+        return data
+
+    # ---- connections ------------------------------------------------------------------------
+
+    def _take(self, address: Address) -> _Connection:
+        with self._lock:
+            self._forget_old()
+            for index in reversed(range(len(self._idle))):
+                if self._idle[index].address == address:
+                    connection = self._idle.pop(index)
+                    if not connection.poll.poll(0):  # else the DataNode has closed it
+                        return connection
+        return _Connection(address, socket.create_connection(address, _CONNECT_S))
+
+    def _keep(self, connection: _Connection) -> None:
+        connection.idle_since_s = time.monotonic()
+        with self._lock:
+            self._idle.append(connection)
+            self._forget_old()
+
+    def _forget_old(self) -> None:
+        oldest_s = time.monotonic() - _KEPT_S
+        while self._idle and self._idle[0].idle_since_s < oldest_s:
+            del self._idle[0]
+
+    def _shun(self, address: Address) -> None:
+        self._replicas.failed(address)
+        with self._lock:
+            self._idle = [idle for idle in self._idle if idle.address != address]
+
+
+def _request(block: StoredBlock, within: int, length: int) -> bytes:
+    """To read a range of a block: OpReadBlockProto, without checksums."""
+    header = pb.blob(1, block_message(block.block, block.token)) + pb.text(2, _CLIENT)
+    message = pb.blob(1, header) + pb.number(2, within) + pb.number(3, length) + pb.number(4, 0)
+    return _READ + pb.varint(len(message)) + message
+
+
+def _headers(start: int, length: int, packet_bytes: int) -> bytes:
+    """Those of all packets that are to come, the empty one at the end too."""
+    headers = []
+    for number, at in enumerate(range(0, length, packet_bytes)):
+        headers.append(packet_head(start + at, number, min(packet_bytes, length - at)))
+    headers.append(packet_head(start + length, len(headers), 0, is_last=True))
+    return b"".join(headers)
+
+
+def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -> list[memoryview]:
+    """What is to be filled after the first header, in order: packets with the bytes of `parts`."""
+    all_headers = memoryview(headers)
+    views = []
+    at = HEAD_BYTES
+    room = packet_bytes
+    for part in parts:
+        rest = part
+        while rest:
+            if not room:
+                views.append(all_headers[at : at + HEAD_BYTES])
+                at += HEAD_BYTES
+                room = packet_bytes
+            views.append(rest[:room])
+            rest = rest[room:]
+            room -= len(views[-1])
+    views.append(all_headers[at : at + HEAD_BYTES])
+    return views

@@ -1,0 +1,1 @@
+"""Calls to NameNodes by Hadoop's RPC."""

@@ -1,0 +1,1 @@
+"""`java+hdfs://`: HDFS by Hadoop's own client, called by JNI."""

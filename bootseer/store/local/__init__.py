@@ -1,0 +1,1 @@
+"""`file://`: a folder of a local or shared file system."""

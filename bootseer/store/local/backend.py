@@ -1,0 +1,309 @@
+"""`file://`: a folder of a local or shared file system as a backend.
+
+Owns the mapping from backend paths to files. Private by default (0700 and 0600; beneath an
+existing root, the root's own bits). Nothing leaves the root: symbolic links beneath it are never
+followed and never listed. Every method is thread-safe and keeps no descriptor open; the kernel's
+own time-outs apply (a hard-mounted NFS server that is gone blocks, as it does for any program).
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    from_oserror,
+)
+from bootseer.linux.removal import remove_tree
+from bootseer.store.backend import FileInfo, Space
+from bootseer.store.local.beneath import (
+    make_directory,
+    open_directory,
+    rename_exclusive,
+    sync_fd,
+)
+from bootseer.store.local.reader import LocalReader
+from bootseer.store.local.writer import CALL_BYTES_MAX, LocalWriter
+from bootseer.store.objects.marked_folder import is_marked
+from bootseer.store.paths import Folder, local_root, split_path
+
+# O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LocalBackend(Folder):
+    """Files beneath one folder, which is made when something is first written."""
+
+    has_atomic_rename = True
+    has_atomic_put = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.path.normpath(root)
+        self.url = Path(self._root).as_uri()
+        # Whether the folder is marked as a store; None before it was used.
+        self._is_marked: bool | None = None
+
+    @property
+    def root(self) -> str:
+        """The folder."""
+        return self._root
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """From a bare path or a `file://` URL. Raises: InvalidInputError."""
+        return cls(local_root(url))
+
+    def stat(self, path: str) -> FileInfo:
+        names = split_path(path)
+        try:
+            if not names:
+                info = os.stat(self._root)
+            else:
+                parent = open_directory(self._root, names[:-1])
+                try:
+                    info = os.stat(names[-1], dir_fd=parent, follow_symlinks=False)
+                finally:
+                    os.close(parent)
+        except OSError as error:
+            raise self._error(error, "look at", path) from error
+        if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
+            raise NotFoundError(f"cannot look at {self._name(path)}: neither a file nor a folder")
+        return _info(path, info)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        _check_range(offset, length)
+        fd, size = self._open(path)
+        try:
+            wanted = max(0, size - offset)
+            if length is not None:
+                wanted = min(wanted, length)
+            if wanted <= CALL_BYTES_MAX:
+                data = os.pread(fd, wanted, offset)
+                if len(data) == wanted:
+                    return data
+            buffer = bytearray(wanted)
+            count = _read_fully(fd, memoryview(buffer), offset)
+        except OSError as error:
+            raise self._error(error, "read", path) from error
+        finally:
+            os.close(fd)
+        return bytes(memoryview(buffer)[:count])
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        _check_range(offset, None)
+        fd, _ = self._open(path)
+        try:
+            return _read_fully(fd, buffer, offset)
+        except OSError as error:
+            raise self._error(error, "read", path) from error
+        finally:
+            os.close(fd)
+
+    def open_reader(self, path: str, *, is_checked: bool = False) -> LocalReader:
+        """The file, kept open whatever happens to its name."""
+        fd, _ = self._open(path)
+        return LocalReader(path, fd, lambda error: self._error(error, "read", path))
+
+    def create(self, path: str, *, overwrite: bool = False) -> LocalWriter:
+        names = self._names_of_file(path)
+        try:
+            self._check_there()
+            parent = make_directory(self._root, names[:-1])
+        except OSError as error:
+            raise self._making_error(error, path) from error
+        try:
+            return LocalWriter(
+                self._root,
+                parent,
+                names[-1],
+                lambda error: self._error(error, "write", path),
+                overwrite=overwrite,
+            )
+        except OSError as error:
+            os.close(parent)
+            raise self._error(error, "create", path) from error
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        sources, targets = self._names_of_file(source), self._names_of_file(target)
+        try:
+            source_parent = open_directory(self._root, sources[:-1])
+        except OSError as error:
+            raise self._error(error, "rename", source) from error
+        target_parent = -1
+        try:
+            # Look first, so that a missing source does not leave new folders behind.
+            os.stat(sources[-1], dir_fd=source_parent, follow_symlinks=False)
+            try:
+                target_parent = make_directory(self._root, targets[:-1])
+            except OSError as error:
+                raise self._making_error(error, target) from error
+            move = (source_parent, sources[-1], target_parent, targets[-1])
+            if overwrite:
+                os.replace(move[1], move[3], src_dir_fd=move[0], dst_dir_fd=move[2])
+            else:
+                rename_exclusive(*move)
+            sync_fd(target_parent)
+            sync_fd(source_parent)
+        except OSError as error:
+            if isinstance(error, BootseerError):
+                raise
+            named = target if error.errno in (errno.EEXIST, errno.EISDIR) else source
+            raise self._error(error, f"rename {self._name(source)} to", named) from error
+        finally:
+            os.close(source_parent)
+            if target_parent >= 0:
+                os.close(target_parent)
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        prefix = path + "/" if path else ""
+        try:
+            directory = open_directory(self._root, split_path(path))
+            try:
+                fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+            finally:
+                os.close(directory)
+            try:
+                found = list(_scan(fd, prefix))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self._error(error, "list", path) from error
+        found.sort(key=lambda info: info.path)
+        return iter(found)
+
+    def mkdir(self, path: str) -> None:
+        try:
+            os.close(make_directory(self._root, split_path(path)))
+        except OSError as error:
+            raise self._making_error(error, path) from error
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        names = self._names_of_file(path)
+        try:
+            parent = open_directory(self._root, names[:-1])
+            try:
+                self._delete(parent, names[-1], recursive)
+                sync_fd(parent)
+            finally:
+                os.close(parent)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._error(error, "delete", path) from error
+
+    def _delete(self, parent: int, name: str, recursive: bool) -> None:
+        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(info.st_mode):
+            os.unlink(name, dir_fd=parent)
+        elif recursive:
+            remove_tree(name, dir_fd=parent)
+        else:
+            os.rmdir(name, dir_fd=parent)
+
+    def space(self) -> Space | None:
+        path = self._root
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            path = os.path.dirname(path)  # not made yet: what its nearest parent has
+        try:
+            info = os.statvfs(path)
+        except OSError as error:
+            raise self._error(error, "measure", "") from error
+        return Space(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
+
+    def close(self) -> None:
+        """Nothing to release: no descriptor outlives a call."""
+
+    def _open(self, path: str) -> tuple[int, int]:
+        """Descriptor and size of a regular file."""
+        names = self._names_of_file(path)
+        try:
+            parent = open_directory(self._root, names[:-1])
+            try:
+                fd = os.open(names[-1], _READ, dir_fd=parent)
+            finally:
+                os.close(parent)
+        except OSError as error:
+            raise self._error(error, "read", path) from error
+        if self._is_marked is None:
+            self._is_marked = is_marked(self._root)
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(fd)
+            raise NotFoundError(f"cannot read {self._name(path)}: not a file")
+        return fd, info.st_size
+
+    def _error(self, error: OSError, verb: str, path: str) -> BootseerError:
+        what = f"{verb} {self._name(path)}"
+        if error.errno == errno.ENOTDIR and not os.path.isdir(self._root):
+            return InvalidInputError(f"cannot {what}: {self._root} is not a folder")
+        if error.errno == errno.ENOTEMPTY:
+            return AlreadyExistsError(f"cannot {what}: the folder is not empty")
+        if error.errno in (errno.EISDIR, errno.ENAMETOOLONG):
+            return InvalidInputError(f"cannot {what}: {error.strerror}")
+        if error.errno == errno.ELOOP:
+            return NotFoundError(f"cannot {what}: a symbolic link, which a store never follows")
+        if error.errno in (errno.ESTALE, errno.EHOSTDOWN, errno.EIO):
+            return UnavailableError(f"cannot {what}: {error.strerror}")
+        if error.errno == errno.ENOENT and self._is_gone():
+            return UnavailableError(
+                f"cannot {what}: {self._root} is not the folder that it was; is it mounted?"
+            )
+        return from_oserror(error, what)
+
+    def _is_gone(self) -> bool:
+        """Whether the folder was there and is not any more, as after the unmounting of a share."""
+        if self._is_marked is None:
+            if os.path.isdir(self._root):
+                self._is_marked = is_marked(self._root)
+            return False
+        return not os.path.isdir(self._root) or (self._is_marked and not is_marked(self._root))
+
+    def _check_there(self) -> None:
+        """Before something is made: it must not be made where a share was. Raises: OSError."""
+        if self._is_marked and self._is_gone():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def _making_error(self, error: OSError, path: str) -> BootseerError:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+            return InvalidInputError(
+                f"cannot create {self._name(path)}: a name above it is a file or a symbolic link"
+            )
+        return self._error(error, "create", path)
+
+
+def _info(path: str, info: os.stat_result) -> FileInfo:
+    is_dir = stat.S_ISDIR(info.st_mode)
+    return FileInfo(path, 0 if is_dir else info.st_size, info.st_mtime_ns, is_dir)
+
+
+def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            if stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode):
+                yield _info(prefix + entry.name, info)
+
+
+def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done : done + CALL_BYTES_MAX]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _check_range(offset: int, length: int | None) -> None:
+    if offset < 0 or (length is not None and length < 0):
+        raise InvalidInputError(f"the range ({offset}, {length}) is negative")

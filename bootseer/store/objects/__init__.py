@@ -1,0 +1,1 @@
+"""Objects under keys, visible only when whole; leases; notes of what is in use."""

@@ -1,0 +1,260 @@
+"""Leases: who of many nodes does something, with an end that needs nobody's help.
+
+Owns the lease record and its life. Format and proof sketch: `docs/format/store.md`. The rules
+that make two holders impossible while clocks differ by less than `SKEW_S`:
+
+- A lease is the object at its key: {owner, token, expires_at_ns, ttl_ns}. It is made by an
+  atomic create and never changed. A renewal is a second object named by the token, so that a
+  holder that was asleep cannot write over its successor's lease.
+- A holder counts a renewal only if it was confirmed before the lease would have expired. Others
+  look at the clock *first*, then read the record: past the expiry plus `SKEW_S` they see every
+  renewal that its holder counts.
+- So does who has seen the same record and renewal for the length of the lease, by a clock of its
+  own: whatever the wall clock of the holder said (`LeaseWatch`).
+- To end a lease, by release or by takeover, is to rename it to a tombstone named by its token,
+  without overwriting. That can succeed once per token, so a late second taker cannot remove the
+  first one's new lease.
+
+A lease is advice about who should do the work, not a lock on the result: the work still ends in
+an atomic publish. Thread-safe.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from msgspec import Struct
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+)
+from bootseer.store.backend import Backend
+from bootseer.store.objects.publish import TEMPORARY, publish_object
+
+logger = logging.getLogger(__name__)
+
+# What clocks of two nodes may differ by, plus the time a request may be on its way. Nodes of a
+# cluster run NTP (tens of milliseconds); 2 s also covers a node that has just booted.
+SKEW_S = 2.0
+# A record is a few hundred bytes; what is larger is not one.
+_RECORD_MAX_BYTES = 16 << 10
+# Well below the age at which the sweep removes renewals and tombstones (a day).
+TTL_MAX_S = 12 * 3600
+_NS = 1_000_000_000
+_TOKEN = re.compile("[0-9a-f]{32}")
+
+
+class Record(Struct, frozen=True):
+    """What a lease's object says."""
+
+    owner: str
+    token: str
+    expires_at_ns: int
+    ttl_ns: int
+
+    def encode(self) -> bytes:
+        """As canonical JSON."""
+        fields = {
+            "owner": self.owner,
+            "token": self.token,
+            "expires_at_ns": self.expires_at_ns,
+            "ttl_ns": self.ttl_ns,
+        }
+        return json.dumps(fields, sort_keys=True).encode()
+
+
+def decode(data: bytes) -> Record | None:
+    """The record in `data`, or None for anything else. Pure."""
+    try:
+        fields = json.loads(data)
+        owner, token = fields["owner"], fields["token"]
+        expires_at_ns, ttl_ns = fields["expires_at_ns"], fields["ttl_ns"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(owner, str) or not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        return None
+    if any(
+        type(time_ns) is not int or abs(time_ns) >= 2**63 for time_ns in (expires_at_ns, ttl_ns)
+    ):
+        return None
+    return Record(owner, token, expires_at_ns, ttl_ns)
+
+
+class Lease:
+    """A lease that this process holds, until it is released, lost or expired."""
+
+    def __init__(self, backend: Backend, key: str, record: Record, valid_until: float) -> None:
+        self.key = key
+        self.owner = record.owner
+        self._backend = backend
+        self._record = record
+        # Counted on this node's monotonic clock, from before the record was written: a wall
+        # clock that is set meanwhile cannot prolong a lease.
+        self._valid_until = valid_until
+        self._released = False
+        self._lock = threading.Lock()
+
+    @property
+    def expires_at_ns(self) -> int:
+        """When others may take the lease: wall clock, nanoseconds since 1970."""
+        return self._record.expires_at_ns
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds for which the lease is surely held; 0 when it is lost."""
+        return 0.0 if self._released else max(0.0, self._valid_until - time.monotonic())
+
+    @property
+    def still_held(self) -> bool:
+        """Whether the lease is surely held now, by the clock and without asking the store."""
+        return self.remaining_s > 0
+
+    def renew(self) -> None:
+        """Hold the lease for another `ttl_s` from now.
+
+        Raises: BusyError when it is lost: expired, released or taken over. What it protects must
+        then be given up.
+        """
+        with self._lock:
+            if not self.still_held:
+                raise BusyError(f"the lease {self._backend.url}/{self.key} expired or was released")
+            started = time.monotonic()
+            record = Record(
+                self.owner,
+                self._record.token,
+                time.time_ns() + self._record.ttl_ns,
+                self._record.ttl_ns,
+            )
+            publish_object(self._backend, _renewal(record.token), record.encode(), replace=True)
+            current = _read(self._backend, self.key)
+            if current is None or current.token != record.token or not self.still_held:
+                self._released = True
+                raise BusyError(
+                    f"the lease {self._backend.url}/{self.key} was lost to another node"
+                )
+            self._record = record
+            self._valid_until = started + record.ttl_ns / _NS
+
+    def release(self) -> None:
+        """Give the lease up. Idempotent; a lease that somebody took over stays theirs."""
+        with self._lock:
+            if self._released:
+                return
+            token = self._record.token
+            current = _read(self._backend, self.key)
+            # Somebody may have broken the lease by deleting it, which leaves no tombstone.
+            ours = current is not None and current.token == token
+            ended = ours and _end(self._backend, self.key, token)
+            # Nobody else can have seen this token as expired before its time: only then is the
+            # tombstone of no use.
+            if ended and self.still_held:
+                self._backend.delete(_tombstone(token))
+            self._released = True
+            self._backend.delete(_renewal(token))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class LeaseWatch:
+    """What one waiter has seen of somebody else's lease, and since when by its own clock. One
+    thread."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
+        """Whether the lease, as it was read after `asked_at` (monotonic), was the same for so long
+        that its holder no longer counts it as held."""
+        seen = (record.token, expires_at_ns)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+            return False
+        # What somebody wrote there may be no length of ours.
+        ttl_s = min(max(record.ttl_ns / _NS, 0.0), TTL_MAX_S)
+        return asked_at > self._since + ttl_s + SKEW_S
+
+
+def acquire(
+    backend: Backend, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
+) -> Lease | None:
+    """See `Store.lease`. It does not wait for a holder."""
+    if not 0 < ttl_s <= TTL_MAX_S:
+        raise InvalidInputError(f"a lease of {ttl_s} s is not between 0 s and {TTL_MAX_S} s")
+    ttl_ns = int(ttl_s * _NS)
+    # Twice: once more after a lease that ended meanwhile.
+    for _ in range(2):
+        started = time.monotonic()
+        record = Record(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
+        if publish_object(backend, key, record.encode(), replace=False):
+            return Lease(backend, key, record, started + ttl_s)
+        now_ns = time.time_ns()  # before the reads: see the module's second rule
+        current = _read(backend, key)
+        if current is None:
+            continue
+        renewed = _read(backend, _renewal(current.token))
+        expires_at_ns = max(current.expires_at_ns, renewed.expires_at_ns if renewed else 0)
+        if now_ns < expires_at_ns + int(SKEW_S * _NS) and not (
+            watch is not None and watch.is_over(current, expires_at_ns, started)
+        ):
+            return None
+        if _end(backend, key, current.token):
+            logger.info("took over the lease %s/%s from %s", backend.url, key, current.owner)
+            with contextlib.suppress(BootseerError):  # else the sweep removes it
+                backend.delete(_renewal(current.token))
+    return None
+
+
+def _read(backend: Backend, path: str) -> Record | None:
+    """The record at `path`; None where there is none.
+
+    What is no record (no release wrote it: a stray file) counts as a lease of an hour from its
+    last change, so that it blocks nobody for ever.
+    """
+    try:
+        data = backend.read(path, 0, _RECORD_MAX_BYTES)
+        record = decode(data)
+        if record is None:
+            made_ns = backend.stat(path).modified_ns
+            token = hashlib.sha256(data).hexdigest()[:32]
+            record = Record("unknown", token, made_ns + 3600 * _NS, 3600 * _NS)
+    except NotFoundError:
+        return None
+    return record
+
+
+def _end(backend: Backend, key: str, token: str) -> bool:
+    """Turn the lease into its tombstone; False when somebody else did, or is doing so."""
+    try:
+        backend.rename(key, _tombstone(token), overwrite=False)
+    except (AlreadyExistsError, NotFoundError):
+        return False
+    return True
+
+
+def _tombstone(token: str) -> str:
+    return f"{TEMPORARY}/ended-{token}"
+
+
+def _renewal(token: str) -> str:
+    return f"{TEMPORARY}/renewed-{token}"

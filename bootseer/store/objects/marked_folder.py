@@ -1,0 +1,85 @@
+"""Folders that are stores carry a mark, and nodes remember which ones they have used.
+
+Without it an empty mount point, whose share is not mounted, is a new store: what jobs publish there
+is lost to all others, and hidden when the share is back. Alone owns the mark's file in the folder,
+and the files that remember it on a node (docs/format/store.md). Stateless; any thread, any process.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from hashlib import sha256
+from pathlib import Path
+
+from bootseer.errors import BootseerError, UnavailableError, from_oserror
+from bootseer.linux.private_files import write_private_file
+from bootseer.store.local.beneath import file_mode, make_directory
+
+logger = logging.getLogger(__name__)
+
+MARK = ".bootseer.store"
+_VERSION = 1
+_BYTES_MAX = 4096
+
+
+def is_marked(root: str) -> bool:
+    """Whether the folder is known to be a store."""
+    return os.path.lexists(os.path.join(root, MARK))
+
+
+def admit(root: str, memory: Path | None) -> str:
+    """Before the first object is published into the folder `root`: have it marked. Returns a
+    sentence where a new store begins, else "". `memory`: a folder of this node's.
+
+    Raises: UnavailableError where this node has used a store there that is gone; BootseerError.
+    """
+    sentence = ""
+    if not is_marked(root):
+        known = _memory_of(root, memory)
+        if known is not None and known.exists():
+            raise UnavailableError(
+                f"the store {root} was used on this node before, and is not there: is its share "
+                f"mounted? To begin a new store there, remove {known}"
+            )
+        if not _holds_anything(root):
+            sentence = f"a new store begins in {root}: nothing was there"
+        _mark(root)
+    remember(root, memory)
+    return sentence
+
+
+def remember(root: str, memory: Path | None) -> None:
+    """This node has used the store in the folder `root`, if it is marked. Never raises."""
+    known = _memory_of(root, memory)
+    if known is not None and not known.exists() and is_marked(root):
+        with contextlib.suppress(OSError, BootseerError):
+            document = {"version": _VERSION, "store": root}
+            write_private_file(known, json.dumps(document).encode("ascii"))
+
+
+def _memory_of(root: str, memory: Path | None) -> Path | None:
+    return memory and memory / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
+
+
+def _holds_anything(root: str) -> bool:
+    """A store of a release that made no marks does."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
+        return next(entries, None) is not None
+    return False
+
+
+def _mark(root: str) -> None:
+    try:
+        os.close(make_directory(root, ()))
+        mode = file_mode(root)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(os.path.join(root, MARK), flags, 0o600)
+            try:
+                os.fchmod(fd, mode)
+                os.write(fd, json.dumps({"version": _VERSION}).encode("ascii") + b"\n")
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise from_oserror(error, f"begin the store {root}") from error

@@ -1,0 +1,222 @@
+"""The store: objects under keys, visible only when whole.
+
+Owns the names inside a store: keys, the hidden folder of temporaries, and how an object becomes
+visible. `docs/format/store.md` is its specification. Thread-safe. A key is "a/b/c": plain
+components, at most 1024 bytes, and no key is the folder of another.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from bootseer.closing import Closing
+from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
+from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.objects.clock import storage_time_ns
+from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
+from bootseer.store.objects.marked_folder import MARK, admit, remember
+from bootseer.store.objects.publish import TEMPORARY, publish_object
+from bootseer.store.paths import split_path
+
+logger = logging.getLogger(__name__)
+
+KEY_MAX_BYTES = 1024
+_HIDDEN = (TEMPORARY, MARK)
+# A publish that took longer than this is dead. Compared with the storage's own clock, so it
+# must exceed any clock skew by far.
+STALE_AFTER_S = 24 * 3600
+
+
+class Store(Closing):
+    """Objects under keys in one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        memory: Path | None = None,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        """`memory`: where this node remembers which folders it has used as stores; `say` gets a
+        sentence where a new one begins."""
+        self.backend = backend
+        # Only folders carry marks.
+        self._root: str | None = getattr(backend, "root", None)
+        self._memory = memory
+        self._say = say
+        self._is_admitted = False
+        self._is_remembered = False
+        self._swept = False
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The root URL, without credentials."""
+        return self.backend.url
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes `[offset, offset + length)` of an object; shorter only at its end.
+
+        Raises: NotFoundError, UnavailableError, DeadlineError.
+        """
+        data = self.backend.read(check_key(key), offset, length)
+        if self._root and not self._is_remembered:
+            self._is_remembered = True
+            remember(self._root, self._memory)
+        return data
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `offset`; the count is short only at the end of the object."""
+        return self.backend.read_into(check_key(key), offset, buffer)
+
+    def info(self, key: str) -> FileInfo:
+        """Size and time of an object. Raises: NotFoundError."""
+        info = self.backend.stat(check_key(key))
+        if info.is_dir:
+            raise NotFoundError(f"{self.url}/{key} is a folder, not an object")
+        return info
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises: NotFoundError."""
+        return self.info(key).size_bytes
+
+    def exists(self, key: str) -> bool:
+        """Whether the object is there now."""
+        try:
+            self.info(key)
+        except NotFoundError:
+            return False
+        return True
+
+    def publish(
+        self, key: str, data: bytes | Path | Iterable[bytes], *, replace: bool = False
+    ) -> bool:
+        """Store an object; readers see nothing of it, or all. Durable when it returns.
+
+        False: the key was there already and `replace` is not set; nothing changed. Of several
+        publishers of a new key exactly one gets True. After an error nothing is visible, but for
+        DeadlineError and UnavailableError, which leave open whether the last step took place.
+
+        Raises: InvalidInputError, NoSpaceError, PermissionDeniedError, UnavailableError,
+        DeadlineError.
+        """
+        check_key(key)
+        if not replace and self._occupied(key):
+            return False
+        self._admit_once()
+        self._sweep_once()
+        return publish_object(self.backend, key, data, replace=replace)
+
+    def _occupied(self, key: str) -> bool:
+        try:
+            info = self.backend.stat(key)
+        except NotFoundError:
+            return False
+        if info.is_dir:
+            raise InvalidInputError(f"{self.url}/{key} is a folder of other objects")
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[FileInfo]:
+        """Every object whose key starts with `prefix`, sorted by key; `path` is the key.
+
+        End the prefix with "/" for what is in one folder. Nothing there: nothing is yielded.
+        """
+        folder, _, start = prefix.rpartition("/")
+        split_path(folder)
+        return self._walk(folder, start)
+
+    def _walk(self, folder: str, start: str) -> Iterator[FileInfo]:
+        try:
+            infos = list(self.backend.list(folder))
+        except NotFoundError:
+            return
+        skip = len(folder) + 1 if folder else 0
+        # A folder sorts as its keys do, by "name/": so the whole walk is in the order of keys.
+        infos.sort(key=lambda info: info.path + "/" if info.is_dir else info.path)
+        for info in infos:
+            name = info.path[skip:]
+            if not name.startswith(start) or (not folder and name in _HIDDEN):
+                continue
+            if info.is_dir:
+                yield from self._walk(info.path, "")
+            else:
+                yield info
+
+    def delete(self, key: str) -> None:
+        """Remove an object. A missing one is no error."""
+        with contextlib.suppress(NotFoundError):
+            self.info(key)
+            self.backend.delete(key)
+
+    def lease(
+        self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
+    ) -> Lease | None:
+        """The lease at `key` for `ttl_s` seconds, or None while somebody else holds it.
+
+        A lease whose holder died can be had when it has expired; see `lease`. Who asks again and
+        again gives the same `watch`: then a holder's wrong clock does not matter.
+        """
+        self._admit_once()
+        return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
+
+    def time_ns(self) -> int:
+        """What the storage's clock says (`clock.storage_time_ns`). Writes and removes a file."""
+        return storage_time_ns(self.backend, f"{TEMPORARY}/{os.urandom(16).hex()}")
+
+    def sweep(self, older_than_s: float = STALE_AFTER_S) -> int:
+        """Remove what publishers that died left behind; returns how many files."""
+        age_ns = int(older_than_s * 1e9)
+        limit_ns = time.time_ns() - age_ns
+        stale: list[FileInfo] = []
+        with contextlib.suppress(NotFoundError):
+            stale += (one for one in self.backend.list(TEMPORARY) if one.modified_ns < limit_ns)
+        if not stale:
+            return 0
+        # This node's clock may be ahead, and then these are being published.
+        limit_ns = min(limit_ns, self.time_ns() - age_ns)
+        stale = [info for info in stale if info.modified_ns < limit_ns]
+        for info in stale:
+            self.backend.delete(info.path, recursive=info.is_dir)
+        return len(stale)
+
+    def _admit_once(self) -> None:
+        """Before anything is made in a folder. Raises: UnavailableError where a store was there
+        and is not now; BootseerError."""
+        with self._lock:
+            if self._root and not self._is_admitted:
+                sentence = admit(self._root, self._memory)
+                if sentence:
+                    self._say(sentence)
+            self._is_admitted = True
+
+    def _sweep_once(self) -> None:
+        with self._lock:
+            if self._swept:
+                return
+            self._swept = True
+        try:
+            self.sweep()
+        except BootseerError as error:
+            logger.warning("cannot sweep %s/%s: %s", self.url, TEMPORARY, error)
+
+    def close(self) -> None:
+        """Release the backend. Idempotent."""
+        self.backend.close()
+
+
+def check_key(key: str) -> str:
+    """`key`, when it is one. Raises: InvalidInputError."""
+    names = split_path(key)
+    if not names or names[0] in _HIDDEN or len(key) > KEY_MAX_BYTES:
+        raise InvalidInputError(f"{key[:80]!r} is not a key of a store")
+    try:
+        size_bytes = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the key {key!r} is not UTF-8") from error
+    if size_bytes > KEY_MAX_BYTES:
+        raise InvalidInputError(f"the key {key[:80]!r} is longer than {KEY_MAX_BYTES} bytes")
+    return key

@@ -1,0 +1,1 @@
+"""`oci://`: a store beside an image in a registry."""

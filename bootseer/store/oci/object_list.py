@@ -1,0 +1,234 @@
+"""`ObjectList`: what a registry lists beside one image, and how entries come and go.
+
+Owns the answer about it, which is kept for `FRESH_S`, and for ever about keys that name their
+object's own digest; and the order of requests by which writers that nothing excludes from each
+other agree. Thread-safe.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from bootseer.registry.client import RegistryClient
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
+from bootseer.registry.reference import Reference
+from bootseer.store.oci.objects import (
+    ARTIFACT_TYPE,
+    EMPTY,
+    StoredObject,
+    encode_object,
+    objects_by_key,
+)
+from bootseer.store.oci.subject import describe_subject
+
+_log = logging.getLogger(__name__)
+
+FRESH_S = 1.0
+"""How old an answer may be about what can change: less than the tolerance of leases, and little
+beside what nodes that wait for each other wait between two looks."""
+_UPDATES_MAX = 10
+_MINE_S = 60.0
+"""How long what was added to a list is looked after: another writer of that list may have read it
+before, and written it since."""
+
+
+class ObjectList:
+    """The objects beside one image."""
+
+    def __init__(self, client: RegistryClient, reference: Reference, url: str) -> None:
+        """`url`: the store's, for messages."""
+        self._client = client
+        self._reference = reference
+        self._url = url
+        self._lock = threading.RLock()
+        self._subject: Mapping[str, Any] | None = None
+        self._objects: dict[str, list[StoredObject]] = {}
+        self._loaded_at = float("-inf")
+        self._has_empty = False
+        self._mine: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        """What was added to the list lately, by the manifest's digest: (when, descriptor)."""
+
+    def find(self, key: str) -> StoredObject | None:
+        """The newest object of a key. Raises: as `RegistryClient.manifest`."""
+        versions = self._objects.get(key)
+        if versions and versions[-1].is_immutable:
+            # Without the lock: no read of a layer waits for another's look for what is absent.
+            return versions[-1]
+        with self._lock:
+            self._refresh(FRESH_S)
+            versions = self._objects.get(key)
+            return versions[-1] if versions else None
+
+    def fresh(self) -> Mapping[str, StoredObject]:
+        """The newest object of each key, not older than `FRESH_S`. Raises: as `find`."""
+        with self._lock:
+            self._refresh(FRESH_S)
+            return self.known()
+
+    def known(self) -> Mapping[str, StoredObject]:
+        """What the last answer said, however old it is."""
+        with self._lock:
+            return {key: versions[-1] for key, versions in self._objects.items()}
+
+    def add(self, key: str, digest: str, size_bytes: int, *, overwrite: bool) -> None:
+        """Make a blob that the registry has the object of a key.
+
+        Raises: AlreadyExistsError where another writer has, and not `overwrite`; as
+        `RegistryClient.push_blob`.
+        """
+        with self._lock:
+            subject = self._described_subject()
+            self._push_empty()
+            self._refresh(FRESH_S)
+            older = self._objects.get(key, [])
+            if older and not overwrite:
+                raise self._exists(key)
+            written_ns = max([time.time_ns(), *(o.written_ns + 1 for o in older)])
+            data, descriptor = encode_object(
+                key, digest, size_bytes, written_ns, subject, replaces=overwrite
+            )
+            own = str(descriptor["digest"])
+            is_listed = self._client.push_manifest(own, MANIFEST_TYPE, data)
+            if not is_listed:
+                self._mine[own] = (time.monotonic(), descriptor)
+                self._update_list({o.manifest_digest for o in older})
+            else:
+                self._refresh(0.0)
+            versions = self._objects.get(key, [])
+            if not overwrite and versions and versions[-1].manifest_digest != own:
+                self._withdraw([o for o in versions if o.manifest_digest == own])
+                raise self._exists(key)
+            self._forget(older)
+
+    def remove(self, key: str, *, recursive: bool) -> None:
+        """Take a key out, and with `recursive` all below it. A missing one is no error.
+
+        Raises: AlreadyExistsError where something is below it and not `recursive`; as `add`.
+        """
+        with self._lock:
+            self._refresh(0.0)
+            below = [name for name in self._objects if name.startswith(f"{key}/")]
+            if below and not recursive:
+                raise AlreadyExistsError(
+                    f"cannot delete {self._url}/{key}: the folder is not empty"
+                )
+            self._withdraw([o for name in (key, *below) for o in self._objects.pop(name, [])])
+
+    def settle(self) -> None:
+        """Look once more whether what was added is still listed, and have it listed."""
+        with self._lock:
+            if self._mine and self._subject is not None:
+                try:
+                    self._update_list(set())
+                except BootseerError as error:
+                    _log.warning("cannot check the list of %s: %s", self._url, error)
+                self._mine.clear()
+
+    def _exists(self, key: str) -> AlreadyExistsError:
+        return AlreadyExistsError(f"cannot create {self._url}/{key}: it exists already")
+
+    def _refresh(self, age_max_s: float) -> None:
+        """Have a list of objects that is at most so old. With the lock held."""
+        if time.monotonic() - self._loaded_at <= age_max_s:
+            return
+        started = time.monotonic()
+        descriptors = self._client.referrers(self._subject_digest(), ARTIFACT_TYPE)
+        self._objects = objects_by_key(descriptors)
+        self._loaded_at = started
+
+    def _subject_digest(self) -> str:
+        """The digest of the image's manifest for this machine."""
+        if self._subject is None and self._reference.digest:
+            # Reading needs no more than the name; and it works after the image has been deleted.
+            return self._reference.digest
+        return str(self._described_subject()["digest"])
+
+    def _described_subject(self) -> Mapping[str, Any]:
+        if self._subject is None:
+            self._subject = describe_subject(self._client, self._reference)
+        return self._subject
+
+    def _push_empty(self) -> None:
+        if not self._has_empty:
+            self._client.push_blob(digest_of(EMPTY), EMPTY)
+            self._has_empty = True
+
+    def _withdraw(self, objects: Sequence[StoredObject]) -> None:
+        """Take objects out of the list. With the lock held."""
+        if not objects:
+            return
+        subject_digest = self._subject_digest()
+        gone = {stored.manifest_digest for stored in objects}
+        tagged = self._client.tagged_referrers(subject_digest, for_update=True)
+        in_list = {entry.get("digest") for entry in tagged if isinstance(entry, dict)}
+        if gone & in_list:
+            self._update_list(gone)
+        self._forget(objects, must=not gone <= in_list)
+        self._loaded_at = float("-inf")
+
+    def _forget(self, objects: Sequence[StoredObject], *, must: bool = False) -> None:
+        """Delete manifests that are of no use any more, where the registry allows it."""
+        for stored in objects:
+            self._mine.pop(stored.manifest_digest, None)
+            try:
+                self._client.delete_manifest(stored.manifest_digest)
+            except BootseerError as error:
+                if must:
+                    raise
+                _log.debug("left %s in %s: %s", stored.manifest_digest, self._url, error)
+
+    def _update_list(self, gone: set[str]) -> None:
+        """Have the list that stands in for the referrers API name all that was added lately, and
+        nothing of `gone`.
+
+        Nothing excludes other writers: what is written is read back until it is as it should be.
+        """
+        subject_digest = self._subject_digest()
+        gone = set(gone)
+        for digest in [d for d, (when, _) in self._mine.items() if _is_old(when) or d in gone]:
+            del self._mine[digest]
+        for attempt in range(_UPDATES_MAX):
+            started = time.monotonic()
+            entries = self._client.tagged_referrers(subject_digest, for_update=True)
+            there = {entry.get("digest") for entry in entries if isinstance(entry, dict)}
+            missing = [entry for digest, (_, entry) in self._mine.items() if digest not in there]
+            if not missing and not gone & there:
+                self._objects = objects_by_key(entries)
+                self._loaded_at = started
+                return
+            kept = [e for e in entries if not (isinstance(e, dict) and e.get("digest") in gone)]
+            if attempt:
+                time.sleep(random.uniform(0.0, 0.05 * attempt))
+            try:
+                self._client.tag_referrers(subject_digest, [*kept, *missing])
+            except InvalidInputError:
+                # It names a manifest that is gone: its writer withdrew it, and another one, who
+                # had read the list before, wrote it back.
+                gone |= self._dangling([*kept, *missing])
+                for digest in gone & set(self._mine):
+                    del self._mine[digest]
+        raise UnavailableError(f"{self._url}: others keep changing the list of its objects")
+
+    def _dangling(self, entries: Sequence[Any]) -> set[str]:
+        """Digests of our own kind of manifests that a list names and the registry lacks."""
+        found = set()
+        for stored in (o for versions in objects_by_key(entries).values() for o in versions):
+            try:
+                self._client.resolve(stored.manifest_digest)
+            except NotFoundError:
+                found.add(stored.manifest_digest)
+        return found
+
+
+def _is_old(when: float) -> bool:
+    return time.monotonic() - when > _MINE_S

@@ -1,0 +1,1 @@
+"""Text for people: secrets left out, odd names quoted, misspelt words, progress."""

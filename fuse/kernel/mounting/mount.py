@@ -1,0 +1,185 @@
+"""Mounting: from an empty directory to the /dev/fuse descriptor that serves it.
+
+With CAP_SYS_ADMIN by mount(2), otherwise through the set-user-id helper fusermount3, which hands
+the descriptor back over a socket. Alone knows both. Stateless; safe from any thread.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+from bootseer.errors import (
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.options import MountOptions
+
+log = logging.getLogger(__name__)
+
+DEVICE = Path("/dev/fuse")
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
+_CAP_SYS_ADMIN = 21
+_HELPER_DEADLINE_S = 20.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def can_mount_directly() -> bool:
+    """Whether this process has CAP_SYS_ADMIN (in its user namespace)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+    return False
+
+
+def mount(mountpoint: Path, options: MountOptions) -> int:
+    """Mount on `mountpoint`; returns the descriptor (close-on-exec) on which the kernel asks.
+
+    Until somebody answers INIT there, every access to the mountpoint waits.
+
+    Raises:
+        NotFoundError, InvalidInputError: the mountpoint is missing or no directory.
+        BusyError: a FUSE file system is mounted there already.
+        UnsupportedError: no /dev/fuse, or neither privileges nor fusermount3.
+        PermissionDeniedError: refused.
+    """
+    path = mounts.absolute(mountpoint)
+    existing = mounts.find_mount(path)
+    if existing is not None:
+        raise BusyError(
+            f"cannot mount on {path}: {existing.name} (fuse.{existing.subtype}) is mounted there; "
+            "unmount it first"
+        )
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        raise NotFoundError(f"cannot mount on {path}: it does not exist; create it") from error
+    except OSError as error:
+        raise from_oserror(error, f"mount on {path}") from error
+    if not stat.S_ISDIR(mode):
+        raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
+    if not DEVICE.exists():
+        raise UnsupportedError(
+            f"cannot mount on {path}: there is no {DEVICE}; load the module (modprobe fuse), or "
+            f"give the container the device (--device {DEVICE})"
+        )
+    # The helper, too, opens it with the rights of its caller.
+    if not os.access(DEVICE, os.R_OK | os.W_OK):
+        raise PermissionDeniedError(
+            f"cannot mount on {path}: this user may not open {DEVICE}; let root run "
+            f"`chmod 666 {DEVICE}`, as most distributions do"
+        )
+    if can_mount_directly():
+        return _mount_directly(path.resolve(), mode, options)
+    return _mount_with_helper(path.resolve(), options)
+
+
+def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
+    try:
+        device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise from_oserror(error, f"open {DEVICE} to mount on {path}") from error
+    data = [
+        f"fd={device}",
+        f"rootmode={mode & 0o170000:o}",
+        f"user_id={os.geteuid()}",
+        f"group_id={os.getegid()}",
+        f"max_read={options.max_read_bytes}",
+    ]
+    data += ["default_permissions"] if options.default_permissions else []
+    data += ["allow_other"] if options.allow_other else []
+    flags = _MS_RDONLY if options.read_only else 0
+    flags |= 0 if options.allow_suid else _MS_NOSUID
+    flags |= 0 if options.allow_devices else _MS_NODEV
+    done = _libc.mount(
+        options.name.encode(),
+        os.fsencode(path),
+        f"fuse.{options.subtype}".encode(),
+        ctypes.c_ulong(flags),
+        ",".join(data).encode(),
+    )
+    if done == 0:
+        return device
+    code = ctypes.get_errno()
+    os.close(device)
+    if code == errno.EPERM and mounts.find_helper():
+        # In a user namespace that does not own the mount namespace, for one.
+        log.debug("mount(2) on %s is not permitted: trying the helper", path)
+        return _mount_with_helper(path, options)
+    if code == errno.ENODEV:
+        raise UnsupportedError(f"cannot mount on {path}: this kernel has no FUSE (modprobe fuse)")
+    failed = OSError(code, os.strerror(code))
+    raise from_oserror(failed, f"mount on {path}") from failed
+
+
+def _helper_options(options: MountOptions) -> str:
+    chosen = [f"fsname={options.name}", f"subtype={options.subtype}"]
+    chosen.append(f"max_read={options.max_read_bytes}")
+    chosen.append("ro" if options.read_only else "rw")
+    chosen += ["default_permissions"] if options.default_permissions else []
+    chosen += ["allow_other"] if options.allow_other else []
+    return ",".join(chosen)
+
+
+def _mount_with_helper(path: Path, options: MountOptions) -> int:
+    helper = mounts.find_helper()
+    if helper is None:
+        raise UnsupportedError(
+            f"cannot mount on {path}: without root it takes fusermount3; install fuse3"
+        )
+    if options.allow_suid or options.allow_devices:
+        raise PermissionDeniedError(
+            f"cannot mount on {path}: allow_suid and allow_devices need root"
+        )
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        command = [helper, "-o", _helper_options(options), "--", str(path)]
+        environment = {**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HELPER_DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(
+                f"{helper} did not mount {path} in {_HELPER_DEADLINE_S:.0f} s"
+            ) from error
+        if done.returncode != 0:
+            reason = done.stderr.decode(errors="replace").strip() or "no reason given"
+            raise PermissionDeniedError(f"cannot mount on {path}: {reason}")
+        # The helper has ended, so its message is in the socket or never comes.
+        ours.setblocking(False)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+        except BlockingIOError:
+            descriptors = []
+    if not descriptors:
+        raise UnsupportedError(f"cannot mount on {path}: {helper} handed over no descriptor")
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def set_readahead(device_minor: int, readahead_bytes: int) -> bool:
+    """Let the kernel read ahead this far on a mounted connection; False where only root may."""
+    control = Path(f"/sys/class/bdi/0:{device_minor}/read_ahead_kb")
+    try:
+        control.write_text(f"{readahead_bytes // 1024}\n")
+    except OSError as error:
+        log.debug("cannot write %s: %s", control, error)
+        return False
+    return True

@@ -1,0 +1,244 @@
+"""Finding, ending and aborting mounts, without ever touching what is mounted.
+
+A stat of a stuck FUSE mount hangs and cannot be killed, so everything here goes through
+/proc/self/mountinfo and the kernel's control files. Alone knows umount2(2). Stateless; safe from
+any thread.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from bootseer.errors import BusyError, DeadlineError, InvalidInputError, from_oserror
+from bootseer.fuse.kernel.mounting import control
+
+log = logging.getLogger(__name__)
+
+MNT_FORCE = 1
+MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
+_HELPER_DEADLINE_S = 10.0
+_ABORT_DEADLINE_S = 1.0
+_POLL_S = 0.05
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Mount(Struct, frozen=True):
+    """One FUSE mount that this process can see."""
+
+    path: Path
+    device_minor: int
+    """The number of the connection: `/sys/fs/fuse/connections/<device_minor>`."""
+    subtype: str
+    name: str
+    read_only: bool
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field))
+
+
+def parse_mountinfo(text: bytes) -> Iterator[Mount]:
+    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+    for line in text.splitlines():
+        # id parent major:minor root mountpoint options optional... - type source super-options
+        fields, _, rest = line.partition(b" - ")
+        head, tail = fields.split(b" "), rest.split(b" ")
+        if len(head) < 6 or len(tail) < 3:
+            continue
+        kind, _, subtype = tail[0].partition(b".")
+        if kind != b"fuse":
+            continue
+        yield Mount(
+            path=Path(_unescape(head[4])),
+            device_minor=int(head[2].split(b":")[1]),
+            subtype=_unescape(subtype),
+            name=_unescape(tail[1]),
+            read_only=b"ro" in head[5].split(b","),
+        )
+
+
+class MountPoint(NamedTuple):
+    """One mount of any file system."""
+
+    path: bytes
+    device: int
+    """As `st_dev` of what is in it, but for file systems whose files show others."""
+    kind: bytes
+
+
+def parse_mount_points(text: bytes) -> list[MountPoint]:
+    """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
+    found = []
+    for line in text.splitlines():
+        fields, _, rest = line.partition(b" - ")
+        head = fields.split(b" ", 5)
+        if len(head) == 6:
+            major, _, minor = head[2].partition(b":")
+            device = os.makedev(int(major), int(minor))
+            path = os.fsencode(_unescape(head[4]))
+            found.append(MountPoint(path, device, rest.partition(b" ")[0]))
+    return found
+
+
+def mount_points() -> list[MountPoint]:
+    """Where anything is mounted in this mount namespace, oldest first. Raises: OSError."""
+    return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
+
+
+def fuse_mounts() -> list[Mount]:
+    """Every FUSE mount of this mount namespace, oldest first."""
+    return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))
+
+
+def find_mounts(subtype_prefix: str) -> list[Mount]:
+    """The FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
+    return [mount for mount in fuse_mounts() if mount.subtype.startswith(subtype_prefix)]
+
+
+def absolute(path: Path) -> Path:
+    """`path` as mountinfo spells it, without touching its last component: it may hang."""
+    # Path.resolve() would stat it.
+    parent, name = os.path.split(os.path.abspath(path))
+    return Path(os.path.realpath(parent)) / name if name else Path(parent)
+
+
+def find_mount(path: Path) -> Mount | None:
+    """The topmost FUSE mount on exactly `path`."""
+    wanted = absolute(path)
+    found = [mount for mount in fuse_mounts() if mount.path == wanted]
+    return found[-1] if found else None
+
+
+def abort_connection(device_minor: int, path: Path | None = None) -> bool:
+    """Fail every request of a connection now and for ever; readers get ENOTCONN or ECONNABORTED.
+
+    Where the control files are out of reach, falls back to umount2(MNT_FORCE) of `path`, where
+    it must still be mounted. Returns whether the connection is known to be aborted.
+    """
+    if control.abort(device_minor):
+        return True
+    if path is None:
+        return False
+    # MNT_FORCE aborts the connection even when the mount then stays because it is busy.
+    failed = _umount2(path, MNT_FORCE)
+    return failed is None or failed.errno == errno.EBUSY
+
+
+def abort(path: Path) -> bool:
+    """Abort the FUSE connection mounted on `path`; False if there is none or it is not allowed."""
+    mount = find_mount(path)
+    return mount is not None and abort_connection(mount.device_minor, mount.path)
+
+
+def _umount2(path: Path, flags: int) -> OSError | None:
+    if _libc.umount2(os.fsencode(path), flags | UMOUNT_NOFOLLOW) == 0:
+        return None
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), str(path))
+
+
+def find_helper() -> str | None:
+    """The set-user-id helper that mounts and unmounts for ordinary users."""
+    return shutil.which("fusermount3") or shutil.which("fusermount")
+
+
+def detach(path: Path, *, lazy: bool) -> None:
+    """Take the mount off `path`; `lazy` also while files are open (they live on until closed).
+
+    Raises:
+        BusyError: files are open and `lazy` is False.
+        InvalidInputError: nothing is mounted there.
+        BootseerError: not allowed, or the helper failed.
+    """
+    path = absolute(path)
+    error = _umount2(path, MNT_DETACH if lazy else 0)
+    if error is None:
+        return
+    if error.errno == errno.EPERM and (helper := find_helper()):
+        _detach_with_helper(helper, path, lazy)
+        return
+    if error.errno == errno.EINVAL:
+        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+    raise from_oserror(error, f"unmount {path}") from error
+
+
+def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
+    command = [helper, "-u", *(["-z"] if lazy else []), "--", str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_HELPER_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError(
+            f"{helper} -u {path} did not end in {_HELPER_DEADLINE_S:.0f} s"
+        ) from error
+    if done.returncode == 0:
+        return
+    reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+    if find_mount(path) is None:
+        raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
+    raise BusyError(f"cannot unmount {path}: {reason}; close the files under it, or detach it")
+
+
+def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
+    """Unmount the FUSE file system on `path`, whatever state it is in.
+
+    Gives open files `timeout_s` to be closed, then aborts the connection: when this returns, the
+    path is free and no process waits for a reply. A file counts as open while the kernel waits for
+    what it has read ahead in it, also when all who had it open have ended.
+
+    Raises:
+        InvalidInputError: no FUSE file system is mounted there.
+        BootseerError: not allowed.
+    """
+    mount = find_mount(path)
+    if mount is None:
+        raise InvalidInputError(f"cannot unmount {path}: no FUSE file system is mounted there")
+    # Taken before it is detached: then its number may be another mount's at any moment.
+    with control.connection(mount.device_minor) as connection:
+        if connection is None:
+            _unmount_blindly(mount, timeout_s)
+            return
+        detach(mount.path, lazy=True)
+        if connection.wait_gone(timeout_s):
+            return
+        log.warning(
+            "%s still has open files, or reads under way, after %.1f s: aborting them",
+            mount.path,
+            timeout_s,
+        )
+        connection.abort()
+        connection.wait_gone(_ABORT_DEADLINE_S)
+
+
+def _unmount_blindly(mount: Mount, timeout_s: float) -> None:
+    """Unmount without the control files: whether files are open shows only while mounted."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            detach(mount.path, lazy=False)
+            return
+        except BusyError:
+            if time.monotonic() >= deadline:
+                break
+        time.sleep(_POLL_S)
+    log.warning("%s still has open files after %.1f s: detaching it", mount.path, timeout_s)
+    abort_connection(mount.device_minor, mount.path)
+    if find_mount(mount.path) == mount:
+        detach(mount.path, lazy=True)

@@ -1,0 +1,339 @@
+"""A mount that survives the death of the process that serves it.
+
+The supervisor mounts, holds the /dev/fuse descriptor and forks a worker that serves. When the
+worker dies, another takes over and makes the kernel repeat what was not answered
+(FUSE_NOTIFY_RESEND, protocol 7.40): readers notice nothing but a pause. Where the kernel cannot
+do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
+hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
+
+A worker that runs but does not answer (it was stopped, or frozen with its cgroup; see `pulse`) is
+told to continue, and where that does not help it is killed and replaced as any that died. If the
+supervisor is stopped or frozen as well, nobody notices: readers wait until both go on, or until the
+kernel gives up (`MountOptions.kernel_deadline_s`).
+
+A worker that ends with `HANDED_OVER` wants another to take over, maybe with newer code: `hand_over`
+may then replace this process by one that calls `supervise` with the same `Attached`.
+
+What `Operations` must keep to under supervision: node ids, handles and directory cookies mean the
+same in every worker, derived without state of the process (the image tree: node = inode number + 1,
+handle 0) or noted before the kernel hears of them (the striped file system); a request may run
+twice, so one that changes something must bear repetition; and `read` returns bytes that are
+resident, not a view of a mapped file: a page that is faulted in when the worker is killed in the
+middle of its reply fails that one request with EIO.
+
+Alone forks. The supervisor stays single-threaded, and imports nothing heavy.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from bootseer.errors import InvalidInputError, UnavailableError
+from bootseer.fuse.kernel.mounting import control, mounts
+from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
+from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.mounting.pulse import Pulse
+from bootseer.fuse.kernel.mounting.worker_end import (
+    code_of,
+    died_of,
+    ends_within,
+    is_stuck,
+    reap,
+    reap_ended,
+)
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.server import Attached, Server, attach
+from bootseer.linux.waiting import wait_readable
+
+log = logging.getLogger(__name__)
+
+HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
+_WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
+_READY_DEADLINE_S = 120.0
+_STOP_GRACE_S = 15.0
+_CONTINUE_SHARE = 0.5
+"""Of the silence after which a worker is killed: after so much it is told to continue."""
+_CANNOT_REPLACE_FACTOR = 4.0
+"""A worker that cannot be replaced is killed later by so much: that ends the mount."""
+
+
+class RestartPolicy:
+    """How often a worker may die: at most `limit` times in `window_s`, with growing pauses."""
+
+    def __init__(self, limit: int = 5, window_s: float = 10.0) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._deaths: deque[float] = deque()
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Note a death at `now_s`; how long to wait before the next worker, None: give up."""
+        while self._deaths and now_s - self._deaths[0] > self._window_s:
+            self._deaths.popleft()
+        self._deaths.append(now_s)
+        count = len(self._deaths)
+        if count > self._limit:
+            return None
+        # A single crash costs nothing; a worker that dies at its start does not spin.
+        return 0.0 if count == 1 else min(0.05 * 2.0 ** (count - 2), 1.0)
+
+
+def supervise(
+    factory: Callable[[], Operations],
+    mountpoint: Path,
+    options: MountOptions,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    restart: RestartPolicy | None = None,
+    attached: Attached | None = None,
+    on_attached: Callable[[Attached], None] | None = None,
+    hand_over: Callable[[Attached], None] | None = None,
+) -> None:
+    """Mount, and serve `factory()` from a worker process until unmounted, SIGTERM or SIGINT.
+
+    `factory` is called in each worker, after the fork. `on_ready` is called once, here, when the
+    first worker serves. Main thread of a single-threaded process only.
+
+    `attached`: a mount that another process of ours has made; its requests are asked for again.
+    `on_attached` is called before the first fork. `hand_over` is called after a worker has ended
+    with `HANDED_OVER`, with the stop signals blocked; where it returns, this code goes on serving.
+
+    Raises:
+        InvalidInputError: this process has other threads.
+        BootseerError: the mount failed.
+        UnavailableError: the first worker did not start, or workers kept dying.
+    """
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise InvalidInputError(
+            f"supervise() forks, but this process has {threads} threads: call it before anything "
+            "starts threads, or in a process of its own"
+        )
+    with StopSignal() as stop:
+        # Blocked by whoever handed over, until we had handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        is_taken_over = attached is not None
+        attached = attached or attach(mountpoint, options)
+        try:
+            if on_attached is not None:
+                on_attached(attached)
+            # From here on: once it is unmounted, its number may be another mount's.
+            with control.connection(attached.device_minor) as connection:
+                policy = restart or RestartPolicy()
+                supervisor = _Supervisor(
+                    factory, options, attached, connection, stop, policy, hand_over
+                )
+                supervisor.run(on_ready, is_taken_over)
+        finally:
+            os.close(attached.device)
+
+
+class _Supervisor:
+    """The loop of one supervised mount."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Operations],
+        options: MountOptions,
+        attached: Attached,
+        connection: control.Connection | None,
+        stop: StopSignal,
+        restart: RestartPolicy,
+        hand_over: Callable[[Attached], None] | None,
+    ) -> None:
+        self._hand_over = hand_over
+        self._factory = factory
+        self._options = options
+        self._attached = attached
+        self._connection = connection
+        self._stop = stop
+        self._restart = restart
+        self._pulse: Pulse | None = None
+        self._dying: set[int] = set()
+        """Workers that were killed and could not end yet."""
+
+    def run(self, on_ready: Callable[[], None] | None, is_taken_over: bool) -> None:
+        """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
+        worker = -1
+        try:
+            worker, ready = self._start(resend=is_taken_over)
+            if is_taken_over:
+                # One that fails is replaced, as any that dies: the mount is in use.
+                os.close(ready)
+            elif not self._await_ready(ready):
+                return
+            if on_ready is not None:
+                on_ready()
+            while True:
+                if self._await_death(worker):
+                    return
+                code = code_of(worker)
+                if code is None:
+                    self._dying.add(worker)
+                    code = -signal.SIGKILL
+                worker = -1
+                if code == 0:
+                    return
+                worker = self._replace(code)
+                if worker < 0:
+                    return
+        finally:
+            self._clean_up(worker)
+
+    def _start(self, *, resend: bool) -> tuple[int, int]:
+        """Fork a worker; its pid, and a pipe on which it says that it serves."""
+        ready, tell = os.pipe2(os.O_CLOEXEC)
+        silence_s = self._options.worker_silence_s
+        if not self._attached.connection.resend:
+            silence_s *= _CANNOT_REPLACE_FACTOR
+        pulse = Pulse(max(_READY_DEADLINE_S, silence_s), silence_s)
+        # A signal between the fork and the worker's own handlers would reach ours in the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _work(self._factory, self._options, self._attached, tell, resend, pulse)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        os.close(tell)
+        pulse.keep_asking()
+        if self._pulse is not None:
+            self._pulse.close()
+        self._pulse = pulse
+        return pid, ready
+
+    def _await_ready(self, ready: int) -> bool:
+        """Until the first worker serves; False if told to stop before."""
+        try:
+            stop = self._stop.fileno()
+            readable = wait_readable([ready, stop], _READY_DEADLINE_S)
+            said = os.read(ready, 1) if ready in readable else b""
+        finally:
+            os.close(ready)
+        path = self._attached.path
+        if said or stop in readable:
+            return bool(said)
+        if not readable:
+            raise UnavailableError(
+                f"the file system on {path} did not start within {_READY_DEADLINE_S:.0f} s"
+            )
+        raise UnavailableError(f"the file system on {path} failed to start; its log says why")
+
+    def _await_death(self, worker: int) -> bool:
+        """Until the worker ends (False) or we are told to stop (True)."""
+        assert self._pulse is not None
+        pidfd = os.pidfd_open(worker)
+        try:
+            readable: list[int] = []
+            # This is the life of the mount.
+            while not readable and not is_stuck(worker):
+                readable = wait_readable([pidfd, self._stop.fileno()], self._pulse.look_s)
+                reap_ended(self._dying)
+                if not readable and not self._sees_to(worker, self._pulse.look()):
+                    break
+        finally:
+            os.close(pidfd)
+        return self._stop.fileno() in readable and pidfd not in readable
+
+    def _sees_to(self, worker: int, silence: float) -> bool:
+        """Act on a worker's silence; False when it was killed."""
+        path = self._attached.path
+        if silence >= 1:
+            log.warning("process %d, which serves %s, does not answer: killing it", worker, path)
+            # Frozen with its cgroup it may die later; its successor need not wait for that.
+            os.kill(worker, signal.SIGKILL)
+            return False
+        if silence >= _CONTINUE_SHARE:
+            log.info("process %d, which serves %s, does not answer: SIGCONT", worker, path)
+            os.kill(worker, signal.SIGCONT)
+        return True
+
+    def _replace(self, code: int) -> int:
+        """Start the successor of a worker that died; -1 if told to stop meanwhile."""
+        path = self._attached.path
+        if code == HANDED_OVER and self._hand_over is not None:
+            self._try_to_hand_over(self._hand_over)
+            worker, ready = self._start(resend=True)
+            os.close(ready)
+            return worker
+        if not self._attached.connection.resend:
+            raise UnavailableError(
+                f"the process that served {path} died ({died_of(code)}), and this kernel cannot "
+                "hand its requests to another (Linux 6.9 can): unmounted"
+            )
+        pause_s = self._restart.pause_s(time.monotonic())
+        if pause_s is None:
+            raise UnavailableError(
+                f"the processes that serve {path} keep dying ({died_of(code)}): unmounted"
+            )
+        log.warning("the process that served %s died (%s): restarting", path, died_of(code))
+        if pause_s and wait_readable([self._stop.fileno()], pause_s):
+            return -1
+        worker, ready = self._start(resend=True)
+        os.close(ready)
+        return worker
+
+    def _try_to_hand_over(self, hand_over: Callable[[Attached], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            hand_over(self._attached)
+        except Exception:
+            log.exception("cannot hand %s over: serving on", self._attached.path)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _clean_up(self, worker: int) -> None:
+        """End the worker within its time, and see that no reader is left waiting."""
+        attached = self._attached
+        if worker >= 0:
+            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGCONT)  # a stopped one would not see it
+        if worker >= 0 and not ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
+            log.warning("the process that serves %s does not end: killing it", attached.path)
+            os.kill(worker, signal.SIGKILL)
+            reap(worker)
+        mounted = mounts.find_mount(attached.path)
+        if mounted is not None and mounted.device_minor == attached.device_minor:
+            mounts.abort_connection(attached.device_minor, attached.path)
+            mounts.detach(attached.path, lazy=True)
+        elif self._connection is not None:
+            self._connection.abort()
+
+
+def _work(
+    factory: Callable[[], Operations],
+    options: MountOptions,
+    attached: Attached,
+    tell: int,
+    resend: bool,
+    pulse: Pulse,
+) -> NoReturn:
+    """The worker's life, from the fork to its exit."""
+    code = _WORKER_FAILED
+    try:
+        with StopSignal() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            server = Server(
+                factory(), attached.path, options, on_end=stop.wake, abort_on_failure=False
+            )
+            server.adopt(attached, resend=resend)
+            # After a restart nobody listens.
+            try:
+                os.write(tell, b"1")
+            except BrokenPipeError:
+                pass
+            os.close(tell)
+            pulse.answer_until(stop.fileno())
+            if server.failure is None:
+                server.unmount()
+                code = 0
+    except BaseException:
+        log.critical("the process that serves %s failed", attached.path, exc_info=True)
+    finally:
+        logging.shutdown()
+        # Not sys.exit: everything above this frame belongs to the supervisor.
+        os._exit(code)

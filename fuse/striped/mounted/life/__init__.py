@@ -1,0 +1,1 @@
+"""The life of a mount: begun, supervised, restarted, asked, ended."""

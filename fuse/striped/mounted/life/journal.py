@@ -1,0 +1,155 @@
+"""What the next server process of a mount must know to go on: its nodes and open files.
+
+Owns the form and the growth of `<run_dir>/checkpoint-mounts/<id>.journal`: one JSON object a line,
+written before the kernel hears of what it tells. A process that is killed loses nothing of it: the
+pages are the kernel's. A line that is cut short, at the end, was never acted upon. The layouts of
+open files are kept with them, since their names may mean other generations later. Not thread-safe:
+the file system holds its lock around every call.
+"""
+
+import base64
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import CorruptError
+from bootseer.fuse.striped.layout import decode_layout, encode_layout
+from bootseer.fuse.striped.view import FileView
+from bootseer.linux.private_files import is_own, private_opener
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+# It is written anew when it has outgrown what it would hold then, by far.
+_SMALL_BYTES = 4 * 2**20
+_GROWTH = 4
+
+Record = Mapping[str, Any]
+
+
+class Journal:
+    """An open journal. What cannot be written ends it: the mount works on, without a successor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._bytes = 0
+        self._fresh_bytes: int | None = None
+        """How long it was when it was started; None while it is being."""
+        self._layouts: set[str] = set()
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """What is added within takes the place of all that was there. Never raises by itself."""
+        temporary = self._path.with_suffix(".journal-new")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._give_up(error)
+            yield
+            return
+        self.close()
+        self._fd = fd
+        self._bytes = 0
+        self._fresh_bytes = None
+        self._layouts.clear()
+        self.add({"version": VERSION})
+        yield
+        self._fresh_bytes = self._bytes
+        try:
+            if self._fd >= 0:
+                temporary.replace(self._path)
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, record: Record) -> None:
+        """Append one. Never raises."""
+        if self._fd < 0:
+            return
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        try:
+            os.write(self._fd, line)
+        except OSError as error:
+            self._give_up(error)
+        self._bytes += len(line)
+
+    def add_layout(self, view: FileView) -> None:
+        """Keep what `view` was opened as, once."""
+        if self._fd < 0 or view.layout is None or view.identity in self._layouts:
+            return
+        self._layouts.add(view.identity)
+        data = base64.b64encode(encode_layout(view.layout)).decode()
+        self.add({"layout": view.identity, "data": data})
+
+    def add_pinned(self, identity: str, content: bytes) -> None:
+        """Keep a file's content, whose name is about to go away under its readers."""
+        self.add({"pinned": identity, "data": base64.b64encode(content).decode()})
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether it should be started anew with what still holds."""
+        if self._fd < 0 or self._fresh_bytes is None:
+            return False
+        return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)
+
+    def close(self) -> None:
+        """Add no more; what is there stays. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def read_journal(path: Path) -> list[Record]:
+    """What a predecessor wrote; nothing where there was none.
+
+    Raises: OSError, CorruptError.
+    """
+    try:
+        with open(path, "rb", opener=private_opener) as file:
+            if not is_own(os.fstat(file.fileno())):
+                raise CorruptError(f"{path} belongs to another user")
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    records: list[Record] = []
+    # What follows the last newline was cut short.
+    for line in lines[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise CorruptError(f"{path} is damaged: {error}") from error
+        if not isinstance(record, dict):
+            raise CorruptError(f"{path} is damaged")
+        records.append(record)
+    if not records or records[0].get("version") != VERSION:
+        raise CorruptError(f"{path} is of another version")
+    return records[1:]
+
+
+def view_to_json(view: FileView | None) -> list[Any] | None:
+    """A view without its layout, which `add_layout` keeps."""
+    if view is None:
+        return None
+    is_striped = view.layout is not None
+    return [view.path, view.identity, view.size_bytes, view.modified_ns, is_striped]
+
+
+def view_from_json(value: list[Any] | None, layouts: Mapping[str, str]) -> FileView | None:
+    """The reverse. Raises: CorruptError, ValueError, KeyError."""
+    if value is None:
+        return None
+    path, identity, size_bytes, modified_ns, is_striped = value
+    layout = None
+    if is_striped:
+        layout = decode_layout(base64.b64decode(layouts[identity]), path)
+    return FileView(path, identity, size_bytes, modified_ns, layout)

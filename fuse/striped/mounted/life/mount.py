@@ -1,0 +1,281 @@
+"""Mount and unmount a checkpoint tree from any process.
+
+Owns the start of the server process and its end. Functions may be called from any thread.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from msgspec import Struct
+
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    from_oserror,
+)
+from bootseer.fuse import kernel
+from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.mounted.life.control import ask
+from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
+from bootseer.fuse.striped.mounted.life.mount_spec import (
+    SHUTDOWN_S,
+    MountSpec,
+    control_path,
+    forget_dead,
+    is_alive,
+    log_path,
+    read_state,
+)
+from bootseer.fuse.striped.mounted.server import SUBTYPE
+from bootseer.fuse.striped.stripe_settings import LayoutKind
+from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.waiting import wait_readable
+from bootseer.served import background
+from bootseer.settings.config import Settings
+from bootseer.text.urls import absolute_url
+
+_START_S = 10.0
+# What a server may take to clean up once its mount is gone: it deletes what was replaced.
+_END_GRACE_S = 15.0
+# A server that was asked to go is gone after this, or has stayed: a file was being written again.
+_RESTART_S = 3.0
+_LOOK_S = 0.1
+
+
+class MountedCheckpoints(Struct, frozen=True):
+    """A mount served by a process of its own. Leaving a `with` block unmounts."""
+
+    url: str
+    directory: Path
+    pid: int
+    log: Path
+    run_dir: Path
+
+    @property
+    def worker_pid(self) -> int:
+        """The process that answers now; `pid` holds the mount, and replaces it when it dies."""
+        state = read_state(self.run_dir, self.directory)
+        return state.worker_pid if state is not None else 0
+
+    @property
+    def root_was_made(self) -> bool:
+        """Whether the remote folder was not there before."""
+        state = read_state(self.run_dir, self.directory)
+        return state is not None and state.root_was_made
+
+    def close(self, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Unmount; returns the files whose last bytes were lost (see `unmount_checkpoints`)."""
+        return unmount_checkpoints(self.run_dir, self.directory, timeout_s=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(NotFoundError):
+            self.close()
+
+
+def mount_spec(
+    settings: Settings,
+    url: str,
+    directory: Path,
+    *,
+    read_only: bool = False,
+    allow_other: bool = False,
+    everyone_writes: bool = False,
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
+    stripe_count: int = DEFAULT_STRIPE_COUNT,
+    memory_bytes: int | None = None,
+    deadline_s: float | None = None,
+    layout: LayoutKind = "striped",
+    uid: int | None = None,
+    gid: int | None = None,
+    umask: int = 0o022,
+    lifetime_pid: int | None = None,
+    warm: bool = False,
+    shutdown_s: float = SHUTDOWN_S,
+) -> MountSpec:
+    """The description of a mount of the tree at `url` on `directory`, checked.
+
+    Where a server of ours was killed, the mount that it left on `directory` is taken off.
+    `lifetime_pid`: the server unmounts and ends when that process has ended. `warm`: the newest
+    checkpoint is read ahead, below every other read. `shutdown_s`: how long open files may stay
+    open when the server is told to end.
+    Raises: InvalidInputError, NotFoundError, BusyError.
+    """
+    path = absolute(directory)
+    spec = MountSpec(
+        url=absolute_url(url),
+        directory=str(path),
+        run_dir=str(settings.run_dir),
+        memory_bytes=memory_bytes or settings.memory_bytes,
+        deadline_s=deadline_s or settings.deadline_s,
+        read_only=read_only,
+        allow_other=allow_other,
+        everyone_writes=everyone_writes,
+        stripe_unit_bytes=stripe_unit_bytes,
+        stripe_count=stripe_count,
+        layout=layout,
+        uid=uid,
+        gid=gid,
+        umask=umask,
+        lifetime_pid=lifetime_pid,
+        warm=warm,
+        shutdown_s=shutdown_s,
+    )
+    spec.stripe_settings  # noqa: B018  (checks the numbers)
+    take_off_dead_mounts(settings.run_dir, path)
+    if find_mount(path) is not None:
+        raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
+    return spec
+
+
+def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
+    """Mount as `spec` says, served by a background process. The mount works when this returns.
+
+    Raises: BootseerError; nothing is mounted then.
+    """
+    run_dir = Path(spec.run_dir)
+    log = log_path(run_dir, Path(spec.directory))
+    try:
+        make_private_directory(log.parent)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {log.parent}") from error
+    with background.start(
+        "bootseer.fuse.striped.mounted.server",
+        spec.to_json(),
+        what=f"the server of {spec.directory}",
+        log=log,
+    ) as starting:
+        process = starting.process
+        try:
+            starting.await_ready(spec.deadline_s + _START_S)
+        except BaseException:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(BootseerError):
+                kernel.unmount(Path(spec.directory), timeout_s=0.0)
+            raise
+    # The server outlives this object: without this, collecting it would warn of a running child.
+    process.returncode = 0
+    return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, run_dir)
+
+
+def restart_checkpoints(
+    run_dir: Path, directory: Path, *, timeout_s: float, force: bool = False
+) -> int:
+    """Let a new process, of the code that is installed now, go on serving a mount; its id.
+
+    What is open stays open. Waits until no file is being written, or with `force` lets those
+    writers fail, with EIO. Raises: NotFoundError, UnsupportedError, DeadlineError; BusyError, which
+    names what is being written.
+    """
+    path = absolute(directory)
+    state = read_state(run_dir, path)
+    if state is None or not state.is_running:
+        raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
+    control = control_path(run_dir, path)
+    before = ask(control, "status")["worker_pid"]
+    deadline = time.monotonic() + timeout_s
+    while True:
+        unfinished = ask(control, "restart-now" if force else "restart")["unfinished"]
+        if not unfinished:
+            after = _await_another(control, before)
+            if after:
+                return after
+        if time.monotonic() >= deadline:
+            if not unfinished:
+                raise DeadlineError(f"the server of {path} does not go; see its log")
+            raise BusyError(
+                f"cannot restart the server of {path}: {', '.join(unfinished)} is being written; "
+                "wait, or use --force, which fails its writer"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _await_another(control: Path, before: int) -> int:
+    """The id of the process that serves instead of `before`; 0 where that one stays."""
+    deadline = time.monotonic() + _RESTART_S
+    while time.monotonic() < deadline:
+        try:
+            now = int(ask(control, "status")["worker_pid"])
+        except UnavailableError:
+            # The one is gone, the other not there yet.
+            deadline = max(deadline, time.monotonic() + _RESTART_S)
+            now = before
+        if now != before:
+            return now
+        time.sleep(_LOOK_S)
+    return 0
+
+
+def unmount_checkpoints(
+    run_dir: Path, directory: Path, *, timeout_s: float = 10.0
+) -> tuple[str, ...]:
+    """Unmount what `mount_checkpoints` mounted, whatever state it is in.
+
+    Lets open files be closed for a while; then aborts the mount, and ends its server. Returns the
+    files that were still being written: nothing of them is visible, and their writers get an error.
+
+    Raises: NotFoundError where nothing is mounted there, InvalidInputError where something is that
+    is not ours.
+    """
+    path = absolute(directory)
+    state = read_state(run_dir, path)
+    mounted = find_mount(path)
+    if mounted is None and (state is None or not state.is_running):
+        raise NotFoundError(f"cannot unmount {path}: no checkpoint folder is mounted there")
+    if mounted is not None and mounted.subtype != SUBTYPE:
+        raise InvalidInputError(
+            f"cannot unmount {path}: fuse.{mounted.subtype} is mounted there, no checkpoint "
+            "folder; images are unmounted by `bootseer image unmount`"
+        )
+    if mounted is not None:
+        # The server sees its connection end, and ends.
+        kernel.unmount(path, timeout_s=timeout_s)
+    if state is not None and state.is_running:
+        for pid, ticks in state.processes:
+            _end_process(pid, ticks)
+    forget_dead(run_dir, path)
+    ended = read_state(run_dir, path)
+    return ended.unwritten if ended is not None else ()
+
+
+def _end_process(pid: int, ticks: int) -> None:
+    """Wait for a process of the server; it cleans up for a while. Then SIGTERM, then SIGKILL."""
+    if not is_alive(pid, ticks):
+        return
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        raise from_oserror(error, f"reach the server process {pid}") from error
+    try:
+        # Between reading the state and this the process may have ended, and its id been reused.
+        if not is_alive(pid, ticks):
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, number)
+            if wait_readable([process], _END_GRACE_S):
+                return
+        raise DeadlineError(f"the server process {pid} does not end")
+    finally:
+        os.close(process)

@@ -1,0 +1,239 @@
+"""The process that answers the requests of one mounted checkpoint tree.
+
+Owns its life within `fuse.kernel`'s supervision: it opens the storage, goes on from the journal
+of a predecessor if there was one, answers on the control socket, and says at its end what was lost.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedError,
+)
+from bootseer.fuse.kernel.mounting.supervisor import HANDED_OVER
+from bootseer.fuse.striped.memory import content_bytes
+from bootseer.fuse.striped.mounted.life.control import ControlServer
+from bootseer.fuse.striped.mounted.life.journal import Journal, Record, read_journal
+from bootseer.fuse.striped.mounted.life.mount_spec import (
+    MountSpec,
+    MountState,
+    control_path,
+    journal_path,
+    read_state,
+    start_ticks,
+    write_state,
+)
+from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
+from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
+from bootseer.fuse.striped.mounted.operations.presentation import Ownership
+from bootseer.fuse.striped.mounted.warm import warm_newest
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.linux.waiting import wait_readable
+from bootseer.store import open_backend
+from bootseer.text.redact import public_url
+
+_log = logging.getLogger(__name__)
+
+# What of the memory a warm-up may take: demand and other readers need the rest.
+_WARM_SHARE = 0.75
+# For the answer to whoever asked for the restart.
+_LAST_WORDS_S = 0.05
+
+# mallopt(3), glibc's numbers; the threshold is the largest that it takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+# Enough for the units that a few writers turn over; more than that is not kept from the system.
+_KEPT_BYTES = 64 * 2**20
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc reuse the writers' units instead of returning each to the kernel.
+
+    Else every 4 MiB unit costs a thousand page faults. (What is read has buffers of its own.) Does
+    nothing where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    mallopt(_M_ARENA_MAX, 1)
+
+
+class MountedFileSystem(StripedFileSystem):
+    """The file system of one worker process, with all that belongs to the process."""
+
+    def __init__(
+        self, spec: MountSpec, *, owner_fd: int | None, can_restart: bool, passes_files: bool
+    ) -> None:
+        """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
+        kernel would repeat to a successor what is under way. `passes_files`: whether it may read
+        files of this node past us.
+
+        Raises: BootseerError.
+        """
+        _keep_freed_memory()
+        self._spec = spec
+        self._run_dir, self._directory = Path(spec.run_dir), Path(spec.directory)
+        self._owner_fd = owner_fd
+        self._can_restart = can_restart
+        self._errors = RecentErrors()
+        logging.getLogger("bootseer").addHandler(self._errors)
+        self._stopping = threading.Event()
+        path = journal_path(self._run_dir, self._directory)
+        self._is_successor = path.exists()
+        records = _inherited_records(path)
+        storage = StripedStorage(
+            open_backend(spec.url, deadline_s=spec.deadline_s),
+            spec.stripe_settings,
+            memory_bytes=content_bytes(spec.memory_bytes),
+        )
+        try:
+            self._root_was_made = not self._is_successor and _check_root(storage, spec)
+            uid = os.geteuid() if spec.uid is None else spec.uid
+            gid = os.getegid() if spec.gid is None else spec.gid
+            super().__init__(
+                storage.tree,
+                storage.budget,
+                spec.stripe_settings,
+                owner=Ownership(uid, gid, spec.umask),
+                journal=Journal(path),
+                passes_files=passes_files,
+            )
+            self.begin(records)
+        except BaseException:
+            storage.close()
+            raise
+        self._storage = storage
+
+    # ---- the process's life ---------------------------------------------------------------
+
+    def mounted(self) -> None:
+        """Requests may come."""
+        self._state = replace(
+            read_state(self._run_dir, self._directory) or MountState.of_this_process(self._spec),
+            worker_pid=os.getpid(),
+            worker_ticks=start_ticks(os.getpid()) or 0,
+        )
+        if self._root_was_made:
+            self._state = replace(self._state, root_was_made=True)
+        write_state(self._run_dir, self._state)
+        self._control = ControlServer(
+            control_path(self._run_dir, self._directory),
+            {
+                "status": self._tell_status,
+                "restart": self._restart,
+                "restart-now": lambda: self._restart(now=True),
+            },
+        )
+        if self._spec.warm and not self._is_successor:
+            threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
+        if self._owner_fd is not None:
+            threading.Thread(target=self._await_owner, name="owner", daemon=True).start()
+
+    def destroyed(self) -> None:
+        """Requests come no more: nobody takes over."""
+        self._stopping.set()
+        self._control.close()
+        super().destroyed()
+        with contextlib.suppress(BootseerError):
+            write_state(self._run_dir, replace(self._state, unwritten=tuple(self.unwritten)))
+        # The supervisor does so, too, unless it was killed.
+        for path in (
+            journal_path(self._run_dir, self._directory),
+            control_path(self._run_dir, self._directory),
+        ):
+            path.unlink(missing_ok=True)
+        self._storage.close()
+
+    def _warm(self) -> None:
+        budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)
+        count = warm_newest(self._storage, budget_bytes, self._stopping.is_set)
+        _log.info("read %d bytes of the newest checkpoint ahead", count)
+
+    def _await_owner(self) -> None:
+        assert self._owner_fd is not None
+        wait_readable([self._owner_fd], None)
+        # Handled as when somebody sends it: unmount, and end.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # ---- what is asked of it --------------------------------------------------------------
+
+    def _tell_status(self) -> Mapping[str, Any]:
+        budget = self._storage.budget
+        memory = {
+            "limit_bytes": budget.limit_bytes,
+            "used_bytes": budget.used_bytes,
+            "peak_bytes": budget.peak_bytes,
+        }
+        statistics = self._storage.counters.look()
+        return status_document(self._state, statistics, self.figures(), memory, self._errors.kept())
+
+    def _restart(self, *, now: bool = False) -> Mapping[str, Any]:
+        """End soon, unless something is being written, which only `now` gives up."""
+        if not self._can_restart:
+            raise UnsupportedError(
+                "this kernel cannot hand a mount's requests to another process (Linux 6.9 can)"
+            )
+        unfinished = self.figures().unfinished
+        if unfinished and not now:
+            return {"unfinished": unfinished}
+        threading.Thread(target=self._end, args=(now,), name="restart", daemon=True).start()
+        return {"unfinished": ()}
+
+    def _end(self, now: bool) -> None:
+        time.sleep(_LAST_WORDS_S)
+
+        def leave() -> None:
+            _log.info("ending, so that another process goes on")
+            logging.shutdown()
+            # As when it is killed, which a successor must be able to bear anyway.
+            os._exit(HANDED_OVER)
+
+        if now:
+            leave()
+        self.stop_if_quiet(leave)
+
+
+def _inherited_records(path: Path) -> list[Record]:
+    try:
+        return read_journal(path)
+    except (OSError, CorruptError) as error:
+        _log.error("what was open is not known any more: %s", error)
+        return []
+
+
+def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
+    """Whether the folder was missing and has been made. Raises: BootseerError."""
+    backend = storage.backend
+    if not spec.read_only and not (backend.has_atomic_rename or backend.has_atomic_put):
+        raise UnsupportedError(
+            f"{public_url(spec.url)} cannot replace a file in one step, which a safe commit needs: "
+            "mount it with --read-only"
+        )
+    try:
+        if not backend.stat("").is_dir:
+            raise InvalidInputError(
+                f"{public_url(spec.url)} is a file; mount the folder that holds it"
+            )
+    except NotFoundError:
+        if spec.read_only:
+            raise
+        backend.mkdir("")
+        return True
+    return False

@@ -1,0 +1,1 @@
+"""What the kernel asks of a mounted checkpoint tree, and what it is shown."""

@@ -1,0 +1,82 @@
+"""The striped file system as the kernel sees it: an adapter from FUSE operations to the core.
+
+Its parts are `name_operations` and `file_operations` over the same `tables`; owns the end of a
+mount. What a striped file is, and what is durable when, is decided in `tree`, `reader` and
+`writer`; docs/SEMANTICS.md says what users may rely on. Thread-safe.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.operations import ROOT_NODE, Attributes, Caller, SetAttributes
+from bootseer.fuse.striped.mounted.life.journal import Record
+from bootseer.fuse.striped.mounted.life.resumption import resume
+from bootseer.fuse.striped.mounted.operations.file_operations import FileOperations
+from bootseer.fuse.striped.mounted.operations.name_operations import NameOperations
+from bootseer.fuse.striped.writing.writer import FileWriter
+
+_log = logging.getLogger(__name__)
+
+# At the end of a mount: how long to wait for the parts of an unfinished file to be removed.
+_ABORT_WAIT_S = 2.0
+
+
+class StripedFileSystem(NameOperations, FileOperations):
+    """A tree of striped and ordinary files, mounted."""
+
+    def begin(self, records: Sequence[Record] = ()) -> None:
+        """Before the first request: go on from a predecessor's journal, and start one's own."""
+        try:
+            resume(
+                self._nodes,
+                records,
+                self._reader,
+                lambda path: FileWriter(self._tree, path, self._budget, self._settings),
+            )
+        except (BootseerError, LookupError, TypeError, ValueError) as error:
+            _log.error("what was open is not known any more: %s", error)
+            self._nodes.continue_from([], [])
+        self._inherited = set(self._nodes.by_id) - {ROOT_NODE}
+        self._nodes.start_journal()
+
+    def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
+        """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
+        False where a file is being written."""
+        with self._lock:
+            if any(handle.is_unfinished for handle in self._nodes.handles.values()):
+                return False
+            stop()
+            return True
+
+    def forget(self, node: int, count: int) -> None:
+        """The nodes that a predecessor looked up are in nobody's count: the kernel forgets an inode
+        with all its lookups at once."""
+        if node in self._inherited:
+            self._inherited.discard(node)
+            self.dropped(node)
+
+    def destroyed(self) -> None:
+        """A file that is still open was not finished by whoever wrote it: it does not appear."""
+        with self._lock:
+            handles = list(self._nodes.handles.values())
+        for handle in handles:
+            writer = handle.writer
+            if writer is not None:
+                if writer.needs_publishing:
+                    self.unwritten.append(writer.path)
+                    _log.error("%s was still being written: nothing of it is kept", writer.path)
+                writer.close(_ABORT_WAIT_S)
+            if handle.file is not None:
+                self._reader.close(handle.file)
+        self._nodes.close_journal()
+        self._tree.close()
+
+    def setattr(
+        self, caller: Caller, node: int, changes: SetAttributes
+    ) -> tuple[Attributes, float]:
+        # Modes, owners and times belong to the storage: accepted, so that cp -p and tar work, and
+        # not kept.
+        if changes.size_bytes is not None:
+            self._truncate(caller, node, changes.handle, changes.size_bytes)
+        return self.getattr(caller, node, changes.handle)

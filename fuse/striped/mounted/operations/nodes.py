@@ -1,0 +1,155 @@
+"""What a mount knows of one file or directory, and of one open file.
+
+A node stands for one generation of a file as far as readers go, so that pages the kernel keeps for
+a node never belong to other bytes; `node_table` holds them all. Not thread-safe: the file system
+holds its lock.
+"""
+
+import os
+import threading
+
+from msgspec import Struct, field
+
+from bootseer.fuse.kernel.operations import ROOT_NODE
+from bootseer.fuse.striped.mounted.life.journal import Record, view_to_json
+from bootseer.fuse.striped.names.stored import FileStatus
+from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.store.abilities.opened import HasDescriptor
+
+
+class Node(Struct, eq=False):
+    """A file or directory that the kernel knows."""
+
+    id: int
+    parent: "Node | None"
+    """None for the root, and for a detached node."""
+    name: str
+    status: FileStatus
+    """As last seen."""
+    seen_s: float
+    """When, by the monotonic clock."""
+    is_local: bool = False
+    """A file that was created here and never published: no other node sees it."""
+    had_readers: bool = False
+    """Whether the kernel may hold pages of it."""
+    may_be_passed: bool = True
+    """Whether the kernel may be given the stored file itself to read from."""
+    was_passed: bool = False
+    """Whether it may have been: then all opens are, and none may be for writing, which the kernel
+    would do in the stored file."""
+    handles: "list[Handle]" = field(default_factory=list)
+    child_count: int = 0
+    """How many nodes have this one as their parent: their paths lead through it."""
+    is_forgotten: bool = False
+    """Whether the kernel let go of it, and only its children keep it."""
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the node's name is gone, or means something else now."""
+        return self.parent is None and self.id != ROOT_NODE
+
+    @property
+    def path(self) -> str:
+        """The path from the root, "" for the root itself."""
+        names: list[str] = []
+        node = self
+        while node.parent is not None:
+            names.append(node.name)
+            node = node.parent
+        return "/".join(reversed(names))
+
+    def writer(self) -> FileWriter | None:
+        """The writer that was opened last, if any is at work."""
+        for handle in reversed(self.handles):
+            # The kernel closes the files of a killed process a moment after it is gone.
+            writer = handle.writer if not handle.was_killed else None
+            if writer is not None and (writer.was_written or not handle.is_superseded):
+                return writer
+        return None
+
+
+class Handle(Struct, eq=False):
+    """One open file."""
+
+    id: int
+    node: Node
+    flags: int
+    file: OpenFile | None = None
+    """What it reads."""
+    descriptor: HasDescriptor | None = None
+    """What the kernel may read it from."""
+    base: FileView | None = None
+    """What it appends to, before the first write."""
+    writer: FileWriter | None = None
+    was_killed: bool = False
+    """Whether the process that closed it last was ended by a signal."""
+    was_flushed: bool = False
+    """Whether a descriptor of it was closed, and nothing was written since."""
+    is_releasing: bool = False
+    """Whether its last descriptor is known to be gone."""
+    is_superseded: bool = False
+    """Whether the file was opened anew, or cut, since: emptying it would come too late."""
+    publishing: threading.Lock = field(default_factory=threading.Lock)
+    """Held from publishing what it wrote until the node shows it."""
+    request: int = 0
+    """The request that opened it: a successor may be asked to do that once more."""
+    noted: Record | None = None
+    """What the journal has of it."""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether write(2) is allowed."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether somebody writes through it, as far as we can know."""
+        return self.writer is not None and not self.was_flushed and not self.is_releasing
+
+    @property
+    def only_empties(self) -> bool:
+        """Whether all that it has done so far is to make its file empty, unseen by others."""
+        writer = self.writer
+        return (
+            writer is not None
+            and writer.needs_publishing
+            and not writer.was_written
+            and not self.was_killed
+        )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether bytes would be lost with this process."""
+        return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
+
+    def record(self) -> Record:
+        """What a successor must know."""
+        base = self.writer.view if self.writer is not None else self.base
+        return {
+            "file": self.id,
+            "node": self.node.id,
+            "flags": self.flags,
+            "request": self.request,
+            "reads": view_to_json(self.file.view if self.file is not None else None),
+            "pinned": self.file is not None and self.file.pinned is not None,
+            "base": view_to_json(base),
+            "writes": self.writer is not None,
+            "detached": self.writer is not None and self.writer.is_detached,
+            "unfinished": self.is_unfinished,
+            "killed": self.was_killed,
+        }
+
+
+def node_record(node: Node) -> Record:
+    """What a successor must know of a node."""
+    status = node.status
+    return {
+        "node": node.id,
+        "parent": node.parent.id if node.parent is not None else None,
+        "name": node.name,
+        "status": [status.is_dir, status.size_bytes, status.modified_ns, status.identity],
+        "local": node.is_local,
+        "forgotten": node.is_forgotten,
+    }

@@ -1,0 +1,199 @@
+"""What one mount of a striped tree knows: its nodes, its handles, and who is asked for bytes.
+
+Owns the state that the FUSE operations on names (`name_operations`) and on open files
+(`file_operations`, `close_operations`) share, and what both need of it. Thread-safe: the lock
+guards the tables only, never I/O.
+"""
+
+import contextlib
+import errno
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.mounted.life.journal import Journal
+from bootseer.fuse.striped.mounted.life.status import OpenFigures
+from bootseer.fuse.striped.mounted.operations.node_table import NodeTable
+from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
+from bootseer.fuse.striped.mounted.operations.presentation import (
+    CACHE_S,
+    Ownership,
+    attributes_of,
+    attributes_ttl_s,
+    entry_of,
+)
+from bootseer.fuse.striped.names.graveyard import is_hidden
+from bootseer.fuse.striped.names.listing import Listings
+from bootseer.fuse.striped.names.stored import FileStatus, refuse
+from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.reading.reader import StripedReader
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.store.paths import PATH_MAX_BYTES
+
+NAME_MAX_BYTES = 255
+# Its parts' names are longer.
+_PATH_MAX_BYTES = PATH_MAX_BYTES - 100
+# A stream that read nothing for so long is not shown as active.
+_ACTIVE_S = 10.0
+
+
+class MountTables(Operations):
+    """The shared state of one mount."""
+
+    def __init__(
+        self,
+        tree: StripedTree,
+        budget: MemoryBudget,
+        settings: StripeSettings,
+        *,
+        owner: Ownership | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+        passes_files: bool = False,
+    ) -> None:
+        """`passes_files`: whether the kernel may read ordinary files of this node past us."""
+        self.unwritten: list[str] = []
+        """Files whose last bytes were lost because the mount ended while they were open."""
+        self._tree = tree
+        self._reader: StripedReader = tree.reader
+        self._budget = budget
+        self._settings = settings
+        self._owner = owner or Ownership(os.geteuid(), os.getegid())
+        self._passes_files = passes_files
+        self._request_count = 0
+        self._published_s = -math.inf
+        """When a file was published last."""
+        self._inherited: set[int] = set()
+        """Nodes that a predecessor of this process named, and nobody has forgotten since."""
+        self._clock = clock
+        self._lock = threading.RLock()
+        root = FileStatus("", True, 0, time.time_ns(), "")
+        self._nodes = NodeTable(root, clock(), journal)
+        self._listings = Listings(CACHE_S)
+
+    def figures(self) -> OpenFigures:
+        """What is open now."""
+        now_s = time.monotonic()
+        active = sum(
+            file.streams.active_count(now_s - _ACTIVE_S) for file in self._reader.open_files()
+        )
+        with self._lock:
+            unfinished = {w.path for w in self._nodes.writers() if w.needs_publishing}
+            count = len(self._nodes.handles)
+            return OpenFigures(count, active, self._request_count, tuple(sorted(unfinished)))
+
+    def _node(self, node: int) -> Node:
+        self._request_count += 1
+        known = self._nodes.by_id.get(node)
+        if known is None:
+            raise refuse(errno.ESTALE)
+        return known
+
+    def _handle(self, handle: int) -> Handle:
+        with self._lock:
+            self._request_count += 1
+            opened = self._nodes.handles.get(handle)
+        if opened is None:
+            raise refuse(errno.EBADF)
+        return opened
+
+    def _attached_path(self, node: Node) -> str:
+        if node.is_detached:
+            raise refuse(errno.ESTALE)
+        return node.path
+
+    def _child_path(self, directory: Node, name: bytes) -> tuple[str, str]:
+        if len(name) > NAME_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        text = os.fsdecode(name)
+        if is_hidden(text):
+            raise refuse(errno.ENOENT, text)
+        parent = self._attached_path(directory)
+        path = f"{parent}/{text}" if parent else text
+        if len(os.fsencode(path)) > _PATH_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        return text, path
+
+    def _new_name(self, parent: int, name: bytes) -> tuple[Node, str, str]:
+        with self._lock:
+            directory = self._node(parent)
+            if is_hidden(os.fsdecode(name)):
+                raise refuse(errno.EPERM, os.fsdecode(name))
+            return directory, *self._child_path(directory, name)
+
+    def _status(self, path: str) -> FileStatus | None:
+        listed = self._listings.take(path, self._clock())
+        try:
+            return self._tree.stored.status_of(listed) if listed else self._tree.stored.status(path)
+        except NotFoundError:
+            return None
+
+    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
+        """The node for what was just seen under a name; the lock is held."""
+        known = self._nodes.child(directory, name)
+        same = (
+            known is not None
+            and known.status.is_dir == status.is_dir
+            and (known.status.identity == status.identity or known.writer() is not None)
+        )
+        if known is None or not same:
+            return self._nodes.add(directory, name, status, self._clock())
+        known.status, known.seen_s = status, self._clock()
+        known.is_forgotten = False
+        return known
+
+    def _entry(self, node: Node) -> Entry:
+        return entry_of(node, self._owner, is_quiet=self._is_quiet())
+
+    def _shown(self, node: Node) -> tuple[Attributes, float]:
+        ttl_s = attributes_ttl_s(node, is_quiet=self._is_quiet())
+        return attributes_of(node, self._owner), ttl_s
+
+    def _is_quiet(self) -> bool:
+        """Whether no file is being written, or was until a moment ago."""
+        if self._clock() - self._published_s < CACHE_S:
+            return False
+        return next(self._nodes.writers(), None) is None
+
+    def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
+        """The one that what is written through `handle` goes to."""
+        with self._lock:
+            if handle.writer is not None:
+                return handle.writer
+            base = handle.base
+            path = base.path if base is not None else self._attached_path(handle.node)
+            if not handle.node.is_detached:
+                path = handle.node.path
+        writer = FileWriter(
+            self._tree, path, self._budget, self._settings, base=None if starts_empty else base
+        )
+        with self._lock:
+            if handle.writer is None:
+                handle.writer = writer
+            return handle.writer
+
+    def _writers_of(self, path: str) -> list[FileWriter]:
+        """All that write the file at `path`, or may yet: those that add to what is there have read
+        its end when this returns, so that it may go."""
+        with self._lock:
+            waiting = [
+                handle
+                for handle in self._nodes.handles.values()
+                if handle.base is not None
+                and handle.writer is None
+                and path == (handle.base.path if handle.node.is_detached else handle.node.path)
+            ]
+        for handle in waiting:
+            # Where nothing can be added, its first write says so.
+            with contextlib.suppress(BootseerError, OSError):
+                self._writer(handle)
+            with self._lock:
+                self._nodes.note(handle)
+        with self._lock:
+            return [writer for writer in self._nodes.writers() if writer.path == path]

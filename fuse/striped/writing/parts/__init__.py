@@ -1,0 +1,1 @@
+"""The parts of a file that is being written: open, written, watched, given up."""

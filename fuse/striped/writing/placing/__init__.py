@@ -1,0 +1,1 @@
+"""Which server takes which part of a file that is being written."""

@@ -1,0 +1,239 @@
+"""What of a workload lies in the store: its traces, its hot set, its bundle, and the pointer to
+the newest of these.
+
+Alone owns these keys and the pointer's JSON (docs/format/bundle.md). Thread-safe: functions and
+frozen values only.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from msgspec import Struct
+
+from bootseer.checked_json import (
+    SHA256,
+    count_in,
+    digest_in,
+    parse_versioned,
+    strings_in,
+)
+from bootseer.errors import CorruptError, NotFoundError
+from bootseer.prefetch.bundle.format import (
+    HEADER_BYTES_MAX,
+    HEADER_BYTES_MIN,
+    Bundle,
+    decode_header,
+)
+from bootseer.prefetch.index.records import path_bytes
+from bootseer.prefetch.record import hotset
+from bootseer.prefetch.record import trace as trace_format
+from bootseer.prefetch.record.hotset import HotSet
+from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX
+from bootseer.prefetch.record.trace import Trace
+from bootseer.store import Store
+from bootseer.structs import asdict
+
+_KIND = "bootseer-hot"
+_VERSION = 1
+_POINTER_BYTES_MAX = 64 * 1024
+_TRACE_BYTES_MAX = 64 * 2**20
+_HOTSET_BYTES_MAX = 256 * 2**20
+_NAME_BYTES_MAX = 200
+"""Names in registries may be longer than what a file system takes."""
+MERGED_TRACE_COUNT = 16
+"""The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
+
+
+class HotPointer(Struct, frozen=True):
+    """Names the newest bundle of an image and workload."""
+
+    index_digest: str
+    bundle_digest: str
+    """Of its header, which holds the digests of all else."""
+    size_bytes: int
+    header_bytes: int
+    hotset_digest: str
+    trace_count: int
+    """How many traces it was made from."""
+    created_ns: int
+    scattered: tuple[bytes, ...] = ()
+    """Files of which each start reads other bytes, so that they are not in the bundle."""
+
+
+def _hex(digest: str) -> str:
+    return digest.partition(":")[2]
+
+
+def pointer_key(index_digest: str, workload: str) -> str:
+    """Where the pointer lies."""
+    return f"hot/{_hex(index_digest)}/{workload}.json"
+
+
+def name_key(name: str, workload: str) -> str:
+    """Where it says which images of a name have bundles; `name` is without tag and digest."""
+    quoted = quote(name, safe="")
+    if len(quoted) > _NAME_BYTES_MAX:
+        quoted = hashlib.sha256(name.encode()).hexdigest()
+    return f"hot/names/{quoted}/{workload}.json"
+
+
+def stream_key(stream_digest: str, workload: str) -> str:
+    """Where it says which images whose largest stream this is have bundles."""
+    return f"hot/streams/{quote(stream_digest, safe='')}/{workload}.json"
+
+
+def header_key(digest: str) -> str:
+    """Where the header of a bundle lies, whose SHA-256 the digest is."""
+    return f"bundles/sha256/{_hex(digest)}/header"
+
+
+def part_key(digest: str, part: int) -> str:
+    """Where a part of a bundle lies."""
+    return f"bundles/sha256/{_hex(digest)}/{part}"
+
+
+def hotset_key(digest: str) -> str:
+    """Where a hot set lies."""
+    return f"hotsets/sha256/{_hex(digest)}"
+
+
+def trace_prefix(index_digest: str, workload: str) -> str:
+    """Where the traces of a workload lie."""
+    return f"traces/{_hex(index_digest)}/{workload}/"
+
+
+def lease_key(index_digest: str, workload: str) -> str:
+    """The lease of whoever builds the workload's bundle."""
+    return f"leases/hot/{_hex(index_digest)}/{workload}"
+
+
+def encode_pointer(pointer: HotPointer) -> bytes:
+    """Deterministic."""
+    document = {"kind": _KIND, "version": _VERSION, **asdict(pointer)}
+    del document["scattered"]
+    if pointer.scattered:
+        paths = [path.decode("utf-8", "surrogateescape") for path in pointer.scattered]
+        document["scattered"] = paths
+    return json.dumps(document, indent=1).encode("ascii") + b"\n"
+
+
+def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
+    """Raises: CorruptError, UnknownFormatError."""
+    document = parse_versioned(
+        data, _POINTER_BYTES_MAX, _KIND, _VERSION, where, "no pointer to a bundle"
+    )
+    pointer = HotPointer(
+        digest_in(document, "index_digest", where, SHA256),
+        digest_in(document, "bundle_digest", where, SHA256),
+        count_in(document, "size_bytes", where),
+        count_in(document, "header_bytes", where, HEADER_BYTES_MAX),
+        digest_in(document, "hotset_digest", where, SHA256),
+        count_in(document, "trace_count", where),
+        count_in(document, "created_ns", where, 2**63),
+        tuple(
+            path_bytes(path, where)
+            for path in strings_in(document, "scattered", SCATTERED_COUNT_MAX, where)
+        ),
+    )
+    if pointer.index_digest != index_digest or pointer.header_bytes < HEADER_BYTES_MIN:
+        raise CorruptError(f"{where} points to the bundle of another image")
+    return pointer
+
+
+def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer | None:
+    """None where the workload has no bundle yet. Raises: as `decode_pointer`, UnavailableError."""
+    key = pointer_key(index_digest, workload)
+    try:
+        data = store.read(key, 0, _POINTER_BYTES_MAX + 1)
+    except NotFoundError:
+        return None
+    return decode_pointer(data, index_digest, f"{store.url}/{key}")
+
+
+def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]) -> Bundle:
+    """The header of the pointer's bundle, verified. Raises: NotFoundError, CorruptError,
+    UnknownFormatError, UnavailableError."""
+    header = read_header(store, pointer)
+    return decode_bundle(header, pointer, stream_lengths, store.url)
+
+
+def read_header(store: Store, pointer: HotPointer) -> bytes:
+    """The stored header of the pointer's bundle. Raises: NotFoundError, UnavailableError."""
+    return store.read(header_key(pointer.bundle_digest), 0, pointer.header_bytes)
+
+
+def decode_bundle(
+    header: bytes, pointer: HotPointer, stream_lengths: Sequence[int], where: str
+) -> Bundle:
+    """What a header says, verified against the pointer. Raises: CorruptError,
+    UnknownFormatError."""
+    if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
+        key = header_key(pointer.bundle_digest)
+        raise CorruptError(f"{where}/{key} does not match the digest in its name")
+    return decode_header(header, pointer.index_digest, stream_lengths)
+
+
+def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
+    """The hot set from which the pointer's bundle was made, verified. Raises: NotFoundError,
+    CorruptError, UnknownFormatError, UnavailableError."""
+    key = hotset_key(pointer.hotset_digest)
+    data = store.read(key, 0, _HOTSET_BYTES_MAX + 1)
+    if hashlib.sha256(data).hexdigest() != _hex(pointer.hotset_digest):
+        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+    hot = hotset.decode(data)
+    if hot.index_digest != pointer.index_digest:
+        raise CorruptError(f"{store.url}/{key} is the hot set of another image")
+    return hot
+
+
+def publish_trace(store: Store, trace: Trace) -> str:
+    """Store a trace under a name of its content; returns its key."""
+    data = trace_format.encode(trace)
+    name = hashlib.sha256(data).hexdigest()[:32]
+    key = trace_prefix(trace.index_digest, trace.workload) + name
+    store.publish(key, data)
+    return key
+
+
+def trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
+    """Keys of a workload's traces, the newest first, at most `MERGED_TRACE_COUNT`."""
+    return _all_trace_keys(store, index_digest, workload)[:MERGED_TRACE_COUNT]
+
+
+def drop_old_traces(store: Store, index_digest: str, workload: str) -> int:
+    """Delete the traces that merging does not look at; returns how many.
+
+    For the holder of the workload's lease, so that a thousand nodes that record at once do not
+    leave a thousand traces for good. Raises: UnavailableError.
+    """
+    old = _all_trace_keys(store, index_digest, workload)[MERGED_TRACE_COUNT:]
+    for key in old:
+        store.delete(key)
+    return len(old)
+
+
+def _all_trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
+    infos = sorted(
+        store.list(trace_prefix(index_digest, workload)),
+        key=lambda info: (-info.modified_ns, info.path),
+    )
+    return [info.path for info in infos]
+
+
+def read_trace(store: Store, key: str) -> Trace:
+    """Raises: NotFoundError, CorruptError, UnknownFormatError."""
+    data = store.read(key, 0, _TRACE_BYTES_MAX + 1)
+    if hashlib.sha256(data).hexdigest()[:32] != key.rpartition("/")[2]:
+        raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
+    trace = trace_format.decode(data)
+    if not key.startswith(trace_prefix(trace.index_digest, trace.workload)):
+        raise CorruptError(f"{store.url}/{key} is the trace of another image or workload")
+    return trace
+
+
+def workloads(store: Store, index_digest: str) -> list[str]:
+    """Workloads that have traces of this image."""
+    prefix = f"traces/{_hex(index_digest)}/"
+    return sorted({info.path[len(prefix) :].partition("/")[0] for info in store.list(prefix)})

@@ -1,0 +1,261 @@
+"""Replay: stream the bundle into the node cache, in the order in which a start wants it.
+
+Alone owns which frames of a bundle are still to come. Planning is pure; the executor moves the
+bytes. A bundle is a help, never a condition: the first thing wrong with it ends its use with one
+warning, and faults go to the blobs. Of several servers on a node that replay one bundle at once,
+one fetches it and the others follow.
+
+Threading: `demand` and `is_cached` from any thread; `start` once.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.prefetch.bundle.disk_warming import disk_runs
+from bootseer.prefetch.bundle.format import Bundle, BundleFrame, Placement, decode_frame
+from bootseer.prefetch.bundle.hot_store import part_key
+from bootseer.prefetch.cache.files import lock_file
+from bootseer.prefetch.cache.image_stream import ImageStream
+from bootseer.transfer.executor import Batch, Executor
+from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
+
+_log = logging.getLogger(__name__)
+
+_FETCH_BYTES = ((8, 1), (24, 2**19), (None, 2**21))
+"""So many frames in requests of at most so many bytes (one frame at least). Requests run side by
+side and share the line, so large ones would all end together, and the first page would come with
+the last; small ones waste their latency. So: small while a start waits for its first pages, large
+when it is under way."""
+
+_DEADLINE_SHARE = 0.25
+_WAIT_S_MAX = 10.0
+"""A frame that somebody waits for and that has not come by then comes from a store that hangs."""
+
+_FOLLOW_S = 120.0
+_PATIENCE_S = 0.5
+"""All waits for another server's fetches together: what is lost when it is slow. At 1 Gbit it
+brings 60 MB meanwhile."""
+_POLL_S = 0.002
+_TURN_S = 0.02
+"""How often a follower looks whether the other one has finished."""
+
+
+def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
+    """The frames of the bundle called `digest` as what the executor fetches. Pure."""
+    return [
+        Chunk(part_key(digest, frame.part), frame.offset, frame.length, frame.digest)
+        for frame in bundle.frames
+    ]
+
+
+def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> list[Fetch]:
+    """Fetches of the frames that are not here yet, in order of use. Pure (no I/O)."""
+    fetches: list[Fetch] = []
+    missing = [chunk for chunk in chunks if not is_cached(chunk)]
+    for count, fetch_bytes in _FETCH_BYTES:
+        part, missing = missing[:count], missing[len(missing) if count is None else count :]
+        fetches += plan(
+            part,
+            lambda chunk: False,
+            priority=Priority.PREFETCH,
+            max_gap_bytes=0,
+            max_fetch_bytes=fetch_bytes,
+        )
+    return fetches
+
+
+class Replay:
+    """One bundle on its way into the cache."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        digest: str,
+        caches: Sequence[ImageStream],
+        executor: Executor,
+        *,
+        lock: Path | None = None,
+    ) -> None:
+        """`lock`: whoever holds this file fetches the bundle for all on this node."""
+        self.bundle = bundle
+        self.fetched_bytes = 0
+        """Uncompressed bytes that this replay brought."""
+        self.finished_after_ns: int | None = None
+        """From `start` to the last frame; None while it runs, or when it was given up."""
+        self.error: str | None = None
+        """Why it was given up."""
+        self._caches = caches
+        self._executor = executor
+        self._placement = Placement(bundle.frames, len(caches))
+        self._chunks = chunks_of(bundle, digest)
+        self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
+        self._pending = bytearray(b"\1" * len(self._chunks))
+        self._lock = threading.Lock()
+        self._batch: Batch | None = None
+        self._lock_path = lock
+        self._lock_fd = -1
+        self._is_following = False
+        self._patience_s = _PATIENCE_S
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Begin to fetch, or to follow whoever does; returns at once."""
+        started_ns = time.monotonic_ns()
+        self._is_following = not self._takes_lead()
+        if self._is_following:
+            self._look_what_is_here()
+        else:
+            self._submit()
+        here = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if not p]
+        if here:
+            threading.Thread(target=self._warm, args=(here,), name="warm-disk", daemon=True).start()
+        threading.Thread(target=self._watch, args=(started_ns,), name="replay", daemon=True).start()
+
+    def _warm(self, frames: Sequence[BundleFrame]) -> None:
+        for run in disk_runs(frames):
+            if self._stopping.is_set():
+                return
+            self._caches[run.blob].read_ahead(run.offset, run.length)
+
+    def _takes_lead(self) -> bool:
+        if self._lock_path is None:
+            return True
+        try:
+            self._lock_fd = lock_file(self._lock_path, 0)
+        except TimeoutError:
+            return False
+        except OSError as error:
+            _log.debug("replaying without regard to others: %s", error)
+        return True
+
+    def _look_what_is_here(self) -> None:
+        self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
+        coming = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if p]
+        try:
+            # Before it comes: also what another server brings is seen only where it is open.
+            for blob in {extent.blob for frame in coming for extent in frame.extents}:
+                self._caches[blob].open_claimed()
+        except BootseerError as error:
+            self.give_up(error)
+
+    def _submit(self) -> None:
+        self._look_what_is_here()
+        fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
+        try:
+            self._batch = self._executor.submit(fetches, self._deliver)
+        except BootseerError as error:
+            self.give_up(error)
+
+    def _watch(self, started_ns: int) -> None:
+        until_s = time.monotonic() + _FOLLOW_S
+        while self._is_following:
+            if self._stopping.wait(_TURN_S):
+                return
+            if self._takes_lead() or time.monotonic() > until_s:
+                # The other one has finished, has died, or is too slow: the rest is ours.
+                self._is_following = False
+                self._submit()
+        try:
+            if self._batch is not None:
+                self._batch.wait()
+        except (BootseerError, OSError) as error:
+            self.give_up(error)
+        finally:
+            if self._lock_fd >= 0 and self._lock_path is not None:
+                self._lock_path.unlink(missing_ok=True)
+                os.close(self._lock_fd)
+        if self.error is None:
+            self.finished_after_ns = time.monotonic_ns() - started_ns
+            # Also those that somebody else brought before their turn came.
+            self._pending[:] = bytes(len(self._pending))
+
+    def give_up(self, error: BaseException) -> None:
+        """Use the bundle no further. Idempotent."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = str(error)
+            self._pending[:] = bytes(len(self._pending))
+        if self._batch is not None:
+            self._batch.cancel()
+        if self._stopping.is_set():
+            return
+        _log.warning("the bundle is not used any further, the image is read without it: %s", error)
+
+    def stop(self) -> None:
+        """The caches are about to be closed: touch them no more. Idempotent."""
+        self._stopping.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has brought everything, or was given up."""
+        return self.finished_after_ns is not None or self.error is not None
+
+    @property
+    def remaining_count(self) -> int:
+        """Frames still to come."""
+        return self._pending.count(1)
+
+    def _all_here(self, frame: BundleFrame) -> bool:
+        return all(self._caches[e.blob].holds(e.offset, e.length) for e in frame.extents)
+
+    def is_cached(self, chunk: Chunk) -> bool:
+        """Whether the cache has all that this frame would bring, as far as it knows without
+        reading."""
+        number = self._numbers.get(chunk)
+        if number is None:
+            return False
+        extents = self.bundle.frames[number].extents
+        return all(self._caches[e.blob].holds_now(e.offset, e.length) for e in extents)
+
+    def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
+        """Wait for the pending frames that hold any of this range, moving them to the front.
+
+        False when there are none. Never raises: what did not come is for the caller to see.
+        """
+        # The blobs are still to be asked within the deadline.
+        deadline_s = min(deadline_s * _DEADLINE_SHARE, _WAIT_S_MAX)
+        waited = False
+        for number in self._placement.frames_for(blob, offset, length):
+            if not self._pending[number]:
+                continue
+            waited = True
+            if self._is_following and self._comes_from_elsewhere(number):
+                continue
+            try:
+                self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
+            except (BootseerError, OSError) as error:
+                self.give_up(error)
+        return waited
+
+    def _comes_from_elsewhere(self, number: int) -> bool:
+        """Wait a little for a frame that another server is about to bring."""
+        frame = self.bundle.frames[number]
+        while not self._all_here(frame):
+            if not self._is_following or self._patience_s <= 0:
+                return False
+            time.sleep(_POLL_S)
+            self._patience_s -= _POLL_S
+        self._pending[number] = 0
+        return True
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
+        number = self._numbers[chunk]
+        if not self._pending[number]:
+            return
+        frame = self.bundle.frames[number]
+        content = memoryview(decode_frame(frame, data))
+        for extent, position in zip(frame.extents, frame.positions, strict=True):
+            cache = self._caches[extent.blob]
+            piece = content[position : position + extent.length]
+            if not cache.holds(extent.offset, extent.length):
+                cache.claim(extent.offset, piece)
+        with self._lock:
+            if self._pending[number]:
+                self._pending[number] = 0
+                self.fetched_bytes += frame.stream_length

@@ -1,0 +1,151 @@
+"""What the files of the node cache have in common: sectors, locks, and the map's header.
+
+Alone owns the header of `present` (docs/format/cache.md) and how a stream's folder is locked.
+Stateless; any thread.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bootseer.errors import DeadlineError, from_oserror
+from bootseer.linux.private_files import make_private_directory
+
+SECTOR_BYTES = 512
+"""Tar's own unit: every file in a tar stream begins on a multiple of it."""
+
+HEADER_BYTES = 64
+CLEAN_OFFSET = 12
+SUSPECT_OFFSET = 40
+# magic, version, clean flag, boot id, stream length, "some sectors are to be verified".
+_HEADER = struct.Struct("<8sII16sQI")
+_MAGIC = b"BSPRESNT"
+_VERSION = 2
+
+OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk says."""
+NO_DISK = (*FULL, errno.EROFS)
+"""The disk takes nothing: no reason to fail for who could do without a cache."""
+
+LOCK_S = 60.0
+"""An fsync of gigabytes takes that long on a slow disk."""
+_POLL_S = 0.005
+
+
+def sectors_of(offset: int, length: int) -> tuple[int, int]:
+    """The half-open range of sectors that `[offset, offset + length)` touches."""
+    return offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES)
+
+
+def boot_id() -> bytes:
+    """16 bytes that change with every boot of this kernel."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return bytes.fromhex(text.strip().replace("-", ""))
+
+
+class Header(NamedTuple):
+    """The first bytes of `present`, decoded."""
+
+    is_clean: bool
+    boot: bytes
+    stream_length: int
+    is_suspect: bool
+    """Some sectors may have been lost by a crash and are not verified yet."""
+
+    def encode(self) -> bytes:
+        """`HEADER_BYTES` bytes."""
+        packed = _HEADER.pack(
+            _MAGIC, _VERSION, self.is_clean, self.boot, self.stream_length, self.is_suspect
+        )
+        return packed.ljust(HEADER_BYTES, b"\0")
+
+
+def decode_header(data: bytes) -> Header | None:
+    """None for what is no header of this version."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, version, clean, boot, length, suspect = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    return Header(clean == 1, boot, length, suspect != 0)
+
+
+def flock_within(fd: int, timeout_s: float) -> None:
+    """Lock `fd` for us alone. Raises: TimeoutError, OSError."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked") from None
+            time.sleep(_POLL_S)
+
+
+def lock_file(path: Path, timeout_s: float) -> int:
+    """A descriptor that alone holds the lock file `path`, which is made if needed, until closed.
+
+    The holder may remove the file: whoever waited for it then makes a new one.
+    Raises: TimeoutError, OSError.
+    """
+    while True:
+        make_private_directory(path.parent)
+        fd = os.open(path, OPEN_FLAGS, 0o600)
+        try:
+            flock_within(fd, timeout_s)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def alone(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
+    """The only process of this node that is `doing` what the lock file `path` stands for; the file
+    goes with it. A killed holder lets go.
+
+    Raises: DeadlineError when another one is still at it after `timeout_s`; BootseerError.
+    """
+    try:
+        fd = lock_file(path, timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"another process was still {doing} after {timeout_s:g} s") from error
+    except OSError as error:
+        raise from_oserror(error, f"lock {path}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Alone in opening, closing or removing the stream in `directory`, which is made if needed.
+
+    Held for as long as a map is looked at or one fsync takes, never for a transfer.
+    """
+    fd = lock_file(directory / "lock", LOCK_S)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of `data` at `offset`. Raises: OSError."""
+    view = memoryview(data)
+    position = 0
+    while position < len(view):
+        position += os.pwrite(fd, view[position:], offset + position)

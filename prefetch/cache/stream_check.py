@@ -1,0 +1,212 @@
+"""Compares what lies in a cached stream with its checksums, before it is believed.
+
+Alone decides when that is due (docs/format/cache.md, "Verifying"): at the first use of each sector
+by this process, since a disk may give other bytes than it was given; and after a crash of the
+machine, before a sector counts as present at all. What does not match becomes absent, for all
+processes, and is fetched again.
+
+Threading: every method from any thread at once.
+"""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.prefetch.cache.files import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.cache.presence import Presence
+from bootseer.prefetch.cache.sums import RECORD_BYTES, Sum, Sums, matches
+
+_log = logging.getLogger(__name__)
+
+_LOG_BYTES_MAX = 2**28
+"""Enough for 2 TB in whole records; what lies behind is fetched again."""
+_LOGS_MAX = 16
+"""Parts of the log that are read one by one, as they are written, before all is read as one."""
+_VERIFY_BYTES = 8 * 2**20
+"""What `verify_all` does between two looks at whether to go on."""
+_RECHECK_BYTES = 4 * 2**20
+"""Not present for others for as long as it takes to read that much."""
+_UNCHECKED, _CHECKED = b"\0", b"\1"
+
+
+class StreamCheck:
+    """What this process has verified of one stream."""
+
+    def __init__(
+        self, directory: Path, stream_length: int, present: Presence, data_fd: int, sums_fd: int
+    ) -> None:
+        """The descriptors stay their owner's."""
+        self._directory = directory
+        self._stream_length = stream_length
+        self._present = present
+        self._data_fd = data_fd
+        self._sums_fd = sums_fd
+        self._marking = threading.Lock()
+        self._logs: list[Sums] = []
+        self._log_bytes = 0
+        self._is_suspect = present.is_suspect
+        # Zeros that take no memory before they are written.
+        self._checked = mmap.mmap(
+            -1,
+            max(1, -(-stream_length // SECTOR_BYTES)),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self._checked.close()
+
+    # ---- at the first use -----------------------------------------------------------------
+
+    def wrote(self, offset: int, length: int) -> None:
+        """This process has just written these sectors, and their checksums: they are present."""
+        first, end = sectors_of(offset, length)
+        with self._marking:
+            self._checked[first:end] = _CHECKED * (end - first)
+            self._present.mark(offset, length)
+
+    def is_due(self, offset: int, length: int) -> bool:
+        """Whether any of `[offset, offset + length)` was never compared by this process."""
+        # As `sectors_of` has it: each read asks this.
+        end = -(-(offset + length) // SECTOR_BYTES)
+        return self._checked.find(_UNCHECKED, offset // SECTOR_BYTES, end) >= 0
+
+    def check(self, offset: int, length: int) -> None:
+        """Compare what is due of `[offset, offset + length)`, all of which is present; what no
+        checksum proves is absent from then on."""
+        first, end = sectors_of(offset, length)
+        damaged: set[Sum] = set()
+        for is_again in (False, True):
+            # What other processes wrote since is in the log's end.
+            for sums in self._sums(with_end=is_again):
+                for one in sums.covering(offset, length):
+                    start, stop = sectors_of(one.offset, one.length)
+                    if self._checked.find(_UNCHECKED, max(start, first), min(stop, end)) < 0:
+                        continue
+                    if one not in damaged and self._is_intact(one):
+                        self._checked[start:stop] = _CHECKED * (stop - start)
+                    else:
+                        damaged.add(one)
+            if not self.is_due(offset, length):
+                break
+        if not damaged and not self.is_due(offset, length):
+            return
+        _log.warning(
+            "bytes %d to %d of %s/data do not match their checksums: the disk has damaged them; "
+            "they are fetched again",
+            offset,
+            offset + length,
+            self._directory,
+        )
+        with self._marking:
+            for one in damaged:
+                self._forget_unchecked(*sectors_of(one.offset, one.length))
+            self._forget_unchecked(first, end)
+
+    def _forget_unchecked(self, first: int, end: int) -> None:
+        while (lost := self._checked.find(_UNCHECKED, first, end)) >= 0:
+            stop = self._checked.find(_CHECKED, lost, end)
+            first = end if stop < 0 else stop
+            self._present.clear(lost * SECTOR_BYTES, (first - lost) * SECTOR_BYTES)
+
+    def _sums(self, *, with_end: bool = True) -> tuple[Sums, ...]:
+        """The log, in parts; `with_end`: as far as it has been written by now."""
+        with self._marking:
+            if with_end:
+                self._read_end()
+            return tuple(self._logs)
+
+    def _read_end(self) -> None:
+        size = os.fstat(self._sums_fd).st_size
+        stop = min(size - size % RECORD_BYTES, _LOG_BYTES_MAX)
+        if stop <= self._log_bytes:
+            return
+        if len(self._logs) >= _LOGS_MAX:
+            self._logs, self._log_bytes = [], 0
+        try:
+            log = os.pread(self._sums_fd, stop - self._log_bytes, self._log_bytes)
+        except OSError as error:
+            _log.warning("cannot read %s/sums: %s", self._directory, error)
+            return
+        self._log_bytes += len(log)
+        self._logs.append(Sums(log, self._stream_length))
+
+    def _is_intact(self, one: Sum) -> bool:
+        try:
+            return matches(os.pread(self._data_fd, one.length, one.offset), one)
+        except OSError:
+            return False
+
+    # ---- after a crash --------------------------------------------------------------------
+
+    def suspect_all(self) -> bool:
+        """Mark what was written once, in an empty map; whether that is anything."""
+        size = os.fstat(self._sums_fd).st_size
+        if size % RECORD_BYTES:
+            os.ftruncate(self._sums_fd, size - size % RECORD_BYTES)
+        for sums in self._sums():
+            for one in sums:
+                if self._has_room(one):
+                    self._present.mark_suspect(one.offset, one.length)
+                    self._is_suspect = True
+        return self._is_suspect
+
+    def settle(self, offset: int, length: int) -> None:
+        """Leave nothing suspect in `[offset, offset + length)`: what a record proves is present,
+        the rest is absent. Several may do this at once: each only writes what is true."""
+        if not self._is_suspect or not self._present.doubts(offset, length):
+            return
+        for sums in self._sums():
+            for one in sums.covering(offset, length):
+                # Another record may have proved these already.
+                if (
+                    self._present.doubts(one.offset, one.length)
+                    and self._is_intact(one)
+                    and self._has_room(one)
+                ):
+                    self.wrote(one.offset, one.length)
+        with self._marking:
+            self._present.clear_suspects(offset, length)
+
+    def _has_room(self, one: Sum) -> bool:
+        """Whether the map takes marks there; without, these bytes are fetched again."""
+        try:
+            self._present.make_room(one.offset, one.length)
+        except OSError as error:
+            _log.warning("cannot write to %s/present: %s", self._directory, error)
+            return False
+        return True
+
+    def has_doubts(self, offset: int, length: int) -> bool:
+        """Whether any of it is suspect."""
+        return self._is_suspect and self._present.doubts(offset, length)
+
+    def verify_all(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Verify all that was written before a crash of the machine, if there was one.
+
+        `may_go_on` is asked now and then. Raises nothing: what cannot be read is absent.
+        """
+        position: int | None = 0
+        while self._is_suspect and may_go_on():
+            position = self._present.next_suspect(position or 0)
+            if position is None:
+                self._is_suspect = self._present.is_suspect = False
+                return
+            self.settle(position, min(_VERIFY_BYTES, self._stream_length - position))
+
+    def recheck(self) -> int:
+        """Compare all that is here with its checksums, as after a crash; how many bytes were
+        damaged, which are absent from then on. Readers may go on meanwhile."""
+        before = self._present.count_bytes()
+        # Should we be killed meanwhile, the next one to open it goes on.
+        self._present.is_suspect = self._is_suspect = True
+        for start in range(0, self._stream_length, _RECHECK_BYTES):
+            length = min(_RECHECK_BYTES, self._stream_length - start)
+            with self._marking:
+                self._present.suspect(start, length)
+            self.settle(start, length)
+        self.verify_all()
+        return max(0, before - self._present.count_bytes())

@@ -1,0 +1,1 @@
+"""Containers over an image's tree: their root, their process, and runc."""

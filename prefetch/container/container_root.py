@@ -1,0 +1,147 @@
+"""A writable root directory over an image's tree, with what programs expect in it.
+
+Alone decides what is mounted where in a container: overlayfs over the tree, /proc, /sys, /dev, the
+host's name resolution, and the user's binds. Works in the mount namespace of the caller, which must
+be private. The image is not trusted: no link in it leads outside the root.
+"""
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
+from bootseer.linux import namespaces
+from bootseer.linux.namespaces import MS_BIND, MS_REC
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.mounts.overlay import mount_layers
+
+_log = logging.getLogger(__name__)
+
+_HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
+"""The network is the host's, and so are its names."""
+
+
+class Bind(Struct, frozen=True):
+    """A host's file or directory that shows in the container."""
+
+    source: Path
+    target: str
+    read_only: bool = False
+
+
+def host_binds() -> list[Bind]:
+    """The files of the host that every container sees. Nothing that it does changes them."""
+    files = [(name, Path(name)) for name in _HOST_FILES]
+    return [Bind(path.resolve(), name, read_only=True) for name, path in files if path.exists()]
+
+
+def parse_bind(text: str) -> Bind:
+    """From "SRC:DST" or "SRC:DST:ro". Raises: InvalidInputError, NotFoundError."""
+    source, _, rest = text.partition(":")
+    target, _, mode = rest.partition(":")
+    if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
+        raise InvalidInputError(f"{text!r} is no bind; write SRC:/DST or SRC:/DST:ro")
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise NotFoundError(f"cannot bind {source}: it does not exist")
+    return Bind(path, target, mode == "ro")
+
+
+def _make_target(root: Path, path: str, *, is_dir: bool) -> Path:
+    """A directory or file in the root to mount on."""
+    target = resolve_in_root(root, path)
+    if target == root:
+        raise InvalidInputError(f"cannot mount on {path} of a container: that is its root")
+    if is_dir:
+        target.mkdir(parents=True, exist_ok=True)
+    elif not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch(mode=0o644)
+    return target
+
+
+def mount_overlay(tree: Path, scratch: Path, root: Path, *, rootless: bool) -> None:
+    """Mount the writable root on `root`; what is written goes to `scratch`.
+
+    Raises: UnsupportedError where this kernel does not allow it.
+    """
+    try:
+        _try_overlay(tree, scratch, root, rootless)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise _overlay_error(error) from error
+        # The cache lies on a file system that cannot be an upper layer, such as another overlay.
+        _log.warning("%s cannot take a container's writes: they go to memory instead", scratch)
+        try:
+            namespaces.mount("tmpfs", scratch, "tmpfs", options="mode=700")
+            _try_overlay(tree, scratch, root, rootless)
+        except OSError as again:
+            raise _overlay_error(again) from again
+
+
+def _overlay_error(error: OSError) -> UnsupportedError:
+    return UnsupportedError(
+        f"this kernel does not let us mount an overlay file system: {error.strerror}; run as "
+        "root, or use `bootseer image mount` for read-only access"
+    )
+
+
+def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
+    upper, work = scratch / "upper", scratch / "work"
+    upper.mkdir(exist_ok=True)
+    work.mkdir(exist_ok=True)
+    # The upper directory's attributes are those of "/".
+    status = tree.stat()
+    if not rootless:
+        os.chown(upper, status.st_uid, status.st_gid)
+    upper.chmod(stat.S_IMODE(status.st_mode))
+    mount_layers([tree], scratch, root, options=",userxattr" if rootless else "")
+
+
+def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:
+    """Mount what programs expect, then the user's binds.
+
+    `own_pids`: we are in a PID namespace of our own, so /proc is a new one.
+    Raises: InvalidInputError, UnsupportedError and others.
+    """
+    try:
+        proc = _make_target(root, "/proc", is_dir=True)
+        try:
+            if not own_pids:
+                raise PermissionError(errno.EPERM, "the host's processes")
+            namespaces.mount("proc", proc, "proc", _PROC_FLAGS)
+        except PermissionError:
+            # Also where the host's /proc is partly hidden, as in most containers.
+            namespaces.mount("/proc", proc, flags=MS_BIND | MS_REC)
+        for path in ("/sys", "/dev"):
+            target = _make_target(root, path, is_dir=True)
+            namespaces.mount(path, target, flags=MS_BIND | MS_REC)
+        tmp = resolve_in_root(root, "/tmp")
+        if not tmp.exists():
+            tmp.mkdir(parents=True)
+            tmp.chmod(0o1777)
+        for bind in (*host_binds(), *binds):
+            bind_into(root, bind)
+    except OSError as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        raise from_oserror(
+            error, f"set up the container's {error.filename2 or error.filename}"
+        ) from error
+
+
+_PROC_FLAGS = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
+
+
+def bind_into(root: Path, bind: Bind) -> None:
+    """Show `bind.source` at `bind.target` of the root. Raises: OSError, InvalidInputError."""
+    target = _make_target(root, bind.target, is_dir=bind.source.is_dir())
+    if bind.read_only:
+        namespaces.bind_read_only(bind.source, target)
+    else:
+        namespaces.mount(bind.source, target, flags=MS_BIND | MS_REC)

@@ -1,0 +1,310 @@
+"""A container root over a mounted image, for `bootseer image run` and `bootseer run --image`.
+
+Alone owns the order of steps. The tree is mounted in the host's namespace by its server; a private
+mount namespace copies it and puts the overlay and the rest on top; then the host's own mount is
+taken off. So all of it lives exactly as long as the last process of the namespace: when that ends,
+however it ends, the kernel drops the mounts and the server follows and cleans up.
+
+A `Container` belongs to one thread, the main one.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from bootseer.errors import (
+    InvalidInputError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.linux import namespaces
+from bootseer.linux.private_files import make_private_directory, private_directory
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.cache.files import NO_DISK
+from bootseer.prefetch.container.container_root import Bind, furnish, mount_overlay, parse_bind
+from bootseer.prefetch.container.process_spec import (
+    ProcessSpec,
+    arguments_of,
+    execute,
+    image_environment,
+    job_environment,
+    resolve_user,
+    take_identity,
+)
+from bootseer.prefetch.index.records import ImageConfig
+from bootseer.prefetch.mounts.mount_state import is_alive, new_mount_dir
+from bootseer.prefetch.mounts.serve_plan import DEFAULTS, ServeOptions
+from bootseer.prefetch.mounts.server_process import ServerProcess, begin_server
+from bootseer.prefetch.resolve.found_image import ObtainedImage
+from bootseer.prefetch.resolve.mount import MountedImage, mount_image
+from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.settings.config import Settings
+
+if TYPE_CHECKING:
+    from bootseer.prefetch.container.extracted import ExtractedImage
+
+_log = logging.getLogger(__name__)
+
+
+class Container(Struct):
+    """A mounted image whose writable root can be entered. Made by `prepare_container`."""
+
+    image: "MountedImage | ExtractedImage"
+    root: Path
+    """The writable root; there is something in it after `enter`, in this process only."""
+    scratch: Path
+    rootless: bool
+    binds: list[Bind] = field(default_factory=list)
+    entered: bool = False
+
+    @property
+    def ready_name(self) -> str:
+        """For BOOTSEER_READY_SOCKETS."""
+        return self.image.ready_name
+
+    @property
+    def config(self) -> ImageConfig:
+        """What the image says about its processes."""
+        return self.image.record.config
+
+    def bind(self, source: Path, target: str, *, read_only: bool = False) -> None:
+        """Show a host's path at `target` of the container. Before `enter`."""
+        if self.entered:
+            raise InvalidInputError("binds must be named before the container is entered")
+        if not target.startswith("/"):
+            raise InvalidInputError(f"cannot bind to {target}: it must begin with /")
+        self.binds.append(Bind(source, target, read_only))
+
+    def enter(self, extra_namespaces: int = 0) -> None:
+        """Move this process into the container's mount namespace and build the root there.
+
+        The host's files stay visible until `exec` or `change_root`. Idempotent.
+        Raises: UnsupportedError and others; the process is then of no more use.
+        """
+        if not self.entered:
+            self.unshare(extra_namespaces)
+            self.build(own_pids=False)
+
+    def unshare(self, extra_namespaces: int = 0) -> None:
+        """The first half of `enter`."""
+        uid, gid = os.geteuid(), os.getegid()
+        flags = namespaces.CLONE_NEWNS | extra_namespaces
+        try:
+            namespaces.unshare(flags | (namespaces.CLONE_NEWUSER if self.rootless else 0))
+            if self.rootless:
+                namespaces.map_user(uid, gid)
+            namespaces.make_private()
+        except OSError as error:
+            raise UnsupportedError(
+                f"cannot make namespaces for a container: {error.strerror}; run as root, or allow "
+                "user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_"
+                "unprivileged_userns); `bootseer image mount` works without"
+            ) from error
+
+    def build(self, *, own_pids: bool, furnished: bool = True) -> None:
+        """The second half of `enter`: overlay, /proc and the like, binds."""
+        mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
+        # As docker does: an image may name a folder that it does not have.
+        working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
+        working_dir.mkdir(parents=True, exist_ok=True)
+        if furnished:
+            furnish(self.root, self.binds, own_pids=own_pids)
+        self.image.detach()
+        self.entered = True
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def job_environment(self, host: Mapping[str, str]) -> dict[str, str]:
+        """The launcher's variables as far as they make sense in here, and the image's on top."""
+        spec = self._spec(("x",), {}, None)
+        home = {"HOME": spec.user.home}
+        names = [name for name in host.get(READY_VARIABLE, "").split(",") if name]
+        if self.ready_name not in names:
+            names.append(self.ready_name)
+        return {**home, **job_environment(self.config, host), READY_VARIABLE: ",".join(names)}
+
+    def spec(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        user: str | None = None,
+        entrypoint: str | None = None,
+    ) -> ProcessSpec:
+        """The process that `docker run` would start: entrypoint, variables, folder, user."""
+        return self._spec(arguments_of(self.config, command, entrypoint), environment, user)
+
+    def _spec(
+        self, arguments: tuple[str, ...], environment: Mapping[str, str], user: str | None
+    ) -> ProcessSpec:
+        tree = self.root if self.entered else self.image.directory
+        resolved = resolve_user(tree, self.config.user if user is None else user)
+        variables = {"HOME": resolved.home, **image_environment(self.config)}
+        variables[READY_VARIABLE] = self.ready_name
+        variables.update(environment)
+        return ProcessSpec(arguments, variables, self.config.working_dir or "/", resolved)
+
+    def run(
+        self,
+        args: Sequence[str],
+        /,
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """`subprocess.run` of a program of the container, as its root user; enters it first.
+
+        Raises: as `enter`; OSError where the program cannot be started; TimeoutExpired.
+        """
+        self.enter()
+        working_dir = cwd or self.config.working_dir or "/"
+
+        def into_root() -> None:
+            os.chroot(self.root)
+            # First: a relative one would begin where this process is, which is outside.
+            os.chdir("/")
+            os.chdir(working_dir)
+
+        return subprocess.run(
+            args,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=self.job_environment(os.environ) if env is None else env,
+            timeout=timeout,
+            pass_fds=pass_fds,
+            check=False,
+            preexec_fn=into_root,
+        )
+
+    def exec(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        working_dir: str | None = None,
+        user: str | None = None,
+        entrypoint: str | None = None,
+    ) -> NoReturn:
+        """Become the image's entrypoint with `command`, inside: this process keeps its id and goes
+        on as that program.
+
+        `environment` is all that it gets; see `job_environment`. `entrypoint`: see `arguments_of`.
+        Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
+        """
+        self.enter()
+        spec = ProcessSpec(
+            arguments_of(self.config, command, entrypoint),
+            environment,
+            working_dir or self.config.working_dir or "/",
+            resolve_user(self.root, self.config.user if user is None else user),
+        )
+        namespaces.change_root(self.root)
+        become(spec, rootless=self.rootless)
+
+    def close(self) -> None:
+        """Unmount, where the container was never entered. Otherwise it ends by itself."""
+        if not self.entered:
+            self.image.close()
+
+
+def prepare_container(
+    settings: Settings,
+    image: str | ObtainedImage,
+    options: ServeOptions = DEFAULTS,
+    *,
+    binds: Sequence[str] = (),
+    process: ServerProcess | None = None,
+) -> Container:
+    """Mount the image for a container of this process; its bundle is on its way when it returns.
+
+    Of the `options`, those that follow from this being a container's are set here. `binds`:
+    "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
+    it has entered, all is taken down.
+    Raises: as `mount.mount_image`.
+    """
+    parsed = [parse_bind(text) for text in binds]
+    with contextlib.ExitStack() as stack:
+        # Loads while we look for the image.
+        process = process or stack.enter_context(begin_server(settings))
+        # Before the folder: a pull takes minutes, and one without a server is soon swept away.
+        obtained = obtain_image(settings, image) if isinstance(image, str) else image
+        rootless = not can_mount_directly()
+        try:
+            state_dir = new_mount_dir(settings, process.identity)
+        except BaseException:
+            obtained.release()
+            raise
+        scratch = settings.cache_dir / "containers" / state_dir.name
+        try:
+            tree, root = state_dir / "tree", state_dir / "root"
+            for path in (tree, root):
+                private_directory(path)
+            scratch = _make_scratch(scratch, state_dir)
+            options = replace(
+                options,
+                purpose="run",
+                scratch=str(scratch),
+                watch_pid=os.getpid(),
+                owner=(os.geteuid(), os.getegid()) if rootless else None,
+            )
+            mounted = mount_image(
+                settings, obtained, tree, options, state_dir=state_dir, process=process
+            )
+        except BaseException:
+            obtained.release()
+            with contextlib.suppress(OSError):
+                scratch.rmdir()
+            if not is_alive(state_dir):
+                shutil.rmtree(state_dir, ignore_errors=True)
+            raise
+    return Container(mounted, root, scratch, rootless, parsed)
+
+
+def _make_scratch(wanted: Path, state_dir: Path) -> Path:
+    """Where the container's writes go. Raises: BootseerError."""
+    try:
+        make_private_directory(wanted)
+    except OSError as error:
+        if error.errno not in NO_DISK:
+            raise from_oserror(error, f"make the folder {wanted}") from error
+        _log.warning(
+            "cannot make %s: %s; what the container writes goes to %s instead",
+            wanted,
+            error.strerror,
+            state_dir,
+        )
+        return private_directory(state_dir / "scratch")
+    return wanted
+
+
+def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
+    """Replace this process by `spec`, in the current root.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it, where the program is missing or
+    may not be run; BootseerError.
+    """
+    try:
+        os.makedirs(spec.working_dir, exist_ok=True)
+        os.chdir(spec.working_dir)
+        if not rootless:
+            take_identity(spec.user)
+        elif spec.user.uid:
+            _log.warning("without root every process of a container runs as its root user")
+    except OSError as error:
+        raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
+    execute(spec)

@@ -1,0 +1,195 @@
+"""What runs in a container: arguments, environment, folder and user, as docker would derive them
+from an image's configuration.
+
+`resolve_user` looks into the container's root, `find_program` and what is below it acts in it; the
+rest is pure.
+"""
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from msgspec import Struct
+
+from bootseer.errors import InvalidInputError, SetupFailedError
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.index.records import ImageConfig
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PASSWD_BYTES_MAX = 2**20
+
+_HOST_ONLY = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "MAIL", "TMPDIR"),
+        *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "MANPATH"),
+    )
+)
+"""Variables that speak of the host's files."""
+
+
+class User(Struct, frozen=True):
+    """Who runs the process."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: str
+
+
+class ProcessSpec(Struct, frozen=True):
+    """One process to run."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    working_dir: str
+    user: User
+
+
+def arguments_of(
+    config: ImageConfig, command: Sequence[str], entrypoint: str | None = None
+) -> tuple[str, ...]:
+    """Entrypoint and command; a given `command` replaces the image's CMD, a given `entrypoint` both
+    the image's own, and an empty one is none. Pure.
+
+    Raises: InvalidInputError when there is nothing to run.
+    """
+    if entrypoint is None:
+        arguments = (*config.entrypoint, *(command or config.cmd))
+    else:
+        arguments = (*((entrypoint,) if entrypoint else ()), *command)
+    if not arguments:
+        raise InvalidInputError("the image has no command of its own; say one after --")
+    return arguments
+
+
+def image_environment(config: ImageConfig) -> dict[str, str]:
+    """The image's own variables. Pure."""
+    found = {"PATH": DEFAULT_PATH}
+    for line in config.env:
+        name, _, value = line.partition("=")
+        if name:
+            found[name] = value
+    return found
+
+
+def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, str]:
+    """For a training job: the launcher's variables (rank, master address, ...) without those that
+    speak of the host's files, and the image's on top. Pure."""
+    kept = {
+        name: value
+        for name, value in host.items()
+        if name not in _HOST_ONLY and not name.startswith("XDG_")
+    }
+    return {**kept, **image_environment(config)}
+
+
+def parse_environment(assignments: Sequence[str], host: Mapping[str, str]) -> dict[str, str]:
+    """From "NAME=VALUE", or "NAME" for the host's value. Pure. Raises: InvalidInputError."""
+    found = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise InvalidInputError(f"{text!r} is no variable; write NAME=VALUE or NAME")
+        if equals:
+            found[name] = value
+        elif name in host:
+            found[name] = host[name]
+    return found
+
+
+def _lines(root: Path, path: str) -> list[list[str]]:
+    """The fields of a passwd-like file in the root; none where it is missing or no plain file."""
+    file = resolve_in_root(root, path)
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return []
+        with file.open("rb") as opened:
+            text = opened.read(_PASSWD_BYTES_MAX).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line.split(":") for line in text.splitlines() if ":" in line]
+
+
+def resolve_user(root: Path, text: str) -> User:
+    """From the image's "user", "uid", "user:group" or "uid:gid"; "" is root.
+
+    Raises: InvalidInputError for a name that the image's /etc/passwd or /etc/group lacks.
+    """
+    name, _, group = text.partition(":")
+    name = name or "0"
+    users = [line for line in _lines(root, "/etc/passwd") if len(line) >= 6]
+    groups = [line for line in _lines(root, "/etc/group") if len(line) >= 4]
+    entry = next((line for line in users if name in (line[0], line[2])), None)
+    if entry is None and not name.isdecimal():
+        raise InvalidInputError(f"the image's /etc/passwd has no user {name!r}")
+    uid = _number(entry[2] if entry else name)
+    gid = _number(entry[3]) if entry else 0
+    supplementary: tuple[int, ...] = ()
+    if group:
+        found = next((line for line in groups if group in (line[0], line[2])), None)
+        if found is None and not group.isdecimal():
+            raise InvalidInputError(f"the image's /etc/group has no group {group!r}")
+        gid = _number(found[2] if found else group)
+    elif entry:
+        supplementary = tuple(_number(line[2]) for line in groups if entry[0] in line[3].split(","))
+    home = entry[5] if entry and entry[5].startswith("/") else "/"
+    return User(uid, gid, supplementary, home)
+
+
+def execute(spec: ProcessSpec) -> NoReturn:
+    """Replace this process by the program, in the current root and as the current user.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or cannot be
+    run.
+    """
+    program = find_program(spec)
+    try:
+        os.execve(program, spec.arguments, dict(spec.environment))
+    except OSError as error:
+        raise SetupFailedError(
+            f"cannot run {spec.arguments[0]} of the image: {error.strerror}", 126
+        ) from error
+
+
+def take_identity(user: User) -> None:
+    """Become `user`; as root. Raises: OSError."""
+    if (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
+        os.setgroups(user.groups)
+        os.setgid(user.gid)
+        os.setuid(user.uid)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32 - 1:
+        raise InvalidInputError(f"{text!r} in the image is no user or group number")
+    return int(text)
+
+
+def find_program(spec: ProcessSpec) -> str:
+    """Where execvp would find the program, in the current root and as the current user.
+
+    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or may not be
+    run.
+    """
+    name, path = spec.arguments[0], spec.environment.get("PATH", "")
+    candidates = [name]
+    if "/" not in name:
+        candidates = [f"{folder or '.'}/{name}" for folder in path.split(":")]
+    refused = False
+    for candidate in candidates:
+        full = os.path.join(spec.working_dir, candidate)
+        try:
+            if stat.S_ISREG(os.stat(full).st_mode) and os.access(full, os.X_OK):
+                return full
+            refused = True
+        except PermissionError:
+            refused = True
+        except OSError:
+            continue
+    if refused:
+        raise SetupFailedError(f"user {os.geteuid()} may not execute {name} in the image", 126)
+    where = "" if "/" in name else f" in {path}"
+    raise SetupFailedError(f"the image has no command {name!r}{where}", 127)

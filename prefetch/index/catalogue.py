@@ -1,0 +1,228 @@
+"""The images that a store knows: where their records lie, how one is found, and its tree.
+
+Alone owns the keys of images, layers, blobs and indexes in a store (docs/format/image.md). The
+index digest in a record pins all of an image's bytes; the index is verified at every use.
+
+Thread-safe: functions and frozen objects only.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from bootseer.blob.index.codec import decode
+from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.keys import blob_key, index_key
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
+from bootseer.prefetch.index.records import (
+    INDEX_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    REFERENCE,
+    ImageRecord,
+    LayerRecord,
+    decode_image,
+    decode_layer,
+    encode_image,
+    encode_layer,
+)
+from bootseer.store import Store
+
+_PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
+_KEY_NAME_BYTES_MAX = 240
+"""Quoted; file names end at 255 bytes."""
+
+
+def check_reference(reference: str) -> str:
+    """`reference` if it can name an image. Raises: InvalidInputError."""
+    if not REFERENCE.fullmatch(reference) or len(quote(reference, "")) > _KEY_NAME_BYTES_MAX:
+        raise InvalidInputError(
+            f"{reference[:80]!r} cannot name an image; use up to 200 letters, digits and ._:/@+-"
+        )
+    return reference
+
+
+def image_key(reference: str) -> str:
+    """Where the record of an image lies."""
+    return f"images/{quote(check_reference(reference), safe='')}.json"
+
+
+def layer_key(digest: str) -> str:
+    """Where the record of a layer lies."""
+    return f"layers/{quote(digest, safe='')}.json"
+
+
+def list_images(store: Store) -> Iterator[ImageRecord]:
+    """All images, sorted by key. Raises: CorruptError, UnknownFormatError at the first record
+    that cannot be read."""
+    for info in store.list("images/"):
+        if info.path.endswith(".json"):
+            with contextlib.suppress(NotFoundError):
+                yield _read_image(store, info.path)
+
+
+def find_image(store: Store, reference: str) -> ImageRecord:
+    """The image called `reference` (or `reference`:latest), or the one whose index digest starts
+    with `reference`.
+
+    Raises: NotFoundError, InvalidInputError where several fit, CorruptError, UnknownFormatError.
+    """
+    check_reference(reference)
+    tagged = ":" in reference.rpartition("/")[2] or "@" in reference
+    for name in (reference,) if tagged else (reference, f"{reference}:latest"):
+        try:
+            return _read_image(store, image_key(name))
+        except NotFoundError:
+            continue
+    prefix = _PREFIX.fullmatch(reference)
+    if prefix:
+        fitting = {
+            record.index_digest: record
+            for record in list_images(store)
+            if record.index_digest.partition(":")[2].startswith(prefix[1])
+        }
+        if len(fitting) == 1:
+            return fitting.popitem()[1]
+        if fitting:
+            raise InvalidInputError(
+                f"{reference} fits several images: {', '.join(sorted(fitting)[:10])}"
+            )
+    raise NotFoundError(
+        f"the store {store.url} has no image {reference!r}; `bootseer image list` shows what it "
+        f"has, `bootseer image index` adds one; one of a registry is called registry://{reference}"
+    )
+
+
+def check_blobs(store: Store, record: ImageRecord) -> None:
+    """Look whether the store has the blobs of all layers, without reading them.
+
+    Raises: CorruptError for one that is missing or of another size; UnavailableError.
+    """
+    for layer in record.layers:
+        key = blob_key(layer.blob_digest)
+        try:
+            size_bytes = store.size(key)
+        except NotFoundError:
+            size_bytes = -1
+        if size_bytes != layer.blob_size_bytes:
+            state = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
+            raise CorruptError(
+                f"a layer of image {record.reference} cannot be read: {key} {state} in "
+                f"{store.url}; index the image again"
+            )
+
+
+def check_streams(tree: Tree, diff_ids: Collection[str], where: str) -> None:
+    """Look whether a tree is of these layers and no others, as far as it says itself: a record may
+    name the index of another image. Raises: CorruptError."""
+    for blob in tree.blobs:
+        # A stream has another digest than its layer where that is not a SHA-256.
+        if blob.stream_digest.startswith("sha256:") and blob.stream_digest not in diff_ids:
+            raise CorruptError(
+                f"{where} names an index of the layer {blob.stream_digest}, which is not its own"
+            )
+
+
+def publish_image(store: Store, record: ImageRecord) -> None:
+    """Catalogue `record`, whose objects are all in the store; replaces the image of that name.
+
+    Raises: CorruptError for a record that no reader would accept.
+    """
+    data = encode_image(record)
+    decode_image(data, f"the image {record.reference}")
+    store.publish(image_key(record.reference), data, replace=True)
+
+
+def publish_index(store: Store, digest: str, data: bytes) -> None:
+    """Have an index, which has `digest`, in the store; replaces one that is damaged."""
+    if not store.publish(index_key(digest), data):
+        try:
+            read_tree(store, digest)
+        except CorruptError:
+            store.publish(index_key(digest), data, replace=True)
+
+
+def publish_layer(store: Store, record: LayerRecord) -> None:
+    """Make a layer, whose objects are all in the store, known by its digest; replaces an older
+    record, which names what is gone or damaged or is equal.
+
+    Raises: CorruptError for a record that no reader would accept.
+    """
+    data = encode_layer(record)
+    decode_layer(data, f"the layer {record.digest}")
+    store.publish(layer_key(record.digest), data, replace=True)
+
+
+def check_replaceable(store: Store, reference: str) -> None:
+    """Raises UnknownFormatError where `reference` is an image that a later release wrote;
+    InvalidInputError where it cannot name one."""
+    with contextlib.suppress(NotFoundError, CorruptError):
+        _read_image(store, image_key(reference))
+
+
+def _read_image(store: Store, key: str) -> ImageRecord:
+    where = f"{store.url}/{key}"
+    record = decode_image(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+    if image_key(record.reference) != key:
+        name = unquote(key.rpartition("/")[2].removesuffix(".json"))
+        raise CorruptError(f"{where} is the record of {record.reference!r}, not of {name!r}")
+    return record
+
+
+def read_layer(store: Store, digest: str) -> LayerRecord | None:
+    """The record of a layer; None where the store has none. Raises: as `decode_layer`."""
+    key = layer_key(digest)
+    where = f"{store.url}/{key}"
+    try:
+        record = decode_layer(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+    except NotFoundError:
+        return None
+    if record.digest != digest:
+        raise CorruptError(f"{where} is the record of the layer {record.digest}")
+    return record
+
+
+def read_tree(store: Store, digest: str) -> Tree:
+    """The tree whose index has `digest`. Raises: NotFoundError, CorruptError,
+    UnknownFormatError."""
+    return decode(fetch_index(store, digest))
+
+
+def fetch_index(store: Store, digest: str) -> bytes:
+    """The index that has `digest`. Raises: NotFoundError, CorruptError, UnavailableError."""
+    key = index_key(digest)
+    data = store.read(key, 0, INDEX_BYTES_MAX + 1)
+    if digest_of(data) != digest:
+        raise CorruptError(f"{store.url}/{key} does not have the digest that names it")
+    return data
+
+
+def load_tree(
+    store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
+) -> Tree:
+    """The image's tree. Raises: as `have_index`; UnknownFormatError."""
+    return decode(have_index(store, record, cache_dir, run_dir=run_dir))
+
+
+def have_index(
+    store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
+) -> bytes:
+    """The image's index, as its digest has it. It is kept in `cache_dir`, or for a while in
+    `run_dir` (`keep_index`), and verified at every use; a copy that is damaged is fetched again.
+
+    Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
+    made; UnavailableError, NoSpaceError.
+    """
+    with contextlib.suppress(BootseerError):
+        return read_index(cache_dir, record.index_digest, run_dir=run_dir)
+    try:
+        data = fetch_index(store, record.index_digest)
+    except NotFoundError as error:
+        raise CorruptError(
+            f"the index of image {record.reference} is missing in {store.url}; index it again"
+        ) from error
+    keep_index(cache_dir, record.index_digest, data, run_dir=run_dir)
+    return data

@@ -1,0 +1,290 @@
+"""What this node knows of images by itself: those it started, and layers that nobody published.
+
+Alone owns `cache_dir/catalogue` (docs/format/cache.md, "The node's catalogue"). It stands in for
+the store's records while the store or the registry cannot be asked, and it is all that there is of
+a layer between being pulled and being published. Indexes lie in `cache_dir/indexes`, streams in the
+node cache; a record here says which. Every record is checked as if a stranger had written it, and
+one that does not check is as good as none: then the image is pulled again.
+
+Nothing is synced: what a crash tears is pulled again. Thread-safe; any process of the user's.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from msgspec import Struct
+
+from bootseer.blob.index.codec import decode, encode
+from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.tree import Blob, Tree
+from bootseer.checked_json import (
+    ANY_DIGEST,
+    SHA256,
+    check_digest,
+    digest_in,
+    object_in,
+    parse,
+    strings_in,
+)
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    UnknownFormatError,
+    from_oserror,
+)
+from bootseer.linux.private_files import write_private_file
+from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_index
+from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.records import (
+    RECORD_BYTES_MAX,
+    ImageRecord,
+    decode_image,
+    decode_notes,
+    encode_image,
+    encode_notes,
+)
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 1
+_LAYER = "bootseer-node-layer"
+_IMAGE = "bootseer-node-image"
+_LAYER_COUNT_MAX = 10_000
+_KEPT_S = 30 * 86400.0
+"""What nobody asked for in so long goes at the next `trim`."""
+
+
+class NodeImage(Struct, frozen=True):
+    """An image that was started here."""
+
+    record: ImageRecord
+    """With the layers' blobs if it is published, else without layers."""
+    layer_digests: tuple[str, ...] = ()
+    """The keys of an unpublished image's layers, the lowest first: their diff_ids; of a directory,
+    the digest of its stream."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the store has it, or had."""
+        return not self.layer_digests
+
+
+class NodeLayer(Struct, frozen=True):
+    """A layer that was pulled here."""
+
+    tree: LayerTree
+    """Its only blob is a stream of this node."""
+    content_digest: str
+    """Of that stream by BLAKE3: verifying it once more takes a tenth of what SHA-256 does."""
+
+    @property
+    def blob(self) -> Blob:
+        """The stream."""
+        return self.tree.tree.blobs[0]
+
+
+class NodeCatalogue:
+    """The catalogue below one cache folder, for starts that use one store."""
+
+    def __init__(self, cache_dir: Path, store_url: str = "") -> None:
+        """What was started with another store than `store_url` is not found: who may write there
+        decided what it holds."""
+        self._cache_dir = cache_dir
+        self._store = store_hex(store_url)
+        self._directory = cache_dir / "catalogue"
+
+    # ---- images -------------------------------------------------------------------------------
+
+    def find_image(self, reference: str) -> NodeImage | None:
+        """The image last started as `reference`, or as `reference`:latest."""
+        tagged = ":" in reference.rpartition("/")[2] or "@" in reference
+        for name in (reference,) if tagged else (reference, f"{reference}:latest"):
+            image = self._read_image(self._path("images", name))
+            if image is not None and image.record.reference == name:
+                return image
+        return None
+
+    def keep_image(self, image: NodeImage) -> None:
+        """Remember the image under its name, and an unpublished one also by its index.
+
+        Raises: NoSpaceError, BootseerError.
+        """
+        data = _encode_node_image(image, self._store)
+        if not image.is_published:
+            self._write(self._path("unpublished", image.record.index_digest), data)
+        self._write(self._path("images", image.record.reference), data)
+
+    def find_source(self, source: str) -> NodeImage | None:
+        """The image that was last started from `source`."""
+        return self._read_image(self._source_path(source))
+
+    def keep_source(self, source: str, image: NodeImage) -> None:
+        """Remember what `source` was. Raises: NoSpaceError, BootseerError."""
+        self._write(self._source_path(source), _encode_node_image(image, self._store))
+
+    def _source_path(self, source: str) -> Path:
+        # Hashed: a URL may hold credentials, and be longer than any file name.
+        return self._path("sources", hashlib.sha256(os.fsencode(source)).hexdigest())
+
+    def find_unpublished(self, index_digest: str) -> NodeImage | None:
+        """The unpublished image whose index this is."""
+        image = self._read_image(self._path("unpublished", index_digest))
+        if image is None or image.is_published or image.record.index_digest != index_digest:
+            return None
+        return image
+
+    def find_published(self, index_digest: str) -> ImageRecord | None:
+        """What an image that had the index `index_digest` before it was published became."""
+        image = self._read_image(self._path("published", index_digest))
+        return image.record if image is not None and image.is_published else None
+
+    def keep_published(self, index_digest: str, record: ImageRecord) -> None:
+        """The unpublished image with `index_digest` is in the store now, as `record`.
+
+        Raises: NoSpaceError, BootseerError.
+        """
+        data = _encode_node_image(NodeImage(record), self._store)
+        self._write(self._path("published", index_digest), data)
+        known = self.find_image(record.reference)
+        # The name may stand for another image by now.
+        if known is not None and known.record.index_digest == index_digest:
+            self._write(self._path("images", record.reference), data)
+
+    # ---- layers -------------------------------------------------------------------------------
+
+    def find_layer(self, digest: str) -> NodeLayer | None:
+        """An unpublished layer; whether the node still has its stream is for the caller to see."""
+        path = self._path("layers", digest)
+        where = str(path)
+        document = _document(self._read(path), _LAYER, where)
+        if document is None:
+            return None
+        try:
+            if digest_in(document, "digest", where, ANY_DIGEST) != digest:
+                raise CorruptError(f"{where} is the record of another layer")
+            implied, links = decode_notes(document, where)
+            content_digest = digest_in(document, "content_digest", where, ANY_DIGEST)
+            tree = self._read_tree(digest_in(document, "index_digest", where, SHA256))
+        except BootseerError as error:
+            _log.warning("the layer %s is pulled again: %s", digest, error)
+            return None
+        if tree is None or len(tree.blobs) != 1 or tree.blobs[0].frames:
+            return None
+        changeset = document.get("is_changeset") is not False
+        return NodeLayer(
+            LayerTree(tree, frozenset(implied), links, is_changeset=changeset), content_digest
+        )
+
+    def keep_layer(self, digest: str, layer: LayerTree, content_digest: str) -> None:
+        """Remember an unpublished layer, whose stream the node cache has whole and verified.
+
+        Raises: NoSpaceError, BootseerError.
+        """
+        data = encode(layer.tree)
+        index_digest = digest_of(data)
+        keep_index(self._cache_dir, index_digest, data)
+        document = {
+            "kind": _LAYER,
+            "version": _VERSION,
+            "digest": digest,
+            "index_digest": index_digest,
+            "content_digest": content_digest,
+            "is_changeset": layer.is_changeset,
+            **encode_notes(tuple(sorted(layer.implied)), layer.links),
+        }
+        self._write(self._path("layers", digest), json.dumps(document).encode("ascii"))
+
+    # ---- keeping it small ---------------------------------------------------------------------
+
+    def trim(self) -> int:
+        """Remove records and indexes that nobody used for a month. Returns how many files. Never
+        raises: what is needed after all is pulled, or fetched, again."""
+        oldest_s = time.time() - _KEPT_S
+        count = 0
+        for folder in (index_folder(self._cache_dir), *self._directory.glob("*")):
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        if entry.stat(follow_symlinks=False).st_mtime < oldest_s:
+                            os.unlink(entry.path)
+                            count += 1
+        return count
+
+    # ---- files --------------------------------------------------------------------------------
+
+    def _path(self, kind: str, name: str) -> Path:
+        return self._directory / kind / f"{quote(name, safe='')}.json"
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            with path.open("rb") as file:
+                data = file.read(RECORD_BYTES_MAX + 1)
+            # `trim` goes by the last use.
+            os.utime(path)
+        except OSError:
+            return None
+        return data
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            write_private_file(path, data)
+        except OSError as error:
+            raise from_oserror(error, f"write {path}") from error
+
+    def _read_image(self, path: Path) -> NodeImage | None:
+        where = str(path)
+        document = _document(self._read(path), _IMAGE, where)
+        if document is None or document.get("store") != self._store:
+            return None
+        try:
+            record = decode_image(
+                json.dumps(object_in(document, "record", where)).encode("ascii"), where
+            )
+            digests = strings_in(document, "layers", _LAYER_COUNT_MAX, where)
+            for digest in digests:
+                check_digest(digest, where, ANY_DIGEST)
+        except (CorruptError, UnknownFormatError) as error:
+            _log.warning("the record of an image is not used: %s", error)
+            return None
+        return NodeImage(record, digests)
+
+    def _read_tree(self, index_digest: str) -> Tree | None:
+        try:
+            return decode(read_index(self._cache_dir, index_digest))
+        except NotFoundError:
+            return None
+
+
+def _encode_node_image(image: NodeImage, store: str) -> bytes:
+    document = {
+        "kind": _IMAGE,
+        "version": _VERSION,
+        "store": store,
+        "record": json.loads(encode_image(image.record)),
+        "layers": list(image.layer_digests),
+    }
+    return json.dumps(document).encode("ascii")
+
+
+def _document(data: bytes | None, kind: str, where: str) -> Mapping[str, Any] | None:
+    """None for what is not there, damaged, or of another release."""
+    if data is None:
+        return None
+    try:
+        document = parse(data, RECORD_BYTES_MAX, where)
+    except CorruptError as error:
+        _log.warning("%s", error)
+        return None
+    if not isinstance(document, dict) or document.get("kind") != kind:
+        return None
+    return document if document.get("version") == _VERSION else None

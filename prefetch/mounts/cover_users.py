@@ -1,0 +1,175 @@
+"""Who uses an overlay over a served tree (`covers`), and so how long it stays.
+
+Alone owns the folder `users` in a mount's own (`mount_state`): a file per process for which the
+cover is kept, or one for all times. A cover without any such file is not finished. The server takes
+the cover off when the last of them has ended. Any thread, and every process of the node.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
+from bootseer.prefetch.mounts.covers import Cover, cover_at, covers, uncover
+from bootseer.prefetch.mounts.mount_state import is_alive, mounts_dir
+from bootseer.settings.config import Settings
+
+_log = logging.getLogger(__name__)
+
+_KEEP = "keep"
+_USERS = "users"
+
+
+def sweep_covers(settings: Settings) -> int:
+    """Take off covers whose server died: they answer nothing any more. Returns how many. Never
+    raises."""
+    count = 0
+    found: list[Cover] = []
+    with contextlib.suppress(OSError):
+        found = covers()
+    for cover in reversed(found):
+        state_dir = mounts_dir(settings) / cover.id
+        # What another run folder knows is not for us to judge.
+        if not state_dir.is_dir() or is_alive(state_dir):
+            continue
+        try:
+            _log.warning("taking off %s, whose server died", cover.path)
+            uncover(cover)
+            count += 1
+        except BootseerError as error:
+            _log.warning("cannot unmount %s, whose server died: %s", cover.path, error)
+    return count
+
+
+@contextlib.contextmanager
+def _alone(state_dir: Path) -> Iterator[None]:
+    """While users come and go. Raises: OSError."""
+    fd = os.open(
+        state_dir / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
+    try:
+        # Held for moments only, and not while anything is waited for.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def add_user(state_dir: Path, pid: int | None) -> None:
+    """Keep the cover as long as process `pid` lives; None: until somebody takes it off.
+
+    The first user finishes the cover. Raises: BootseerError.
+    """
+    try:
+        with _alone(state_dir):
+            _write_user(state_dir, pid)
+    except OSError as error:
+        raise from_oserror(error, f"note who uses the mount {state_dir.name}") from error
+
+
+def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
+    """`add_user` of a finished cover. False where it is not finished, or has been taken off."""
+    try:
+        with _alone(state_dir):
+            if not has_users(state_dir) or cover not in covers() or not is_alive(state_dir):
+                return False
+            _write_user(state_dir, pid)
+    except (OSError, BootseerError):
+        return False
+    return True
+
+
+def _write_user(state_dir: Path, pid: int | None) -> None:
+    if pid is None:
+        write_note(state_dir / _USERS, _KEEP)
+    else:
+        note_process(state_dir / _USERS, pid)
+
+
+def has_users(state_dir: Path) -> bool:
+    """Whether the cover is, or was, finished."""
+    return bool(notes(state_dir / _USERS))
+
+
+def is_kept(state_dir: Path) -> bool:
+    """Whether the cover stays whoever ends."""
+    return _KEEP in notes(state_dir / _USERS)
+
+
+def other_users(state_dir: Path) -> set[int]:
+    """Processes that use the cover, but for this one and those that it descends from."""
+    return set(living_processes(state_dir / _USERS)) - own_line()
+
+
+def is_others_only(state_dir: Path) -> bool:
+    """Whether processes use the cover, and neither this one nor any that it descends from."""
+    users = set(living_processes(state_dir / _USERS))
+    return bool(users) and not users & own_line()
+
+
+def next_user(state_dir: Path) -> int | None:
+    """A process that uses the cover and lives."""
+    return next(living_processes(state_dir / _USERS), None)
+
+
+def leave(state_dir: Path) -> int | None:
+    """Called when a user has ended: a process to wait for before it is called again, or None. Then
+    the cover, if there was one, is off, unless it `is_kept` or lies below one that stays."""
+    try:
+        while True:
+            with _alone(state_dir):
+                if is_kept(state_dir):
+                    return None
+                user = next_user(state_dir)
+                if user is not None:
+                    return user
+                above = _take_off(state_dir)
+            if above is None:
+                return None
+            # A later set-up of the same job has covered it once more.
+            if not take_off_unused(state_dir.parent, above):
+                return next_user(state_dir.parent / above.id)
+    except (OSError, BootseerError) as error:
+        _log.warning("cannot take off the mount %s: %s", state_dir.name, error)
+    return None
+
+
+def _take_off(state_dir: Path) -> Cover | None:
+    """Take off the cover, and unused ones that it lay on; or return the cover on top of it.
+
+    Raises: BusyError where something else is mounted on top of it; BootseerError."""
+    for cover in reversed(covers()):
+        if cover.id == state_dir.name:
+            above = None if cover.is_topmost else cover_at(cover.path)
+            if above is not None:
+                return above
+            uncover(cover)
+            take_off_all_unused(state_dir.parent, cover.path)
+    return None
+
+
+def take_off_all_unused(mounts: Path, path: Path) -> None:
+    """Take off the covers of `path`, from the topmost on, down to the first that is used. `mounts`:
+    the folder of the node's mounts. Raises: BootseerError, OSError."""
+    while (cover := cover_at(path)) is not None and take_off_unused(mounts, cover):
+        pass
+
+
+def take_off_unused(mounts: Path, cover: Cover) -> bool:
+    """Take off a cover whose users have ended; False: it has one, is kept, or is not finished.
+
+    Raises: BootseerError, OSError.
+    """
+    state_dir = mounts / cover.id
+    # What another run folder knows is not for us to judge.
+    if not state_dir.is_dir():
+        return False
+    with _alone(state_dir):
+        if not has_users(state_dir) or is_kept(state_dir) or next_user(state_dir) is not None:
+            return False
+        uncover(cover)
+    return True

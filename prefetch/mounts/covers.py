@@ -1,0 +1,95 @@
+"""Overlays that cover a directory of the host with a served tree.
+
+Such an overlay holds the tree's mount: when it goes, however it goes, the tree's server ends and
+cleans up. Alone owns how one is recognised in the table of mounts: its source names the tree's
+mount (`mount_state`). Who uses it is in `cover_users`. Stateless; any thread.
+"""
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError, BusyError
+from bootseer.fuse.kernel.mounting import mounts
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = "bootseer-cover:"
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+class Cover(Struct, frozen=True):
+    """One overlay, as the table of mounts has it."""
+
+    path: Path
+    id: str
+    """Of the mount whose tree it shows."""
+    is_topmost: bool
+    """Nothing else is mounted on it."""
+
+
+def source_of(identity: str) -> str:
+    """What to give as the source of an overlay over the mount of this identity."""
+    return _SOURCE + identity
+
+
+def parse_covers(mountinfo: bytes) -> list[Cover]:
+    """The covers in the text of a mountinfo file, oldest first. Pure."""
+    found: list[tuple[bytes, bytes, str]] = []
+    # The path of each mount that lies on another one, with that one's number. Their order does not
+    # tell: what comes in from another namespace lies below what is there already.
+    covered: set[tuple[bytes, bytes]] = set()
+    for line in mountinfo.splitlines():
+        # id parent major:minor root mountpoint options optional... - type source super-options
+        fields, _, rest = line.partition(b" - ")
+        head, tail = fields.split(b" "), rest.split(b" ")
+        if len(head) < 6 or len(tail) < 2:
+            continue
+        covered.add((head[1], head[4]))
+        if tail[0] == b"overlay" and tail[1].startswith(_SOURCE.encode()):
+            identity = tail[1].decode("ascii", "replace").removeprefix(_SOURCE)
+            found.append((head[0], head[4], identity))
+    return [
+        Cover(Path(os.fsdecode(_unescape(point))), identity, (number, point) not in covered)
+        for number, point, identity in found
+    ]
+
+
+def _unescape(field: bytes) -> bytes:
+    return _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), field)
+
+
+def covers() -> list[Cover]:
+    """The covers in this mount namespace, oldest first."""
+    return parse_covers(Path("/proc/self/mountinfo").read_bytes())
+
+
+def cover_at(path: Path) -> Cover | None:
+    """What covers exactly `path`, which is absolute and without symbolic links, if one does."""
+    return next((one for one in covers() if one.path == path and one.is_topmost), None)
+
+
+def uncover(cover: Cover, *, lazy: bool = True) -> None:
+    """Take a cover off; `lazy` also while files in it are open (they live on until closed).
+
+    Raises: BusyError where something lies on top of it, or is open and `lazy` is False;
+    BootseerError.
+    """
+    if cover not in covers():
+        return
+    if not cover.is_topmost:
+        raise BusyError(f"cannot unmount {cover.path}: something else is mounted on top of it")
+    mounts.detach(cover.path, lazy=lazy)
+
+
+def uncover_all(identity: str) -> None:
+    """Take off whatever covers anything with this mount's tree. Never raises."""
+    for cover in reversed(covers()):
+        if cover.id == identity:
+            try:
+                uncover(cover)
+            except BootseerError as error:
+                _log.warning("cannot take a dead mount off %s: %s", cover.path, error)

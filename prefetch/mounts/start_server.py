@@ -1,0 +1,167 @@
+"""Starting the server of a tree, and ending it: the part of mounting that images and environments
+share.
+
+The caller's side of `prefetch.serve`, which it does not load. Any thread.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+)
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import (
+    MountState,
+    is_alive,
+    new_mount_dir,
+    wait_released,
+)
+from bootseer.prefetch.mounts.serve_plan import (
+    DEFAULTS,
+    RECORD_MODES,
+    ServeOptions,
+    ServePlan,
+    plan_to_json,
+)
+from bootseer.prefetch.mounts.server_process import ServerProcess, begin_server
+from bootseer.served.ready_socket import new_ready_name
+from bootseer.settings.config import Settings
+
+_log = logging.getLogger(__name__)
+
+_FAILED_END_S = 3.0
+
+
+class Serving:
+    """A server that knows what it is to serve. `wait` for it, or give it up."""
+
+    def __init__(self, plan: ServePlan, process: ServerProcess) -> None:
+        self.plan = plan
+        self._process: ServerProcess | None = process
+
+    def go(self) -> None:
+        """The index is in the node's cache. Idempotent."""
+        if self._process is not None:
+            self._process.go()
+
+    def wait(self) -> ServePlan:
+        """`go`, and until the tree is mounted; what its server carries out. Raises, once: as
+        `mount_image`; nothing is mounted then."""
+        process, self._process = self._process, None
+        try:
+            if process is not None:
+                process.wait()
+        except BaseException:
+            _end_failed(self.plan)
+            raise
+        return self.plan
+
+
+def begin_serving(
+    settings: Settings,
+    name: str,
+    index_digest: str,
+    directory: Path,
+    options: ServeOptions = DEFAULTS,
+    *,
+    state_dir: Path | None = None,
+    process: ServerProcess | None = None,
+) -> Serving:
+    """Have a server mount the tree whose index this node's cache holds, at `Serving.go` at the
+    latest, on `directory`, an existing one, as `mount_image` does; `wait` for it. `name` is what
+    people will see.
+
+    `process` serves it, if one was begun for the mount that `state_dir` is for.
+    Raises: as `mount_image`.
+    """
+    record = options.record
+    if record not in RECORD_MODES:
+        raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
+    path = check_mount_point(directory)
+    state_dir = state_dir or new_mount_dir(settings)
+    state = MountState(
+        id=state_dir.name,
+        reference=name,
+        index_digest=index_digest,
+        workload=options.workload or settings.workload,
+        directory=str(path),
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=options.purpose,
+        scratch=options.scratch,
+    )
+    plan = ServePlan(
+        settings=settings,
+        state=state,
+        state_dir=state_dir,
+        ready_name=new_ready_name(),
+        record=record,
+        prefetch=options.prefetch,
+        window_s=options.window_s,
+        readahead_bytes=options.readahead_bytes,
+        watch_pid=options.watch_pid,
+        owner=options.owner,
+        is_local=options.is_local,
+        checks_index=options.checks_index,
+        # Other users' processes in a container are let in; without root the kernel refuses.
+        allow_other=os.geteuid() == 0,
+    )
+    try:
+        process = process or begin_server(settings, identity=state.id)
+        process.hand(json.dumps(plan_to_json(plan)))
+    except BaseException:
+        _end_failed(plan)
+        raise
+    return Serving(plan, process)
+
+
+def _end_failed(plan: ServePlan) -> None:
+    # A server that did start unmounts and cleans up by itself, also when it finds nobody to
+    # report to; until then the directory is still in use.
+    if not wait_released(plan.state_dir, _FAILED_END_S):
+        # It was ready in the moment in which we were interrupted.
+        with contextlib.suppress(BootseerError):
+            end_server(plan.state_dir, plan.state, _FAILED_END_S)
+    if not is_alive(plan.state_dir):
+        shutil.rmtree(plan.state_dir, ignore_errors=True)
+
+
+def check_mount_point(directory: Path) -> Path:
+    """The directory's absolute path. Raises: BusyError, NotFoundError, InvalidInputError."""
+    path = mounts.absolute(directory)
+    if mounts.find_mount(path) is not None:
+        raise BusyError(
+            f"cannot mount on {path}: a FUSE file system is mounted there; unmount it first (an "
+            f"image: `bootseer image unmount {path}`)"
+        )
+    if not path.is_dir():
+        if path.exists():
+            raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
+        raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
+    return path
+
+
+def end_server(state_dir: Path, state: MountState, timeout_s: float) -> None:
+    """Unmount a tree and wait for its server to end. Raises: BootseerError."""
+    path = Path(state.directory)
+    try:
+        mounts.unmount(path, timeout_s=timeout_s)
+    except InvalidInputError:
+        pass  # Detached, or unmounted by somebody else: the server ends by itself.
+    if not wait_released(state_dir, timeout_s):
+        if mounts.find_mount(path) is not None:
+            raise DeadlineError(
+                f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
+            )
+        # It may take a while to make a large cache durable; nobody needs to wait for that.
+        _log.info("the server of %s still tidies up", path)

@@ -1,0 +1,193 @@
+"""Makes a workload's hot set and bundle from its traces, and publishes them.
+
+Alone owns what is merged and the order in which things appear in the store: a bundle's parts, its
+header, then the pointer to it, so that nothing ever names what is absent. Edge; any
+thread, and any node: a lease in the store lets one at a time build a workload's bundle.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    UnknownFormatError,
+    from_oserror,
+)
+from bootseer.linux.private_files import private_directory
+from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.bundle.bundle_accuracy import aim_of, is_worthwhile, scattered_inodes
+from bootseer.prefetch.bundle.format import PART_COUNT, BundleExtent, plan_frames, write_bundle
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.record import hotset
+from bootseer.prefetch.record.trace import Trace
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.settings.config import Settings
+from bootseer.store import Store
+from bootseer.text.shown import quoted
+
+_log = logging.getLogger(__name__)
+
+_LEASE_S = 600.0
+_PIECE_BYTES = 4 * 2**20
+
+
+def add_trace(
+    settings: Settings,
+    store: Store,
+    tree: Tree,
+    trace: Trace,
+    reference: str,
+    *,
+    renew: bool = False,
+) -> HotPointer | None:
+    """Publish a trace; then, if it says much that the workload's bundle does not know, publish a
+    new bundle for the image, which is called `reference`.
+
+    `renew`: the bundle that there was when the trace began is of no use, whatever it holds.
+    None without a new bundle: nothing new, nothing hot, or another node is at it. What that one
+    does not hear of any more, the next start that misses it tells. Raises: BootseerError.
+    """
+    index_digest, workload = trace.index_digest, trace.workload
+    key = hot_store.publish_trace(store, trace)
+    _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
+    owner = f"{settings.node}:{os.getpid()}"
+    lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=_LEASE_S, owner=owner)
+    if lease is None:
+        _log.info("another node builds the bundle of %s", workload)
+        return None
+    with lease:
+        dropped = hot_store.drop_old_traces(store, index_digest, workload)
+        if dropped:
+            _log.info("deleted %d old traces", dropped)
+        if not _teaches(store, tree, trace, renew):
+            _log.info("the bundle of %s knows all this", workload)
+            return None
+        return build_bundle(settings, store, tree, index_digest, reference, workload)
+
+
+def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
+    """Many nodes may have recorded the same start at once: one bundle is enough for all."""
+    lengths = [blob.stream_length for blob in tree.blobs]
+    try:
+        pointer = hot_store.read_pointer(store, trace.index_digest, trace.workload)
+        if pointer is None or (renew and pointer.created_ns < trace.started_ns):
+            return True
+        bundle = hot_store.read_bundle(store, pointer, lengths)
+    except (CorruptError, NotFoundError, UnknownFormatError) as error:
+        _log.warning("the bundle is made anew: %s", error)
+        return True
+    scattered = scattered_inodes(tree, pointer.scattered)
+    numbers = [tree.resolve(file.path) for file in trace.files]
+    accesses = (
+        (number, access.offset, access.length, access.time_ns)
+        for access in trace.accesses
+        if (number := numbers[access.file]) is not None and number not in scattered
+    )
+    aim = aim_of(bundle, lengths, accesses, lambda number: tree.inode(number).extents)
+    return is_worthwhile(aim, pointer.trace_count, trace.ended)
+
+
+def build_bundle(
+    settings: Settings, store: Store, tree: Tree, index_digest: str, reference: str, workload: str
+) -> HotPointer | None:
+    """Merge the workload's traces and publish hot set, bundle and pointer, and let other builds of
+    the image, which is called `reference`, find them.
+
+    None when there is nothing hot. Raises: BootseerError.
+    """
+    traces = []
+    for key in hot_store.trace_keys(store, index_digest, workload):
+        try:
+            traces.append(hot_store.read_trace(store, key))
+        except BootseerError as error:
+            _log.warning("the trace %s is left out: %s", key, error)
+    hot = hotset.merge(index_digest, workload, traces)
+    if hot.scattered:
+        _log.info(
+            "each start reads other bytes of %s, which therefore are fetched when they are read; "
+            "copying what a start reads of them into files of their own would be faster",
+            ", ".join(map(quoted, hot.scattered)),
+        )
+    lengths = [blob.stream_length for blob in tree.blobs]
+    frames = plan_frames(hotset.stream_ranges(hot, tree), lengths)
+    if not frames:
+        return None
+    hot_data = hotset.encode(hot)
+    hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
+    # All is replaced: what is there under these names may be damaged.
+    store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
+    digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
+    pointer = HotPointer(
+        index_digest,
+        digest,
+        size_bytes,
+        header_bytes,
+        hot_digest,
+        len(traces),
+        time.time_ns(),
+        hot.scattered,
+    )
+    store.publish(
+        hot_store.pointer_key(index_digest, workload),
+        hot_store.encode_pointer(pointer),
+        replace=True,
+    )
+    relatives.publish(store, pointer, reference, workload, tree)
+    _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
+    return pointer
+
+
+def _publish_bundle(
+    settings: Settings,
+    store: Store,
+    tree: Tree,
+    index_digest: str,
+    frames: Sequence[tuple[BundleExtent, ...]],
+) -> tuple[str, int, int]:
+    """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
+    streams = BlobStreams(
+        tree.blobs,
+        store.read,
+        NodeCache(settings.cache_dir),
+        deadline_s=settings.deadline_s,
+        workers=2,
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = private_directory(settings.cache_dir / "tmp")
+            parts = [
+                stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                for _ in range(min(PART_COUNT, len(frames)))
+            ]
+            header = write_bundle(
+                index_digest, frames, lambda *piece: bytes(streams.read(*piece)), parts
+            )
+            size_bytes = len(header) + sum(part.tell() for part in parts)
+            digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+            for number, part in enumerate(parts):
+                store.publish(hot_store.part_key(digest, number), _pieces(part), replace=True)
+            # The header after what it names, the pointer after the header.
+            store.publish(hot_store.header_key(digest), header, replace=True)
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, "build the bundle") from error
+    finally:
+        streams.close()
+    return digest, len(header), size_bytes
+
+
+def _pieces(spool: BinaryIO) -> Iterator[bytes]:
+    spool.seek(0)
+    while piece := spool.read(_PIECE_BYTES):
+        yield piece

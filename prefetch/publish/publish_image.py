@@ -1,0 +1,210 @@
+"""Publishes an image that a node pulled, from the node's cache or containerd's content store: what
+`bootseer image index` would have put into the store, byte for byte.
+
+Alone turns an unpublished image (`node_catalogue`) into a published one. Every step can be repeated
+by this node or another: layers that the store has by now are not packed, and the image's record,
+which comes last, says nothing that is not there. One process per node and image, one node per
+layer.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from msgspec import Struct
+
+from bootseer.blob.pack.packing import pack_tar
+from bootseer.content_digest import ContentHasher
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+)
+from bootseer.prefetch.cache.files import alone
+from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.stream_keys import frames_key
+from bootseer.prefetch.index.catalogue import load_tree, read_layer, read_tree
+from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.sources.containerd_content import open_content
+from bootseer.prefetch.sources.layer_tar import pack_layer
+from bootseer.prefetch.sources.model import ImageSource, Sink
+from bootseer.prefetch.sources.read_ahead import ReadAhead
+from bootseer.settings.config import Settings
+from bootseer.store import Store, open_own_store
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**20
+_WAIT_S = 3600.0
+"""For another process of this node that publishes the image. A dead one lets go at once."""
+
+
+def is_unpublished(settings: Settings, index_digest: str) -> bool:
+    """Whether the image whose index this is lies on this node alone, as far as it knows."""
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
+    return (
+        catalogue.find_unpublished(index_digest) is not None
+        and catalogue.find_published(index_digest) is None
+    )
+
+
+def publish_node_image(settings: Settings, index_digest: str) -> str:
+    """Have the image whose index this is in the store; the digest of its index there, which is
+    another if the image was unpublished. That index lies in the node's cache, too.
+
+    Raises: NotFoundError where the node has lost a layer; BootseerError.
+    """
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
+    image = catalogue.find_unpublished(index_digest)
+    if image is None:
+        return index_digest
+    lock = settings.cache_dir / "catalogue" / f"{index_digest.partition(':')[2]}.lock"
+    with alone(lock, _WAIT_S, f"publishing {index_digest}"):
+        with open_own_store(settings) as store:
+            record = catalogue.find_published(index_digest)
+            if record is None:
+                cache = NodeCache(settings.cache_dir)
+                layers = [
+                    _CachedLayer(
+                        cache,
+                        digest,
+                        catalogue.find_layer(digest),
+                        digest if digest in image.record.config.diff_ids else None,
+                    )
+                    for digest in image.layer_digests
+                ]
+                source = ImageSource(
+                    image.record.reference,
+                    image.record.identity,
+                    image.record.config,
+                    layers,
+                    manifest_digest=image.record.manifest_digest or None,
+                )
+                record = index_image(
+                    source,
+                    store,
+                    settings.cache_dir / "work",
+                    lessee=settings.node,
+                    created_ns=image.record.created_ns,
+                )
+                _log.info("published the image %s", record.reference)
+                for layer in layers:
+                    layer.share(store)
+            load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
+        catalogue.keep_published(index_digest, record)
+    return record.index_digest
+
+
+def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> ImageRecord:
+    """Index the image that containerd has unpacked to this chain, from its content store.
+
+    Raises: NotFoundError where containerd has not all that the store lacks; BootseerError.
+    """
+    with (
+        open_content(content, chain_id) as source,
+        open_own_store(settings) as store,
+    ):
+        work_dir = settings.cache_dir / "work"
+        record = index_image(source, store, work_dir, lessee=settings.node)
+    _log.info("indexed the image %s", record.reference)
+    return record
+
+
+class _CachedLayer(Struct, frozen=True):
+    """A layer in the node's cache, if it is there. Implements `Layer`."""
+
+    cache: NodeCache
+    name: str
+    known: NodeLayer | None
+    digest: str | None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Of the stream."""
+        return None if self.known is None else self.known.blob.stream_length
+
+    def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pack`. What was verified when it came is verified again: from the store every
+        node will have it."""
+        return self._repack(sink, on_progress)
+
+    def share(self, store: Store) -> None:
+        """Let the stream serve images whose index names the frames that `store` has of the layer.
+        Where another node has packed it, this one packs it once more, to see that these are its
+        frames. Never raises: what is not shared is fetched again."""
+        try:
+            record = None if self.digest is None else read_layer(store, self.digest)
+            if record is None or self.known is None:
+                return
+            (stored,) = read_tree(store, record.index_digest).blobs
+            if self.cache.is_same(stored, self.known.blob.stream_digest):
+                return
+            with Path(os.devnull).open("wb") as sink:
+                (packed,) = self._repack(sink, lambda count_bytes: None).tree.blobs
+            if frames_key(packed) != frames_key(stored):
+                _log.info("another release packed the layer %s: it is fetched again", self.name)
+        except (BootseerError, OSError, ValueError) as error:
+            _log.info("the layer %s is fetched again: %s", self.name, error)
+
+    def _repack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
+        known, stream = self._open()
+        try:
+            ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")
+            try:
+                if known.tree.is_changeset:
+                    # Of the two kinds of digest, the packer computes what it is not given.
+                    digest = known.blob.stream_digest
+                    layer = pack_layer(
+                        ahead, sink, diff_id=digest if digest.startswith("sha256:") else None
+                    )
+                else:
+                    layer = LayerTree(pack_tar(ahead, sink), is_changeset=False)
+                # The digest is compared at the very end, which is reached only by asking for more.
+                while ahead.read(_PIECE_BYTES):
+                    pass
+                (packed,) = layer.tree.blobs
+                self.cache.note_same(packed, known.blob.stream_digest)
+                return layer
+            finally:
+                ahead.close()
+        finally:
+            stream.close()
+
+    def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
+        """See `Layer.pull`."""
+        raise InvalidInputError(f"the layer {self.name} is on this node already")
+
+    def _open(self) -> tuple[NodeLayer, StreamCache]:
+        known = self.known
+        stream = None if known is None else self.cache.open_whole(known.blob.stream_digest)
+        if known is None or stream is None:
+            raise NotFoundError(
+                f"the layer {self.name} is neither in the store nor on this node any more; start "
+                "the image from its source again"
+            )
+        return known, stream
+
+
+def _verified(
+    known: NodeLayer, stream: StreamCache, on_progress: Callable[[int], None]
+) -> Iterator[bytes]:
+    """The stream in pieces. Raises: CorruptError at its end."""
+    content = ContentHasher()
+    length = known.blob.stream_length
+    for offset in range(0, length, _PIECE_BYTES):
+        piece = stream.read(offset, min(_PIECE_BYTES, length - offset))
+        content.update(piece)
+        on_progress(len(piece))
+        yield piece
+    found = f"blake3:{content.hexdigest()}"
+    if found != known.content_digest:
+        raise CorruptError(
+            f"the cached stream {known.blob.stream_digest} has the content {found}, not "
+            f"{known.content_digest} as when it came: the disk has damaged it"
+        )

@@ -1,0 +1,239 @@
+"""After a start: the image that it pulled, and its trace, hot set and bundle, published in the
+background.
+
+Each runs as a process of its own (`python -m bootseer.prefetch.publish.publishing`), at the lowest
+priority, so that it neither disturbs the job whose start it follows nor ends with it. It is handed
+a folder under `run_dir/publishing`, whose lock is held until all is published. Whatever happens
+here costs later launches their bundle, or a pull, and nothing else; nothing is visible that is not
+whole. What publishing needs is loaded by its own process only.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError
+from bootseer.linux.private_files import private_directory, private_opener
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.mounts.mount_state import is_alive, take_lock
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.served.background import python_environment
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_from_json, settings_to_json
+from bootseer.store import open_own_store
+from bootseer.structs import asdict
+
+if TYPE_CHECKING:
+    from bootseer.prefetch.bundle.hot_store import HotPointer
+
+_log = logging.getLogger(__name__)
+
+_ENTRY = struct.Struct("<QQQQ")
+_NICENESS = 15
+
+
+class RecordInfo(Struct, frozen=True):
+    """What a publisher must know besides the accesses."""
+
+    index_digest: str
+    reference: str
+    """What the image was started as."""
+    workload: str
+    node: str
+    started_ns: int
+    ended: str
+    readahead_bytes: int
+    renew: bool
+    """The bundle was found damaged."""
+
+
+def publishing_dir(settings: Settings) -> Path:
+    """Where records wait for being published."""
+    return settings.run_dir / "publishing"
+
+
+def start_publisher(
+    settings: Settings,
+    identity: str,
+    info: RecordInfo,
+    entries: Sequence[tuple[int, int, int, int]],
+) -> subprocess.Popen[bytes]:
+    """Hand a record to a new publisher process and return at once. Raises: OSError."""
+    with _new_job(settings, identity, {"info": asdict(info)}) as (directory, lock, log):
+        (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
+        return _start(_command(directory), lock, log)
+
+
+def start_image_publisher(settings: Settings, index_digest: str) -> None:
+    """Have an image that this node pulled published by a process that is nobody's child: whoever
+    calls this may become another program. Raises: OSError."""
+    identity = f"image-{index_digest.partition(':')[2][:16]}"
+    if not _is_busy(settings, identity):
+        _start_orphan(settings, identity, {"image": index_digest})
+
+
+def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
+    """Have the image that containerd has in its store `content`, and whose layers make this chain,
+    indexed by a process that is nobody's child. False while another such image is. Raises: OSError.
+    """
+    if _is_busy(settings, "chain"):
+        return False
+    identity = f"chain-{chain_id.partition(':')[2][:16]}"
+    _start_orphan(settings, identity, {"content": str(content), "chain": chain_id})
+    return True
+
+
+def _is_busy(settings: Settings, prefix: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return any(map(is_alive, publishing_dir(settings).glob(f"{prefix}-*")))
+    return False
+
+
+def _start_orphan(settings: Settings, identity: str, job: Mapping[str, Any]) -> None:
+    with _new_job(settings, identity, job) as (directory, lock, log):
+        # The shell ends at once, and what it began has no parent any more.
+        command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
+        _start(command, lock, log).wait()
+
+
+def _command(directory: Path) -> list[str]:
+    return [sys.executable, "-m", "bootseer.prefetch.publish.publishing", str(directory)]
+
+
+@contextlib.contextmanager
+def _new_job(
+    settings: Settings, identity: str, job: Mapping[str, Any]
+) -> Iterator[tuple[Path, int, BinaryIO]]:
+    """A job's folder, the lock that says that somebody is at it, and its log."""
+    private_directory(settings.run_dir / "logs")
+    directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
+    lock = take_lock(directory)
+    try:
+        document = {"settings": settings_to_json(settings), **job}
+        with open(directory / "job.json", "w", encoding="utf-8", opener=private_opener) as file:
+            json.dump(document, file)
+        with open(log_path(settings, identity), "ab", opener=private_opener) as log:
+            yield directory, lock, log
+    finally:
+        os.close(lock)
+
+
+def _start(command: Sequence[str], lock: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        # It goes along: there is no moment at which nobody holds it.
+        pass_fds=[lock],
+        start_new_session=True,
+        env=python_environment(),
+        cwd="/",
+    )
+
+
+def wait_published(settings: Settings, timeout_s: float) -> bool:
+    """Wait until nothing of this node is being published; False when that takes too long.
+
+    What dead publishers left is removed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        busy = False
+        with contextlib.suppress(FileNotFoundError):
+            for directory in publishing_dir(settings).iterdir():
+                if is_alive(directory):
+                    busy = True
+                    continue
+                # One that has just ended takes its folder away meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - directory.stat().st_mtime > 60:
+                        shutil.rmtree(directory, ignore_errors=True)
+        if not busy:
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+
+
+def publish_record(
+    settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
+) -> "HotPointer | None":
+    """Publish the trace, and what `hot_build.add_trace` makes of it. A trace of an image that is
+    not published waits until it is.
+
+    Raises: BootseerError.
+    """
+    from bootseer.prefetch.publish.hot_build import add_trace
+    from bootseer.prefetch.publish.publish_image import is_unpublished, publish_node_image
+    from bootseer.prefetch.record.trace import Trace, accesses_of, renumbered
+
+    if not settings.auto_index and is_unpublished(settings, info.index_digest):
+        _log.info("the record is left out: %s is not to be published", info.reference)
+        return None
+    index_digest = publish_node_image(settings, info.index_digest)
+    # Of the published image, whose files have digests. Its inodes may have other numbers, where
+    # another release has packed a layer.
+    tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
+    if index_digest != info.index_digest:
+        entries = renumbered(
+            read_kept_tree(settings.cache_dir, info.index_digest, run_dir=settings.run_dir),
+            tree,
+            entries,
+        )
+    files, accesses = accesses_of(tree, entries)
+    trace = Trace(
+        index_digest,
+        info.workload,
+        info.node,
+        info.started_ns,
+        info.ended,
+        info.readahead_bytes,
+        files,
+        accesses,
+    )
+    with open_own_store(settings) as store:
+        return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
+
+
+def main(directory: Path) -> int:
+    """Do the job in `directory` and remove it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
+    os.nice(_NICENESS)
+    try:
+        job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        settings = settings_from_json(job["settings"])
+        if "image" in job:
+            from bootseer.prefetch.publish.publish_image import publish_node_image
+
+            publish_node_image(settings, job["image"])
+        elif "chain" in job:
+            from bootseer.prefetch.publish.publish_image import publish_unpacked_image
+
+            publish_unpacked_image(settings, Path(job["content"]), job["chain"])
+        else:
+            # Else pyarrow loads it where there is one, which takes longer than all that is to do.
+            sys.modules["numpy"] = None  # type: ignore[assignment]
+            entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
+            publish_record(settings, RecordInfo(**job["info"]), entries)
+    except BootseerError as error:
+        _log.warning("nothing of this start is published: %s", error)
+        return 1
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""What starts read: traces, hints, and the hot set merged from them."""

@@ -1,0 +1,143 @@
+"""An image that can be mounted, found by its name: in the store, or on this node.
+
+The store is asked first. What this node remembers (`node_catalogue`) serves while the store cannot
+be used, and until what was pulled here is published. Thread-safe: functions and frozen values.
+"""
+
+import logging
+from collections.abc import Callable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+)
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.stream_keys import is_stored
+from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
+from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeImage
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.publishing import start_image_publisher
+from bootseer.settings.config import Settings
+from bootseer.store import Store, open_own_store
+
+_log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+"""Gets one sentence for people at a time."""
+
+
+class ObtainedImage(Struct, frozen=True):
+    """An image that can be mounted. `release` it once a server has it open."""
+
+    image: NodeImage
+    """Its index lies in the node's cache; its bytes in the store, or in the node's cache."""
+    streams: tuple[StreamCache, ...] = ()
+    """Kept open, so that the cache does not remove what only this node has."""
+    store_is_silent: bool = False
+    """It was waited for in vain, for a whole deadline."""
+
+    @property
+    def record(self) -> ImageRecord:
+        """With the index to mount."""
+        return self.image.record
+
+    def release(self) -> None:
+        """Let the cache do with the streams as it likes. Idempotent."""
+        for stream in self.streams:
+            stream.close()
+
+
+def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
+    """The image called `name`. Raises: NotFoundError, InvalidInputError, and what the store raises
+    where this node does not know the image either."""
+    check_reference(name)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
+    try:
+        with open_own_store(settings) as store:
+            return _stored(settings, catalogue, store, find_image(store, name), say)
+    except InvalidInputError:
+        raise
+    except NotFoundError:
+        # Pulled by this node, and published soon.
+        known = catalogue.find_image(name)
+        found = None
+        if known is not None and not known.is_published:
+            found = image_on_node(settings, known, whole=False)
+        if found is None:
+            raise
+        return found
+    except (BootseerError, OSError) as error:
+        known = catalogue.find_image(name)
+        found = None if known is None else image_on_node(settings, known, whole=False)
+        if found is None:
+            raise
+        say(f"warning: starting image {name} with what this node has of it: {error}")
+        return replace(found, store_is_silent=isinstance(error, DeadlineError))
+
+
+def _stored(
+    settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
+) -> ObtainedImage:
+    """The image of the store. Raises: CorruptError and others where its index cannot be had."""
+    # Left in the node's cache, where the server takes it from without the store, and decodes it.
+    have_index(store, record, settings.cache_dir, run_dir=settings.run_dir)
+    try:
+        check_blobs(store, record)
+    except CorruptError as error:
+        # What this node's cache has of it still works, and may be all.
+        say(f"warning: {error}")
+    image = NodeImage(record)
+    remember(lambda: catalogue.keep_image(image))
+    return ObtainedImage(image)
+
+
+def remember(keep: Callable[[], None]) -> None:
+    """Without it, a later start needs the store or the source: no reason to fail this one."""
+    try:
+        keep()
+    except (BootseerError, OSError) as error:
+        _log.warning("this node will not know the image by itself: %s", error)
+
+
+def image_on_node(
+    settings: Settings, known: NodeImage, *, whole: bool = True
+) -> ObtainedImage | None:
+    """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
+    cache = NodeCache(settings.cache_dir)
+    streams: list[StreamCache] = []
+    try:
+        for blob in read_kept_tree(
+            settings.cache_dir, known.record.index_digest, run_dir=settings.run_dir
+        ).blobs:
+            if blob.frames and not whole:
+                continue
+            if not is_stored(blob) and known.is_published:
+                raise CorruptError(f"the stream {blob.stream_digest} is stored nowhere")
+            stream = cache.open_whole_blob(blob)
+            if stream is None:
+                raise NotFoundError(f"this node has lost {blob.stream_digest}")
+            streams.append(stream)
+    except (BootseerError, OSError) as error:
+        _log.info("image %s is not whole on this node: %s", known.record.reference, error)
+        for stream in streams:
+            stream.close()
+        return None
+    return ObtainedImage(known, tuple(streams))
+
+
+def publish_later(settings: Settings, obtained: ObtainedImage) -> None:
+    """Begin to publish an image that only this node has, in the background, unless the settings say
+    otherwise. Never raises: a later start tries again."""
+    if obtained.image.is_published or not settings.auto_index:
+        return
+    try:
+        start_image_publisher(settings, obtained.record.index_digest)
+    except (BootseerError, OSError) as error:
+        _log.warning("image %s is not published: %s", obtained.record.reference, error)

@@ -1,0 +1,148 @@
+"""Mounting an image: start its server, wait until it is ready, talk to it, take it down.
+
+The caller's side of `prefetch.serve`. `MountedImage` may be used from any thread.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.closing import Closing
+from bootseer.errors import (
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+)
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.mount_state import (
+    MountState,
+    live_mounts,
+    sweep,
+    sweep_dead,
+)
+from bootseer.prefetch.mounts.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
+from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.prefetch.mounts.start_server import (
+    begin_serving,
+    check_mount_point,
+    end_server,
+)
+from bootseer.prefetch.resolve.found_image import ObtainedImage, publish_later
+from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.settings.config import Settings
+
+
+class MountedImage(Closing, Struct, frozen=True):
+    """An image's tree, mounted and served by a process of its own."""
+
+    settings: Settings
+    record: ImageRecord
+    state: MountState
+    state_dir: Path
+    ready_name: str
+    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the tree is."""
+        return Path(self.state.directory)
+
+    def status(self) -> dict[str, Any]:
+        """See `server.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
+        return ask(self.state_dir, "status")
+
+    def ready(self) -> None:
+        """End the record now. Raises: UnavailableError, DeadlineError."""
+        ask(self.state_dir, "ready")
+
+    def detach(self) -> None:
+        """Take the mount off this namespace; copies in other namespaces keep it alive."""
+        ask(self.state_dir, "detach")
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Unmount and wait for the server to end. Idempotent. Raises: BootseerError."""
+        if self.state_dir.exists():
+            end_server(self.state_dir, self.state, timeout_s)
+
+
+def mount_image(
+    settings: Settings,
+    image: str | ObtainedImage,
+    directory: Path,
+    options: ServeOptions = DEFAULTS,
+    *,
+    state_dir: Path | None = None,
+    process: ServerProcess | None = None,
+) -> MountedImage:
+    """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
+    this returns. What of it was pulled is published in the background, if settings say so.
+
+    The workload's bundle is on its way by then. `process` serves the image, if one was begun, and
+    `state_dir` is named after it.
+
+    Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
+    DeadlineError, CorruptError.
+    """
+    try:
+        path = check_mount_point(directory)
+    except BusyError:
+        # By a server that died, perhaps.
+        if not sweep(settings):
+            raise
+        path = check_mount_point(directory)
+    obtained = obtain_image(settings, image) if isinstance(image, str) else image
+    try:
+        plan = begin_serving(
+            settings,
+            obtained.record.reference,
+            obtained.record.index_digest,
+            path,
+            replace(options, is_local=not obtained.image.is_published),
+            state_dir=state_dir,
+            process=process,
+        ).wait()
+    finally:
+        # The server has the streams open by now.
+        obtained.release()
+    publish_later(settings, obtained)
+    return MountedImage(settings, obtained.record, plan.state, plan.state_dir, plan.ready_name)
+
+
+def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
+    """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
+    path = str(mounts.absolute(directory))
+    for state_dir, state in live_mounts(settings):
+        if state.directory == path:
+            return state_dir, state
+    raise NotFoundError(
+        f"no image is mounted on {path}; `bootseer image status` shows what is mounted"
+    )
+
+
+def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:
+    """Unmount what `mount_image` mounted on `directory`, whatever state its server is in.
+
+    Raises: NotFoundError, InvalidInputError where something else is mounted, BootseerError.
+    """
+    try:
+        state_dir, state = find_live_mount(settings, directory)
+    except NotFoundError:
+        left_over = mounts.find_mount(directory)
+        if left_over is None:
+            # A container's own tree went with its mount namespace; what its server left did not.
+            if not sweep_dead(settings, mounts.absolute(directory)):
+                raise
+            return
+        if left_over.subtype != SUBTYPE:
+            raise InvalidInputError(
+                f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "
+                "image; checkpoint folders are unmounted by `bootseer unmount`"
+            ) from None
+        # Its server died: the mount answers nothing but can be taken off.
+        mounts.unmount(directory, timeout_s=timeout_s)
+        return
+    end_server(state_dir, state, timeout_s)

@@ -1,0 +1,189 @@
+"""What a bundle does for one start: found, streamed into the cache, handed to the kernel, judged.
+
+Alone notes what is read. One thread of its own at the beginning; `accessed` from any thread.
+"""
+
+import logging
+import os
+import threading
+
+from bootseer.blob.tree import Extent, Tree
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.prefetch.bundle.bundle_accuracy import Aim, aim_of, scattered_inodes
+from bootseer.prefetch.bundle.format import Bundle
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.bundle.kept_bundle import refuse_bundle
+from bootseer.prefetch.bundle.kernel_preload import Ahead, StorePages
+from bootseer.prefetch.bundle.preload_plan import plan_ahead
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.mounts.serve_plan import ServePlan
+from bootseer.prefetch.record.trace import AccessLog
+from bootseer.prefetch.serve.find_bundle import find_bundle
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.store import Store
+
+_log = logging.getLogger(__name__)
+
+_ROOT_S = 5.0
+"""How long the tree's root is kept open for a bundle that is still looked for: the mount is in use
+meanwhile, and an unmount waits."""
+
+
+class BundleUse:
+    """One worker's. `begin` it once the tree is mounted; `stop` it before the streams close."""
+
+    def __init__(
+        self, plan: ServePlan, tree: Tree, store: Store, streams: BlobStreams, log: AccessLog
+    ) -> None:
+        self.pointer: HotPointer | None = None
+        """To the bundle, once one is found."""
+        self._plan = plan
+        self._tree = tree
+        self._store = store
+        self._streams = streams
+        self._log = log
+        self._ahead: Ahead | None = None
+        self._aim_at_end: Aim | None = None
+        self._scattered: frozenset[int] = frozenset()
+        """Files of which each start reads other bytes: no bundle could meet them."""
+        self.is_damaged = False
+        """The bundle was found wrong, by this start or an earlier one."""
+        self._is_stopped = False
+        self._root = -1
+        self._lock = threading.Lock()
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def begin(self, store_pages: StorePages | None) -> None:
+        """Look for a bundle and use it; returns at once."""
+        self._open_root()
+        args = (store_pages,)
+        threading.Thread(target=self._begin, args=args, name="bundle", daemon=True).start()
+
+    def accessed(self, inode: int, offset: int, length: int) -> None:
+        """The kernel asks for bytes of a file."""
+        self._log.append(inode, offset, length)
+        if self._ahead is not None:
+            self._ahead.touched(inode, offset)
+
+    def stop(self) -> None:
+        """Hand over nothing more. Idempotent."""
+        with self._lock:
+            self._is_stopped = True
+            if self._ahead is not None:
+                self._ahead.stop()
+
+    def _begin(self, store_pages: StorePages | None) -> None:
+        index, workload = self._plan.state.index_digest, self._plan.state.workload
+        try:
+            found = find_bundle(
+                self._plan.settings,
+                self._store,
+                self._plan.state,
+                self._tree,
+                self._streams.caches,
+            )
+            if found is None:
+                _log.info("no bundle for %s yet", workload)
+                return
+            self.pointer, bundle = found
+            self._scattered = scattered_inodes(self._tree, self.pointer.scattered)
+            digest = self.pointer.bundle_digest
+            replay = Replay(
+                bundle,
+                digest,
+                self._streams.caches,
+                self._streams.executor,
+                # What is borrowed goes into the image's own streams: no other server brings it.
+                lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
+                    digest if self.pointer.index_digest == index else index,
+                    self._plan.settings.store_url,
+                ),
+            )
+            # Known to faults only once it knows itself what is here already.
+            replay.start()
+            self._streams.replay = replay
+            if self._root >= 0:
+                self._begin_ahead(bundle, replay, store_pages)
+        except CorruptError as error:
+            self.is_damaged = True
+            _log.warning("no bundle is used: %s", error)
+        except BootseerError as error:
+            _log.warning("no bundle is used: %s", error)
+        finally:
+            self._close_root()
+
+    def refuse(self) -> None:
+        """It brought bytes that are not the image's: hand over nothing more, and never use it
+        again."""
+        self.is_damaged = True
+        if self._ahead is not None:
+            self._ahead.stop()
+        if self.pointer is not None:
+            state = self._plan.state
+            refuse_bundle(self._plan.settings, state.workload, self.pointer)
+
+    # ---- ahead of the start ---------------------------------------------------------------
+
+    def _open_root(self) -> None:
+        # A record that was asked for says what was read, not what was read by others before.
+        if self._plan.record == "always":
+            return
+        try:
+            # Before the mount is announced: it may be taken off its place at once. O_PATH asks the
+            # file system, which is ours, nothing.
+            self._root = os.open(self._plan.state.directory, os.O_PATH | os.O_DIRECTORY)
+        except OSError as error:
+            _log.debug("nothing is handed over ahead: %s", error)
+            return
+        timer = threading.Timer(_ROOT_S, self._close_root)
+        timer.daemon = True
+        timer.start()
+
+    def _close_root(self) -> None:
+        with self._lock:
+            root, self._root = self._root, -1
+        if root >= 0:
+            os.close(root)
+
+    def _begin_ahead(self, bundle: Bundle, replay: Replay, store_pages: StorePages | None) -> None:
+        ahead = Ahead(
+            plan_ahead(self._tree, bundle.frames),
+            self._streams.caches,
+            store_pages,
+            self._log.append_ahead,
+            lambda: replay.is_over,
+        )
+        with self._lock:
+            if self._root < 0 or self._is_stopped:
+                return
+            root, self._root = self._root, -1
+            ahead.start(root)
+            self._ahead = ahead
+
+    # ---- how well it met what was read ----------------------------------------------------
+
+    @property
+    def own_trace_count(self) -> int:
+        """How many starts of this very image the bundle was made from."""
+        pointer = self.pointer
+        if pointer is None or pointer.index_digest != self._plan.state.index_digest:
+            return 0
+        return pointer.trace_count
+
+    def aim(self) -> Aim:
+        """As far as the log goes; once it is closed, for good."""
+        if self._aim_at_end is not None:
+            return self._aim_at_end
+        is_over = not self._log.is_open
+        replay = self._streams.replay
+        lengths = [blob.stream_length for blob in self._tree.blobs]
+        bundle = replay.bundle if replay else None
+        aim = aim_of(bundle, lengths, self._log.entries(), self._extents)
+        if is_over and replay is not None:
+            self._aim_at_end = aim
+        return aim
+
+    def _extents(self, inode: int) -> tuple[Extent, ...]:
+        return () if inode in self._scattered else self._tree.inode(inode).extents

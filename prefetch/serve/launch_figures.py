@@ -1,0 +1,140 @@
+"""All figures of one launch: what `image status`, the timeline and Prometheus show. Pure model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from bootseer.prefetch.bundle.bundle_accuracy import Aim
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
+from bootseer.structs import asdict
+from bootseer.transfer.statistics import Statistics
+
+
+class PrefetchFigures(Struct, frozen=True):
+    """A bundle's way into the cache, and how well it met what was read. Bytes of streams are
+    uncompressed."""
+
+    bundle: str | None
+    """Its digest."""
+    bundle_index: str | None
+    """The image that it was made for: maybe an earlier build of this one."""
+    bundle_size_bytes: int
+    """As stored."""
+    bundle_stream_bytes: int
+    fetched_stream_bytes: int
+    """What this launch had to fetch of it."""
+    remaining_frame_count: int
+    finished_after_s: float | None
+    """None while it is on its way, or when it was given up."""
+    error: str | None
+    """Why it was given up."""
+    asked_bytes: int
+    """What the kernel asked for."""
+    used_bytes: int
+    """In both."""
+    wasted_bytes: int
+    missed_bytes: int
+    precision: float | None
+    recall: float | None
+
+
+def prefetch_figures(
+    replay: Replay, aim: Aim, *, bundle: str | None, bundle_index: str | None
+) -> PrefetchFigures:
+    """The figures of `replay`, which met what was read as `aim` says."""
+    finished_ns = replay.finished_after_ns
+    return PrefetchFigures(
+        bundle=bundle,
+        bundle_index=bundle_index,
+        bundle_size_bytes=replay.bundle.size_bytes,
+        bundle_stream_bytes=aim.bundle_bytes,
+        fetched_stream_bytes=replay.fetched_bytes,
+        remaining_frame_count=replay.remaining_count,
+        finished_after_s=None if finished_ns is None else finished_ns / 1e9,
+        error=replay.error,
+        asked_bytes=aim.asked_bytes,
+        used_bytes=aim.used_bytes,
+        wasted_bytes=aim.bundle_bytes - aim.used_bytes,
+        missed_bytes=aim.asked_bytes - aim.used_bytes,
+        precision=aim.precision,
+        recall=aim.recall,
+    )
+
+
+class FillFigures(Struct, frozen=True):
+    """The background fill."""
+
+    state: str
+    """As `fill.Fill.state`; "off" where there is none."""
+    bytes_per_s: int
+    """Its cap."""
+    missing_bytes: int
+    """Of the image, uncompressed."""
+
+
+class LaunchFigures(Struct, frozen=True):
+    """One mount's figures, at one moment."""
+
+    image: str
+    workload: str
+    started_ns: int
+    is_mounted: bool
+    image_bytes: int
+    cached_bytes: int
+    cache_is_full: bool
+    faults: FaultFigures
+    sources: SourceFigures
+    moved: Statistics
+    prefetch: PrefetchFigures | None
+    fill: FillFigures
+
+
+def status_of(figures: LaunchFigures) -> dict[str, Any]:
+    """The figures as JSON values, under the keys of `image status`."""
+    faults = asdict(figures.faults)
+    bounds = (*BUCKETS_S, None)
+    faults["waits"] = [
+        {"up_to_s": bound, "count": count}
+        for bound, count in zip(bounds, faults.pop("wait_counts"), strict=True)
+    ]
+    return {
+        "cached_bytes": figures.cached_bytes,
+        "image_bytes": figures.image_bytes,
+        "cache_is_full": figures.cache_is_full,
+        "faults": faults,
+        "sources": asdict(figures.sources),
+        "moved": asdict(figures.moved),
+        "prefetch": None if figures.prefetch is None else asdict(figures.prefetch),
+        "fill": asdict(figures.fill),
+    }
+
+
+def span_attributes(figures: LaunchFigures) -> Mapping[str, str | int | float | bool]:
+    """The figures of a start as attributes of its span (docs/format/timeline.md)."""
+    faults, sources, prefetch = figures.faults, figures.sources, figures.prefetch
+    found: dict[str, str | int | float | bool | None] = {
+        "bootseer.bytes": figures.moved.fetched_bytes,
+        "bootseer.hit": prefetch is not None,
+        "bootseer.fault_count": faults.fault_count,
+        "bootseer.fault_wait_s": faults.fault_wait_ns / 1e9,
+        "bootseer.fault_p50_s": faults.wait_p50_ns / 1e9,
+        "bootseer.fault_p99_s": faults.wait_p99_ns / 1e9,
+        "bootseer.fault_max_s": faults.wait_max_ns / 1e9,
+        "bootseer.cache_bytes": sources.cache_bytes,
+        "bootseer.bundle_bytes": sources.bundle_bytes,
+        "bootseer.fault_bytes": sources.fault_bytes,
+        "bootseer.readahead_bytes": sources.readahead_bytes,
+    }
+    if prefetch is not None:
+        found |= {
+            "bootseer.prefetch_s": prefetch.finished_after_s,
+            "bootseer.prefetched_bytes": prefetch.bundle_stream_bytes,
+            "bootseer.used_bytes": prefetch.used_bytes,
+            "bootseer.wasted_bytes": prefetch.wasted_bytes,
+            "bootseer.missed_bytes": prefetch.missed_bytes,
+            "bootseer.precision": prefetch.precision,
+            "bootseer.recall": prefetch.recall,
+        }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,135 @@
+"""A launch's figures in Prometheus' text format, for node-exporter's textfile collector.
+
+Pure. The names are a promise to dashboards (docs/operations.md). HELP texts are constants: the
+collector merges the files of several mounts, and wants them equal.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from msgspec import Struct
+
+from bootseer.prefetch.serve.launch_figures import LaunchFigures
+from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures
+
+_PREFIX = "bootseer_image_"
+
+
+class _Sample(Struct, frozen=True):
+    value: int | float
+    labels: Sequence[tuple[str, str]] = ()
+    suffix: str = ""
+
+
+def render(figures: LaunchFigures, slot: int) -> str:
+    """The whole file; `slot` tells mounts of one image and workload apart that run at once."""
+    own = (("image", figures.image), ("workload", figures.workload), ("slot", str(slot)))
+    lines: list[str] = []
+    for name, kind, text, samples in _families(figures):
+        lines.append(f"# HELP {_PREFIX}{name} {text}")
+        lines.append(f"# TYPE {_PREFIX}{name} {kind}")
+        for sample in samples:
+            labels = ",".join(f'{key}="{_escape(value)}"' for key, value in (*own, *sample.labels))
+            lines.append(f"{_PREFIX}{name}{sample.suffix}{{{labels}}} {_number(sample.value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    # Names may hold bytes that are not UTF-8.
+    text = text.encode("utf-8", "replace").decode()
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _number(value: int | float) -> str:
+    return repr(value) if isinstance(value, float) else str(int(value))
+
+
+_Family = tuple[str, str, str, Iterable[_Sample]]
+
+
+def _families(figures: LaunchFigures) -> Iterator[_Family]:
+    yield (
+        "mounted",
+        "gauge",
+        "1 while the image is mounted, 0 after its end.",
+        [_Sample(figures.is_mounted)],
+    )
+    yield (
+        "start_time_seconds",
+        "gauge",
+        "When the image was mounted, in seconds since the epoch.",
+        [_Sample(figures.started_ns / 1e9)],
+    )
+    yield "size_bytes", "gauge", "Size of the uncompressed image.", [_Sample(figures.image_bytes)]
+    yield (
+        "cached_bytes",
+        "gauge",
+        "How much of the uncompressed image is on this node.",
+        [_Sample(figures.cached_bytes)],
+    )
+    yield from _of_faults(figures.faults)
+    sources = figures.sources
+    yield (
+        "source_bytes_total",
+        "counter",
+        "Uncompressed bytes by what brought them; cache: reads that found all here.",
+        [
+            _Sample(sources.cache_bytes, (("source", "cache"),)),
+            _Sample(sources.bundle_bytes, (("source", "bundle"),)),
+            _Sample(sources.fault_bytes, (("source", "fault"),)),
+            _Sample(sources.readahead_bytes, (("source", "readahead"),)),
+            _Sample(sources.fill_bytes, (("source", "fill"),)),
+        ],
+    )
+    moved = figures.moved
+    for name, text, value in (
+        ("fetched_bytes_total", "Stored bytes fetched over the network.", moved.fetched_bytes),
+        ("fetches_total", "Requests to the store that were answered.", moved.fetch_count),
+        ("fetch_retries_total", "Requests that failed and were tried again.", moved.retry_count),
+        ("fetch_timeouts_total", "Requests given up at their deadline.", moved.hung_count),
+        ("corrupt_chunks_total", "Chunks that did not match their digest.", moved.corrupt_count),
+    ):
+        yield name, "counter", text, [_Sample(value)]
+    yield from _of_prefetch(figures)
+
+
+def _of_faults(faults: FaultFigures) -> Iterator[_Family]:
+    bounds = [*(repr(bound) for bound in BUCKETS_S), "+Inf"]
+    buckets = [
+        _Sample(count, (("le", bound),), "_bucket")
+        for bound, count in zip(bounds, accumulate(faults.wait_counts), strict=True)
+    ]
+    yield (
+        "fault_seconds",
+        "histogram",
+        "How long reads waited that found something missing.",
+        [
+            *buckets,
+            _Sample(faults.fault_wait_ns / 1e9, suffix="_sum"),
+            _Sample(faults.fault_count, suffix="_count"),
+        ],
+    )
+    yield (
+        "fault_failures_total",
+        "counter",
+        "Reads that were answered with an error.",
+        [_Sample(faults.failed_count)],
+    )
+
+
+def _of_prefetch(figures: LaunchFigures) -> Iterator[_Family]:
+    prefetch = figures.prefetch
+    if prefetch is None:
+        return
+    for name, text, value in (
+        ("prefetch_bytes", "Uncompressed bytes of the bundle.", prefetch.bundle_stream_bytes),
+        ("prefetch_used_bytes", "Of the bundle: read by the start.", prefetch.used_bytes),
+        ("prefetch_wasted_bytes", "Of the bundle: not read.", prefetch.wasted_bytes),
+        ("prefetch_missed_bytes", "Read by the start, not in the bundle.", prefetch.missed_bytes),
+        ("prefetch_precision_ratio", "Share of the bundle that was read.", prefetch.precision),
+        ("prefetch_recall_ratio", "Share of what was read that the bundle had.", prefetch.recall),
+        ("prefetch_seconds", "Until all of the bundle was here.", prefetch.finished_after_s),
+        ("prefetch_failed", "1 if the bundle was given up.", prefetch.error is not None),
+    ):
+        if value is not None:
+            yield name, "gauge", text, [_Sample(value)]

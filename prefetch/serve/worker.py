@@ -1,0 +1,285 @@
+"""The worker of a mounted image: streams, replay, record, upkeep and control around one tree.
+
+Alone decides when a record begins and ends and whether it is worth publishing. Made anew in each
+worker process (a killed worker has a successor), around a tree and an access log that outlive it.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
+from bootseer.prefetch.cache.damage import note_damage
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.container.oci_runtime import end_left_over
+from bootseer.prefetch.index.stream_contents import StreamContents
+from bootseer.prefetch.mounts import cover_users
+from bootseer.prefetch.mounts.control import ControlServer
+from bootseer.prefetch.mounts.serve_plan import ENVIRONMENT, ServePlan
+from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
+from bootseer.prefetch.record.trace import AccessLog
+from bootseer.prefetch.serve.bundle_use import BundleUse
+from bootseer.prefetch.serve.launch_figures import (
+    LaunchFigures,
+    PrefetchFigures,
+    prefetch_figures,
+    span_attributes,
+    status_of,
+)
+from bootseer.prefetch.serve.tree_fs import TreeFileSystem
+from bootseer.prefetch.serve.upkeep import Keeper
+from bootseer.prefetch.streams.second_source import second_source
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.store import Store, open_own_store
+from bootseer.store.objects.uses import note_use
+from bootseer.structs import asdict
+from bootseer.timeline import stage
+from bootseer.transfer.plan import Chunk
+
+_log = logging.getLogger(__name__)
+
+_UNMOUNT_S = 10.0
+
+
+class ImageServer:
+    """One worker's life: `operations` for the kernel, `destroyed` at its end."""
+
+    def __init__(self, plan: ServePlan, tree: Tree, log: AccessLog) -> None:
+        """Raises: BootseerError, OSError."""
+        self._plan = plan
+        self._tree = tree
+        self._log = log
+        self._store: Store = open_own_store(plan.settings)
+        self._publisher: subprocess.Popen[bytes] | None = None
+        self._record = "recording" if log.is_open else "ended"
+        if plan.record == "never":
+            self._record = "off"
+        self._is_mounted = True
+        self._streams = BlobStreams(
+            tree.blobs,
+            self._store.read,
+            NodeCache(plan.settings.cache_dir),
+            deadline_s=plan.settings.deadline_s,
+            fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
+            repair=second_source(plan.settings, plan.state.reference, plan.claimant),
+            on_damage=self._note_damage,
+            claimant=plan.claimant,
+            is_local=plan.is_local,
+            on_refuted=self._refuted,
+        )
+        self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
+        self._keeper = Keeper(
+            plan.settings,
+            plan.state.index_digest,
+            self._streams,
+            self._start_is_over,
+            self._note_use,
+        )
+        commands = {
+            "status": self.status,
+            "ready": self._ready_command,
+            "detach": self._detach_command,
+        }
+        self._control = ControlServer(plan.state_dir, plan.ready_name, commands)
+        if plan.watch_pid is not None:
+            self._watch(plan.watch_pid)
+        self.operations = TreeFileSystem(
+            tree,
+            self._streams,
+            on_access=self._bundle.accessed if plan.prefetch or plan.record != "never" else None,
+            owner=plan.owner,
+            on_mounted=self._mounted,
+            on_destroyed=self._destroyed,
+        )
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def _mounted(self) -> None:
+        elapsed_s = (time.monotonic_ns() - self._log.started_ns) / 1e9
+        window_s = max(self._plan.window_s - elapsed_s, 0)
+        self._control.start(
+            lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
+        )
+        # Before the mount is announced, so that the bundle is on its way before the first read.
+        if self._plan.prefetch:
+            self._bundle.begin(self.operations.store_pages)
+        self._keeper.start(self._figures)
+
+    def _destroyed(self) -> None:
+        try:
+            self._end_record("unmount")
+        except (BootseerError, OSError) as error:
+            _log.warning("the record of this start is lost: %s", error)
+        self._bundle.stop()
+        self._control.close()
+        self._keeper.close()
+        self._is_mounted = False
+        self._keeper.write_figures()
+        # The process around us makes the cache durable when nobody waits for it any more.
+        self._streams.close(durable=False)
+        self._store.close()
+
+    def _watch(self, pid: int) -> None:
+        """Go when this process ends, unless others use what covers the tree. Raises: OSError."""
+        state_dir = self._plan.state_dir
+        if cover_users.is_kept(state_dir):
+            return
+        # A worker made anew after the first user has ended watches another one.
+        self._control.watch(cover_users.next_user(state_dir) or pid, self._user_ended)
+
+    def _user_ended(self) -> None:
+        state_dir = self._plan.state_dir
+        while (pid := cover_users.leave(state_dir)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._control.watch(pid, self._user_ended)
+                return
+        if not cover_users.is_kept(state_dir):
+            self._unmount()
+
+    def _unmount(self) -> None:
+        _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
+        end_left_over(self._plan.state_dir)
+        try:
+            mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
+        except InvalidInputError:
+            # Taken off already: it lives on in a container's mounts only.
+            _log.debug("%s is not mounted any more", self._plan.state.directory)
+
+    def _detach_command(self) -> dict[str, Any]:
+        """Take the mount off our own namespace: whoever copied it (a container) keeps it, and with
+        the last of those the kernel ends the connection."""
+        # Nothing there: it is off already, which is all that was asked for.
+        with contextlib.suppress(InvalidInputError):
+            mounts.detach(Path(self._plan.state.directory), lazy=True)
+        return {"detached": True}
+
+    def _note_use(self) -> None:
+        """Let garbage collectors know. What only this node has is not in the store."""
+        stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
+        if stored:
+            note_use(self._store, self._plan.state.index_digest, stored)
+
+    def _note_damage(self, chunks: Sequence[Chunk]) -> None:
+        """Of an environment, for its next start, which can do something about it: a job that reads
+        through a mapping gets a signal, and nobody a sentence."""
+        keys = ", ".join(dict.fromkeys(chunk.key for chunk in chunks))
+        _log.error("%s in %s is damaged", keys, self._store.url)
+        if self._plan.state.purpose == ENVIRONMENT:
+            note_damage(self._plan.settings.cache_dir, self._plan.state.index_digest, chunks)
+
+    def _refuted(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """The bundle brought wrong bytes, somewhere in these ranges: the kernel may hold them."""
+        self._bundle.refuse()
+        forget_pages = self.operations.forget_pages
+        if forget_pages is None:
+            return
+        contents = StreamContents(self._tree)
+        for number in {inode for one in ranges for inode in contents.inodes(*one)}:
+            try:
+                forget_pages(number + 1, 0, 0)
+            except BootseerError as error:
+                _log.warning("the kernel may hold wrong bytes of the image: %s", error)
+                return
+
+    def _start_is_over(self) -> bool:
+        """Nothing is recorded any more, and no bundle is on its way."""
+        replay = self._streams.replay
+        return not self._log.is_open and (replay is None or replay.is_over)
+
+    # ---- record ---------------------------------------------------------------------------
+
+    def _ready_command(self) -> dict[str, Any]:
+        self._end_record("ready")
+        return {"record": self._record}
+
+    def _end_record(self, ended: str) -> None:
+        if not self._log.close():
+            return
+        self._note_on_timeline()
+        plan = self._plan
+        if plan.record == "never":
+            return
+        self._record = "ended"
+        entries = self._log.entries()
+        if not entries:
+            return
+        replay = self._streams.replay
+        if (
+            plan.record == "auto"
+            and replay is not None
+            and replay.error is None
+            and not is_worthwhile(self._bundle.aim(), self._bundle.own_trace_count, ended)
+        ):
+            self._record = "not needed"
+            return
+        info = RecordInfo(
+            plan.state.index_digest,
+            plan.state.reference,
+            plan.state.workload,
+            plan.settings.node,
+            plan.state.started_ns,
+            ended,
+            plan.readahead_bytes,
+            renew=self._bundle.is_damaged or (replay is not None and replay.error is not None),
+        )
+        self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
+        self._record = "publishing"
+
+    def _note_on_timeline(self) -> None:
+        """What serving the start took, beside the stages of the start itself."""
+        with stage("image served") as span:
+            for name, value in span_attributes(self._figures()).items():
+                span.set(name, value)
+
+    # ---- status ---------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Everything that `image status` shows, as JSON values."""
+        if self._publisher is not None and self._publisher.poll() is not None:
+            self._record = "failed" if self._publisher.returncode else "published"
+        times = os.times()
+        return {
+            **asdict(self._plan.state),
+            "worker_pid": os.getpid(),
+            "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
+            "cpu_s": times.user + times.system,
+            "record": self._record,
+            "access_count": len(self._log),
+            **status_of(self._figures()),
+        }
+
+    def _figures(self) -> LaunchFigures:
+        state, streams = self._plan.state, self._streams
+        return LaunchFigures(
+            image=state.reference,
+            workload=state.workload,
+            started_ns=state.started_ns,
+            is_mounted=self._is_mounted,
+            image_bytes=streams.image_bytes,
+            cached_bytes=streams.cached_bytes,
+            cache_is_full=streams.is_full,
+            faults=streams.figures(),
+            sources=streams.sources(),
+            moved=streams.statistics(),
+            prefetch=self._prefetch_figures(),
+            fill=self._keeper.fill_figures(),
+        )
+
+    def _prefetch_figures(self) -> PrefetchFigures | None:
+        replay, pointer = self._streams.replay, self._bundle.pointer
+        if replay is None:
+            return None
+        return prefetch_figures(
+            replay,
+            self._bundle.aim(),
+            bundle=pointer.bundle_digest if pointer else None,
+            bundle_index=pointer.index_digest if pointer else None,
+        )

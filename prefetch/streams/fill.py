@@ -1,0 +1,206 @@
+"""The background fill: bring the rest of a started image, slowly, while nobody waits for anything.
+
+Alone decides when that goes on. It begins when the start is over and its bundle is here, pauses
+while there are faults, and ends when the image is complete or the cache has no room. A complete
+image starts without store or registry. What was brought stays: the next start's fill goes on there.
+
+Of the servers of an image on a node one fills, the one that holds a lock file; when it ends another
+one takes over. The others touch that file when they have had faults, and then the fill pauses, too.
+
+Threading: one thread of its own; `state` and `stop` from any thread.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.prefetch.cache.files import lock_file
+from bootseer.prefetch.streams.streams import BlobStreams
+
+_log = logging.getLogger(__name__)
+
+QUIET_S = 5.0
+"""Without a fault for so long, a job computes and does not load."""
+_TURN_S = 1.0
+"""Between two looks whether it is our turn."""
+_FAILED_PAUSE_S = 5.0
+_FAILED_PAUSE_S_MAX = 300.0
+_WINDOW_BYTES = 64 * 2**20
+"""Planned at a time: an image may have millions of frames."""
+_ROOM_BYTES = 64 * 2**20
+"""Between two looks at whether there is room."""
+
+
+class Fill:
+    """One image's fill."""
+
+    def __init__(
+        self,
+        streams: BlobStreams,
+        may_begin: Callable[[], bool],
+        make_room: Callable[[int], bool],
+        *,
+        quiet_s: float = QUIET_S,
+        lock: Path | None = None,
+    ) -> None:
+        """`make_room(count)` says whether the cache may take so many bytes more. `lock`: whoever
+        holds this file fills for all servers of the image on this node."""
+        self.state = "waiting"
+        """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
+        "no room", "failing" (it tries again), "stopped"."""
+        self._streams = streams
+        self._may_begin = may_begin
+        self._make_room = make_room
+        self._quiet_s = quiet_s
+        self._lock_path = lock
+        self._lock_fd = -1
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fill", daemon=True)
+        self._seen_faults = -1
+        self._room_bytes = 0
+        self._failures = 0
+
+    def start(self) -> None:
+        """Begin to wait for the start's end."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End soon; what is under way ends with the streams' executor. Idempotent."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end that `stop` asked for."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        noted_faults = 0
+        while not (self._may_begin() and self._is_our_turn()):
+            if self._streams.faults.fault_count != noted_faults:
+                noted_faults = self._streams.faults.fault_count
+                self._tell_filler()
+            if self._stopping.wait(min(_TURN_S, self._quiet_s)):
+                self.state = "stopped"
+                return
+        try:
+            while self._pass():
+                pass
+        finally:
+            self._end_turn()
+        _log.info("the background fill ends: %s", self.state)
+
+    # ---- one server of several ----------------------------------------------------------------
+
+    def _is_our_turn(self) -> bool:
+        if self._lock_path is not None:
+            try:
+                self._lock_fd = lock_file(self._lock_path, 0)
+            except TimeoutError:
+                return False
+            except OSError as error:
+                _log.debug("filling without regard to others: %s", error)
+        return True
+
+    def _end_turn(self) -> None:
+        if self._lock_fd >= 0 and self._lock_path is not None:
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+
+    def _tell_filler(self) -> None:
+        if self._lock_path is not None:
+            # Nobody fills: then there is nobody to tell.
+            with contextlib.suppress(OSError):
+                os.utime(self._lock_path)
+
+    def _others_are_quiet(self) -> bool:
+        if self._lock_fd < 0:
+            return True
+        age_s = time.time() - os.fstat(self._lock_fd).st_mtime
+        return not 0 <= age_s < self._quiet_s
+
+    # ---- filling ------------------------------------------------------------------------------
+
+    def _pass(self) -> bool:
+        """Fetch what is missing; whether to look once more."""
+        # What a bundle brought comes first, to be compared.
+        claimed = self._streams.claims.unproven()
+        windows = [
+            (blob, start, min(_WINDOW_BYTES, stream.stream_length - start))
+            for blob, stream in enumerate(self._streams.blobs)
+            for start in range(0, stream.stream_length, _WINDOW_BYTES)
+        ]
+        # Nodes that were started together ask different servers of the store.
+        first = random.randrange(len(windows)) if windows else 0
+        before_bytes = self._streams.proven_bytes
+        is_complete = True
+        for window in (*claimed, *windows[first:], *windows[:first]):
+            for fetch in self._streams.fill_fetches((window,)):
+                is_complete = False
+                if not self._is_quiet() or not self._has_room(fetch.length):
+                    return False
+                self.state = "filling"
+                try:
+                    self._streams.fill((fetch,))
+                except BootseerError as error:
+                    if isinstance(error, CorruptError):
+                        self._streams.on_damage(fetch.chunks)
+                    if not self._rest(error):
+                        return False
+                else:
+                    self._failures = 0
+        if is_complete:
+            # What is stored nowhere is not missing from anywhere.
+            self.state = "complete"
+        elif not self._failures and self._streams.proven_bytes <= before_bytes:
+            # Sectors that two frames share, in an index of somebody else's.
+            _log.warning("the background fill ends: the cache keeps nothing of what comes")
+            self.state = "stopped"
+            return False
+        return not is_complete
+
+    def _is_quiet(self) -> bool:
+        """Wait until there is no fault for a while; False: stop."""
+        faults = self._streams.faults
+        while self._seen_faults != faults.fault_count or not self._others_are_quiet():
+            self.state = "waiting"
+            self._seen_faults = faults.fault_count
+            if self._stopping.wait(self._quiet_s):
+                break
+        if self._stopping.is_set():
+            self.state = "stopped"
+            return False
+        return True
+
+    def _has_room(self, count: int) -> bool:
+        # A frame may unpack to a multiple of its stored length; the limit is not that exact.
+        self._room_bytes -= count
+        if self._room_bytes < 0:
+            if not self._make_room(_ROOM_BYTES):
+                self.state = "no room"
+                return False
+            self._room_bytes = _ROOM_BYTES
+        if self._streams.is_full:
+            self.state = "no room"
+            return False
+        return True
+
+    def _rest(self, error: BootseerError) -> bool:
+        """Wait before the next try; False: stop."""
+        if self._stopping.is_set():
+            self.state = "stopped"
+            return False
+        self.state = "failing"
+        if self._failures == 0:
+            _log.warning("the background fill will try again later: %s", error)
+        pause_s = min(_FAILED_PAUSE_S * 2**self._failures, _FAILED_PAUSE_S_MAX)
+        self._failures = min(self._failures + 1, 10)
+        if self._stopping.wait(pause_s):
+            self.state = "stopped"
+            return False
+        return True

@@ -1,0 +1,113 @@
+"""When a frame cannot be had: bring the whole stream from a second source, once for all readers.
+
+Thread-safe. Alone decides how long readers wait for that: what is left of their own deadline, and
+for as long as bytes come several times that, since a layer may be large. The second source goes on
+without them, in a thread of its own, within its own deadlines: who comes later finds the stream.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bootseer.blob.tree import Blob
+from bootseer.errors import BootseerError, DeadlineError
+from bootseer.prefetch.cache.image_stream import ImageStream
+
+_log = logging.getLogger(__name__)
+
+Came: TypeAlias = Callable[[int], None]
+"""Told how many bytes have come, by any thread."""
+Repair: TypeAlias = Callable[[Blob, Came], None]
+"""Bring all of a blob's stream into the node cache from elsewhere. Raises: BootseerError."""
+
+_PAUSE_S = 60.0
+"""After a failed one; until then, readers get their errors at once."""
+_COMING_S_MAX = 300.0
+"""A reader waits no longer, although bytes come: half of what the kernel waits for at the least."""
+
+
+class _Bringing:
+    """One stream on its way."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BootseerError | None = None
+        self.came_count = 0
+
+    def came(self, count: int) -> None:
+        """Note that it goes on."""
+        self.came_count += 1
+
+
+class Repairs:
+    """What is asked when the store has failed."""
+
+    def __init__(self, repair: Repair | None) -> None:
+        """`repair` is None where there is no second source."""
+        self._repair = repair
+        self._lock = threading.Lock()
+        self._again_s: dict[str, float] = {}
+        self._under_way: dict[str, _Bringing] = {}
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether there is a second source."""
+        return self._repair is not None
+
+    def bring(self, blob: Blob, cache: ImageStream, error: BootseerError, limit_s: float) -> None:
+        """Have all of the blob's stream in `cache`. Raises: `error`, the store's, if it cannot be
+        had from elsewhere either; DeadlineError after `limit_s` without progress."""
+        if self._repair is None:
+            raise error
+        stream = blob.stream_digest
+        with self._lock:
+            cache.open_claimed(make=False)
+            if cache.holds(0, blob.stream_length):
+                return  # Another reader had it brought.
+            if time.monotonic() < self._again_s.get(stream, 0):
+                raise error
+            bringing = self._under_way.get(stream)
+            if bringing is None:
+                _log.warning("fetching the whole stream %s from elsewhere: %s", stream, error)
+                bringing = self._under_way[stream] = _Bringing()
+                threading.Thread(
+                    target=self._run,
+                    args=(self._repair, blob, bringing),
+                    name="repair",
+                    daemon=True,
+                ).start()
+        self._await(bringing, limit_s, stream, error)
+        if bringing.error is not None:
+            raise error from bringing.error
+        cache.open_claimed(make=False)
+
+    def _run(self, repair: Repair, blob: Blob, bringing: _Bringing) -> None:
+        stream = blob.stream_digest
+        try:
+            repair(blob, bringing.came)
+        except BootseerError as second:
+            bringing.error = second
+            _log.warning("%s cannot be had from elsewhere either: %s", stream, second)
+        except Exception as second:
+            bringing.error = BootseerError(str(second))
+            _log.exception("bringing %s from elsewhere failed", stream)
+        with self._lock:
+            if bringing.error is not None:
+                self._again_s[stream] = time.monotonic() + _PAUSE_S
+            del self._under_way[stream]
+        bringing.ended.set()
+
+    def _await(
+        self, bringing: _Bringing, limit_s: float, stream: str, error: BootseerError
+    ) -> None:
+        ends_s = time.monotonic() + _COMING_S_MAX
+        while True:
+            before = bringing.came_count
+            if bringing.ended.wait(min(limit_s, ends_s - time.monotonic())):
+                return
+            if bringing.came_count == before or time.monotonic() >= ends_s:
+                raise DeadlineError(
+                    f"{stream} is still to come from elsewhere; read again later. {error}"
+                ) from error

@@ -1,0 +1,336 @@
+"""The streams of a tree's blobs, read through the node cache; what is missing is fetched.
+
+Alone decides where a missing byte comes from: the bundle, while a replay has it on its way, else
+the blob's own frames, else a second source of the whole stream. Frames enter the cache only
+verified; what else comes is claimed, until they have come (`image_stream`). Where the cache's disk
+is full, frames are kept in a small memory instead. Any thread may call `read`; no wait is without a
+deadline.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import TypeAlias
+
+from bootseer.blob.frames import decode_frame, frames_for
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Blob, Frame
+from bootseer.errors import BootseerError, CorruptError, DeadlineError
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache
+from bootseer.prefetch.streams.budget import Budget, LateRanges, Patience
+from bootseer.prefetch.streams.claims import Claims
+from bootseer.prefetch.streams.fault_figures import FaultFigures, FaultRecorder, SourceFigures
+from bootseer.prefetch.streams.frame_memory import FrameMemory
+from bootseer.prefetch.streams.readahead import ReadAhead
+from bootseer.prefetch.streams.repairs import Repair, Repairs
+from bootseer.transfer.executor import Executor
+from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
+from bootseer.transfer.statistics import Statistics
+
+ReadObject: TypeAlias = Callable[[str, int, int], bytes]
+"""`read(key, offset, length)` of the store."""
+
+_MEMORY_BYTES = 64 * 2**20
+"""Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
+
+_OTHERS_S = 2.0
+_OTHERS_SHARE = 0.1
+"""Of the deadline: for another server of the node that is fetching the same. It reads from the same
+store, so that to ask oneself would rarely be faster."""
+_POLL_S = 0.001
+_STORE_SHARE = 2 / 3
+"""Of a read's deadline, where there is a second source: enough for two attempts at the store."""
+
+
+class BlobStreams:
+    """Reads bytes of the streams of `blobs`. Close it."""
+
+    def __init__(
+        self,
+        blobs: Sequence[Blob],
+        read_object: ReadObject,
+        cache: NodeCache,
+        *,
+        deadline_s: float = 30.0,
+        workers: int = 8,
+        fill_bytes_per_s: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        repair: Repair | None = None,
+        on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
+        claimant: str | None = None,
+        is_local: bool = False,
+        on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
+    ) -> None:
+        """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
+        stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
+        had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
+        must be quick. `claimant` and `is_local`: see `NodeCache.open_image`; without the first,
+        all that is read is proven. `on_refuted`: see `Claims`.
+        Raises: BootseerError when the cache cannot be opened."""
+        self.blobs = blobs
+        self.replay: Replay | None = None
+        """Set once a bundle is known; see `replay.Replay.start`."""
+        self.faults = FaultRecorder()
+        self._deadline_s = deadline_s
+        self._numbers = {
+            blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
+        }
+        self._repairs = Repairs(repair)
+        self._late = LateRanges()
+        self._patience = Patience(has_other=repair is not None)
+        self.on_damage = on_damage
+        self.caches = cache.open_image(blobs, claimant=claimant, is_local=is_local)
+        self.claims = Claims(self.caches, on_refuted)
+        self._memory = FrameMemory(_MEMORY_BYTES)
+        self._ahead = ReadAhead()
+        self.executor = Executor(
+            read_object,
+            workers=workers,
+            deadline_s=deadline_s,
+            fill_bytes_per_s=fill_bytes_per_s,
+            is_cached=self._is_verified,
+            on_progress=on_progress,
+        )
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def read(
+        self,
+        blob: int,
+        offset: int,
+        length: int,
+        *,
+        reader: int = -1,
+        end: int = 0,
+        budget: Budget | None = None,
+    ) -> bytes | memoryview:
+        """`length` bytes at `offset` of the stream of blob number `blob`.
+
+        Waits no longer than one deadline, whoever is asked, or several while a second source brings
+        bytes; `budget` is what is left of one that several such reads share. `reader` identifies
+        who reads on (a file) and `end` where that ends: reads of one reader that follow each other
+        are fetched ahead.
+        Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError, OSError.
+        """
+        cache = self.caches[blob]
+        if cache.has(offset, length):
+            self.faults.hit(length)
+            return cache.read(offset, length)
+        started_ns = time.monotonic_ns()
+        failed = True
+        try:
+            self._late.check(blob, offset, length)
+            budget = budget or self.new_budget()
+            try:
+                data = self._fault(blob, offset, length, reader, end, budget)
+            except DeadlineError as error:
+                self._late.note(blob, offset, length, error)
+                raise
+            failed = False
+            return data
+        finally:
+            self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
+
+    def new_budget(self) -> Budget:
+        """One deadline for several reads."""
+        return Budget(self._deadline_s)
+
+    def _fault(
+        self, blob: int, offset: int, length: int, reader: int, end: int, budget: Budget
+    ) -> bytes | memoryview:
+        cache = self.caches[blob]
+        replay = self.replay
+        if replay is not None and replay.demand(blob, offset, length, budget.left_s):
+            self.faults.bundle_wait()
+            if cache.has(offset, length):
+                return cache.read(offset, length)
+        try:
+            share = _STORE_SHARE if self._repairs.are_possible else 1.0
+            self._fetch(blob, offset, length, reader, end, budget.part_s(share))
+        except BootseerError as error:
+            if isinstance(error, CorruptError):
+                missing = self._missing_frames(blob, offset, length)
+                self.on_damage([self.chunk(blob, number) for number in missing])
+            self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
+        if cache.has(offset, length):
+            return cache.read(offset, length)
+        return self._memory.assemble(blob, self.blobs[blob], cache, offset, length)
+
+    def _fetch(
+        self, blob: int, offset: int, length: int, reader: int, end: int, limit_s: float
+    ) -> None:
+        if not self.blobs[blob].frames:
+            raise CorruptError(
+                f"the stream {self.blobs[blob].stream_digest} is stored nowhere yet, and this "
+                "node has lost a part of it; pull the image again"
+            )
+        numbers = self._missing_frames(blob, offset, length)
+        if numbers:
+            self._read_ahead(blob, numbers, reader, end)
+            self._fetch_now(blob, numbers, limit_s)
+
+    def _missing_frames(self, blob: int, offset: int, length: int) -> list[int]:
+        found: dict[int, None] = {}
+        for start, count in self.caches[blob].missing(offset, length):
+            for number in frames_for(self.blobs[blob], start, count):
+                found[number] = None
+        return [number for number in found if self._memory.get(blob, number) is None]
+
+    def _fetch_now(self, blob: int, numbers: Sequence[int], limit_s: float) -> None:
+        frames, cache = self.blobs[blob].frames, self.caches[blob]
+        first, last = frames[numbers[0]], frames[numbers[-1]]
+        offset = first.stream_offset
+        length = last.stream_offset + last.stream_length - offset
+        budget = Budget(limit_s)
+        others = Budget(min(_OTHERS_S, limit_s * _OTHERS_SHARE))
+        while not cache.proven.announce(offset, length) and others.left_s:
+            time.sleep(_POLL_S)
+            if cache.has(offset, length):
+                return
+        try:
+            if cache.has(offset, length):
+                return
+            chunks = [self.chunk(blob, number) for number in numbers]
+            self.faults.frames(fault_count=len(chunks))
+            # Planned without looking into the cache again: the executor does, at the last moment.
+            fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
+            self._patience.demand(self.executor, fetches, self._deliver_fault, budget)
+        finally:
+            cache.proven.withdraw(offset, length)
+
+    def _read_ahead(self, blob: int, numbers: Sequence[int], reader: int, end: int) -> None:
+        """Ask for frames behind those that a fault needs, when faults follow each other."""
+        if reader < 0:
+            return
+        last = frames_for(self.blobs[blob], end - 1, 1).stop
+        ahead = self._ahead.behind(reader, numbers[0], numbers[-1] + 1, last)
+        if ahead:
+            self.faults.frames(readahead_count=len(ahead))
+            chunks = [self.chunk(blob, number) for number in ahead]
+            fetches = plan(chunks, self._is_verified, max_gap_bytes=0)
+            self.executor.submit(fetches, self._deliver_ahead)
+
+    # ---- frames of blobs ----------------------------------------------------------------------
+
+    def chunk(self, blob: int, number: int) -> Chunk:
+        """Frame `number` of a blob as what the executor fetches."""
+        stored = self.blobs[blob]
+        frame = stored.frames[number]
+        return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
+
+    def fill_fetches(
+        self,
+        ranges: Iterable[tuple[int, int, int]] | None = None,
+        priority: Priority = Priority.FILL,
+    ) -> list[Fetch]:
+        """Fetches of what is stored and not proven yet of `ranges`, each (number of a blob, offset,
+        length); by default of everything, which takes half a kilobyte for each 128 KiB."""
+        if ranges is None:
+            ranges = [(blob, 0, one.stream_length) for blob, one in enumerate(self.blobs)]
+        wanted = {
+            (blob, number): None
+            for blob, offset, length in ranges
+            for start, count in self.caches[blob].proven.missing(offset, length)
+            for number in frames_for(self.blobs[blob], start, count)
+        }
+        return plan((self.chunk(*one) for one in wanted), lambda chunk: False, priority=priority)
+
+    def fill(self, fetches: Sequence[Fetch] | None = None) -> None:
+        """Bring `fetches`, by default everything, here in the background priority. Returns when
+        they are. Raises: as `read`."""
+        wanted = self.fill_fetches() if fetches is None else fetches
+        self.executor.submit(wanted, self._deliver_fill).wait()
+
+    def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
+        blob = self._numbers[chunk.key]
+        frames = self.blobs[blob].frames
+        number = bisect_right(frames, chunk.offset, key=attrgetter("offset")) - 1
+        return blob, number, frames[number]
+
+    def _is_verified(self, chunk: Chunk) -> bool:
+        """Whether a chunk is here, without reading: it is asked under the executor's lock."""
+        if chunk.key not in self._numbers:
+            replay = self.replay
+            return replay is not None and replay.is_cached(chunk)
+        blob, _, frame = self._place_of(chunk)
+        return self.caches[blob].proven.holds_now(frame.stream_offset, frame.stream_length)
+
+    def _deliver_fault(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(fault=self._deliver(chunk, data))
+
+    def _deliver_ahead(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(readahead=self._deliver(chunk, data))
+
+    def _deliver_fill(self, chunk: Chunk, data: memoryview) -> None:
+        self.faults.came(fill=self._deliver(chunk, data))
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> int:
+        """Keep a frame; how many bytes came, 0 for one that somebody else brought meanwhile."""
+        blob, number, frame = self._place_of(chunk)
+        cache = self.caches[blob]
+        if cache.proven.holds_now(frame.stream_offset, frame.stream_length):
+            return 0
+        if self._memory.get(blob, number) is not None:
+            return 0
+        content = decode_frame(frame, data)
+        try:
+            kept = cache.prove(frame.stream_offset, content)
+        except CorruptError as error:
+            kept = False
+            if self.claims.refute(error) and self.replay is not None:
+                self.replay.give_up(error)
+        # A sector that two frames share is never marked; tar streams cut by us have none.
+        if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
+            self._memory.put(blob, number, content)
+        return len(content)
+
+    # ---- the rest -----------------------------------------------------------------------------
+
+    @property
+    def proven_bytes(self) -> int:
+        """How much of the image is here and was compared with its index."""
+        return sum(cache.proven.present_bytes() for cache in self.caches)
+
+    @property
+    def cached_bytes(self) -> int:
+        """How much of the image is here."""
+        return sum(cache.present_bytes() for cache in self.caches)
+
+    @property
+    def image_bytes(self) -> int:
+        """Of all streams."""
+        return sum(blob.stream_length for blob in self.blobs)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk refused a write."""
+        return any(cache.is_full for cache in self.caches)
+
+    def verify(self, may_go_on: Callable[[], bool]) -> None:
+        """Verify what a crash of the machine may have torn, if there was one."""
+        for cache in self.caches:
+            cache.verify_all(may_go_on)
+
+    def figures(self) -> FaultFigures:
+        """What faults cost so far."""
+        return self.faults.snapshot()
+
+    def sources(self) -> SourceFigures:
+        """Where bytes came from so far."""
+        replay = self.replay
+        return self.faults.sources(replay.fetched_bytes if replay else 0)
+
+    def statistics(self) -> Statistics:
+        """What was moved so far."""
+        return self.executor.statistics()
+
+    def close(self, *, durable: bool = True) -> None:
+        """End all transfers and let go of the cache (see `StreamCache.close`). Idempotent."""
+        self._patience.close()
+        if self.replay is not None:
+            self.replay.stop()
+        self.executor.close()
+        for cache in self.caches:
+            cache.close(durable=durable)

@@ -1,0 +1,1 @@
+"""Snapshots in the store: manifests, names, verification, comparison, export and import."""

@@ -1,0 +1,42 @@
+"""How old a snapshot is: told by its maker's clock, so a wrong clock makes it older or younger.
+
+Pure but for the clock.
+"""
+
+import time
+
+from bootseer.settings.config import AUTOMATIC_AGE_S
+from bootseer.snapshots.catalogue.manifest import Manifest
+
+OPEN_AGE_S = 7 * 86_400.0
+"""How old a snapshot may be, unless somebody says otherwise, if its set-up gets something else once
+an index has something else. Young enough that a security fix arrives within a week; old enough that
+one start a week, and no other, pays for the set-up."""
+
+
+def settled_max_age(setting_s: float, *, is_open: bool) -> float:
+    """How old a stored snapshot may be, 0 for any age, of a set-up whose result may change without
+    notice, or not. What is in place on a node has only the limit that somebody set: to run pip
+    again on top of what satisfies it changes nothing."""
+    if setting_s != AUTOMATIC_AGE_S:
+        return setting_s
+    return OPEN_AGE_S if is_open else 0.0
+
+
+def is_too_old(manifest: Manifest, max_age_s: float) -> bool:
+    """Whether a snapshot is older than `max_age_s`; without a positive one none is."""
+    return max_age_s > 0 and time.time_ns() - manifest.created_ns > max_age_s * 1e9
+
+
+def age_of(manifest: Manifest) -> str:
+    """A snapshot's age for people."""
+    return show_age(time.time_ns() - manifest.created_ns)
+
+
+def show_age(age_ns: int) -> str:
+    """A duration for people, in its largest unit: "3 d". What lies in the future is "0 s"."""
+    age_s = max(0, age_ns) // 10**9
+    for unit, length_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s // length_s} {unit}"
+    return f"{age_s} s"

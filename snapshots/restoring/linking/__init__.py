@@ -1,0 +1,1 @@
+"""Environments that are linked from trees which the node has extracted before."""

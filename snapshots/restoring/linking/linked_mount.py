@@ -1,0 +1,112 @@
+"""Snapshots that are shown as overlays over the node's extracted trees.
+
+Alone owns the order of these steps: each target's tree gets a process that keeps it (`hold`), then
+the trees are shown on the targets (`mounted`). The caller holds the locks.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.prefetch.mounts.mount_state import (
+    MountState,
+    new_mount_dir,
+    read_state,
+    wait_released,
+)
+from bootseer.prefetch.mounts.server_process import begin_server
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
+from bootseer.snapshots.catalogue.catalogue import load_tree
+from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
+from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
+from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restoring.restore import Placed
+from bootseer.snapshots.targets.admission import admit_tree
+from bootseer.store import Store
+from bootseer.structs import asdict
+
+PURPOSE = "link"
+
+_END_S = 10.0
+
+Build = Callable[[Target, Tree, Path], None]
+"""Extracts a target's tree to a path that does not exist, whole or not at all."""
+
+
+def hold_snapshot(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    build: Build,
+    *,
+    until_exit: bool,
+) -> None:
+    """Show all targets of a snapshot from extracted trees, which `build` makes where they are
+    missing. See `mounted.cover_all`."""
+    trees = NodeTrees(settings)
+    served: list[Served] = []
+    with ExitStack() as undo:
+        for item in placed:
+            tree = load_tree(store, item.target)
+            admit_tree(item.target, tree, privileges=settings.restore_privileges)
+
+            def build_one(path: Path, target: Target = item.target, tree: Tree = tree) -> None:
+                build(target, tree, path)
+
+            with trees.using(item.target.index.digest, tree, build_one) as (source, _):
+                state_dir = hold(settings, item.path, item.target)
+            served.append(Served(state_dir, source))
+            undo.callback(_give_up, state_dir)
+        cover_all(settings, manifest, placed, served, bases, mode=modes.LINK, until_exit=until_exit)
+        undo.pop_all()
+
+
+def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
+    """Start the process that keeps the extracted tree of a target, if any, and what is written to
+    the overlay on `path`; its folder. Raises: BootseerError."""
+    state_dir = new_mount_dir(settings)
+    state = MountState(
+        id=state_dir.name,
+        reference=text_of(target.path if target else os.fsencode(path)),
+        index_digest=target.index.digest if target else "",
+        workload=settings.workload,
+        # No image that could be unmounted as one.
+        directory=str(state_dir / "tree"),
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=PURPOSE,
+        scratch=str(scratch_of(settings, state_dir)),
+    )
+    document = {
+        "settings": settings_to_json(settings),
+        "state": asdict(state),
+        "state_dir": str(state_dir),
+        "launcher": os.getpid(),
+    }
+    process = begin_server(
+        settings,
+        identity=state_dir.name,
+        module="bootseer.snapshots.restoring.linking.linked_holder",
+        what=f"the holder of {path}",
+    )
+    process.serve(json.dumps(document))
+    return state_dir
+
+
+def _give_up(state_dir: Path) -> None:
+    """End a holder that nobody needs. Never raises."""
+    state = read_state(state_dir)
+    if state is not None and state.pid:
+        with contextlib.suppress(OSError):
+            os.kill(state.pid, signal.SIGTERM)
+    wait_released(state_dir, _END_S)

@@ -1,0 +1,255 @@
+"""The snapshots that this node keeps extracted, so that jobs can link to their files.
+
+Alone owns `cache_dir/trees`: a directory HEX for each index digest, which holds exactly that tree,
+and HEX.lock. Whoever links to a tree, or has it under an overlay, holds that lock shared; a tree is
+made and removed by whoever has the lock alone. A tree appears whole or not at all, and is looked
+at, file by file, before each use: one that somebody has written to is made anew.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
+from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.removal import remove_tree
+from bootseer.settings.config import Settings
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
+from bootseer.snapshots.targets.scan import scan
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_GONE = ".gone-"
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KIND = stat.S_IFMT(0o177777)
+
+Build = Callable[[Path], None]
+"""Extracts the tree to a path that does not exist, whole or not at all."""
+Take = Callable[[Path], bool]
+"""Uses an extracted tree; or it is missing or not whole, and nothing has happened."""
+
+
+class NodeTrees:
+    """The extracted trees of one node. Any thread; every process of the node."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.directory = settings.cache_dir / "trees"
+        # Images share the cache, and have the other half at least.
+        self._limit_bytes = settings.cache_limit_bytes // 2
+        self._deadline_s = settings.deadline_s
+        # Files are shared with their modes (see `admission`): trees of both kinds may be needed.
+        self._kind = "" if settings.restore_privileges else "-unprivileged"
+
+    def path(self, index_digest: str) -> Path:
+        """Where the tree lies, or would."""
+        return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
+
+    def has(self, index_digest: str) -> bool:
+        """Whether the tree is here; whether it is as it should be is known in `using`."""
+        return self.path(index_digest).is_dir()
+
+    @contextlib.contextmanager
+    def using(
+        self, index_digest: str, tree: Tree, build: Build, take: Take | None = None
+    ) -> Iterator[tuple[Path, int]]:
+        """The extracted tree, made by `build` where it is missing or damaged, and the descriptor
+        of its lock. It is not removed before that descriptor is closed by all who have it. `take`
+        uses the tree, if it finds it whole, which nobody else looks at then.
+
+        Raises: BusyError where it is damaged and in use; BootseerError.
+        """
+        path = self.path(index_digest)
+        take = take or (lambda path: is_whole(path, tree))
+        try:
+            make_private_directory(self.directory)
+            lock = self._lock(path, fcntl.LOCK_SH)
+        except OSError as error:
+            raise from_oserror(error, f"lock the extracted snapshot {path}") from error
+        try:
+            while not take(path):
+                # Alone: nobody else is using it, or making it.
+                os.close(lock)
+                lock = -1
+                lock = self._lock(path, fcntl.LOCK_EX)
+                if not is_whole(path, tree):
+                    self._remove(path)
+                    self.trim(keep=path)
+                    build(path)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            os.utime(lock)
+            yield path, lock
+        except OSError as error:
+            if isinstance(error, BootseerError):
+                raise
+            raise from_oserror(error, f"use the extracted snapshot {path}") from error
+        finally:
+            if lock >= 0:
+                os.close(lock)
+
+    @contextlib.contextmanager
+    def held(self, index_digest: str) -> Iterator[Path]:
+        """Keep a tree that is here from being removed. Raises: BusyError, NotFoundError."""
+        path = self.path(index_digest)
+        try:
+            lock = self._lock(path, fcntl.LOCK_SH)
+        except OSError as error:
+            raise from_oserror(error, f"lock the extracted snapshot {path}") from error
+        try:
+            if not path.is_dir():
+                raise NotFoundError(f"the extracted snapshot {path} is gone")
+            yield path
+        finally:
+            os.close(lock)
+
+    def _lock(self, path: Path, kind: int, *, wait: bool = True) -> int:
+        """A descriptor of the lock file of `path`, locked. Raises: BusyError, OSError."""
+        name = path.with_suffix(".lock")
+        end = time.monotonic() + (self._deadline_s if wait else 0)
+        while True:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                with contextlib.suppress(FileNotFoundError):
+                    # Else it was removed with its tree while we waited for it.
+                    if os.stat(name).st_ino == os.fstat(fd).st_ino:
+                        return fd
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(fd)
+                    raise BusyError(f"the extracted snapshot {path} is in use") from None
+                time.sleep(_POLL_S)
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _remove(self, path: Path) -> None:
+        """Never half visible: renamed first. Raises: OSError."""
+        gone = self.directory / f"{_GONE}{path.name[:16]}-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(gone)
+        with contextlib.suppress(OSError):
+            remove_tree(gone)
+
+    def trim(self, limit_bytes: int | None = None, *, keep: Path | None = None) -> int:
+        """Remove trees that nobody uses, the longest unused first, until the rest is within the
+        limit (default: half of the cache's). `keep` is spared. How many were removed."""
+        limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.directory.iterdir():
+                if path.name.startswith(_GONE):
+                    with contextlib.suppress(OSError):
+                        remove_tree(path)
+                elif path.suffix == ".lock" and path.with_suffix("") != keep:
+                    with contextlib.suppress(OSError):
+                        found.append((path.stat().st_mtime_ns, path.with_suffix("")))
+        sizes = {path: _size_of(path) for _, path in found}
+        total = sum(sizes.values())
+        count = 0
+        for _, path in sorted(found):
+            if total <= limit_bytes:
+                break
+            try:
+                lock = self._lock(path, fcntl.LOCK_EX, wait=False)
+            except (BusyError, OSError):
+                continue
+            try:
+                self._remove(path)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("cannot remove the extracted snapshot %s: %s", path, error)
+                continue
+            finally:
+                os.close(lock)
+            total -= sizes[path]
+            count += 1
+        return count
+
+    def can_link_to(self, directory: Path) -> bool:
+        """Whether files of the trees can be hard-linked into `directory`."""
+        with contextlib.suppress(OSError):
+            make_private_directory(self.directory)
+            return os.stat(self.directory).st_dev == os.stat(directory).st_dev
+        return False
+
+    def can_reflink_to(self, directory: Path) -> bool:
+        """Whether files of the trees can share their blocks with files in `directory`."""
+        return self.can_link_to(directory) and can_reflink(self.directory)
+
+
+def is_whole(path: Path, tree: Tree) -> bool:
+    """Whether the directory holds exactly the tree's names, each file with its size and time."""
+    try:
+        top = os.open(path, DIRECTORY)
+    except OSError:
+        return False
+    try:
+        device = os.fstat(top).st_dev
+        # A stack of paths: any depth, one descriptor open at a time.
+        stack = [(0, b"")]
+        while stack:
+            directory, prefix = stack.pop()
+            fd = os.open(prefix, DIRECTORY, dir_fd=top) if prefix else top
+            try:
+                below = _is_as_in(fd, directory, tree, device)
+            finally:
+                if fd != top:
+                    os.close(fd)
+            if below is None:
+                return False
+            for name, number in below:
+                stack.append((number, prefix + b"/" + name if prefix else name))
+    except OSError:
+        return False
+    finally:
+        os.close(top)
+    return True
+
+
+def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[bytes, int]] | None:
+    """The directories in an open directory, by name and inode number of the tree; None where it
+    is not as the tree has it. Each link waits for this: no object is made but what stat gives.
+
+    Raises: OSError, also for a name that is missing.
+    """
+    names, inodes = tree.columns.names, tree.columns.name_inode
+    first, end = tree.span(directory)
+    # With each of them found below, as many are the same.
+    if len(os.listdir(fd)) != end - first:
+        return None
+    directories = []
+    for i in range(first, end):
+        name, number = names[i], inodes[i]
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if found.st_dev != device or not is_same_file(found, tree, number):
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            directories.append((name, number))
+    return directories
+
+
+def is_same_file(found: os.stat_result, tree: Tree, inode: int) -> bool:
+    """Whether lstat shows what the tree says: the kind, of a file also size and time."""
+    c = tree.columns
+    kind = c.mode[inode] & _KIND
+    if found.st_mode & _KIND != kind:
+        return False
+    return kind != stat.S_IFREG or (
+        found.st_size == c.size_bytes[inode] and found.st_mtime_ns == c.mtime_ns[inode]
+    )
+
+
+def _size_of(path: Path) -> int:
+    """What a tree occupies, roughly: hard links count once each."""
+    try:
+        return sum(entry.size_bytes + 512 for entry in scan(path).values())
+    except BootseerError:
+        return 0

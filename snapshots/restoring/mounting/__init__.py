@@ -1,0 +1,1 @@
+"""Environments that are mounted: served trees, overlays over them, containers' roots."""

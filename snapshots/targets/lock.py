@@ -1,0 +1,101 @@
+"""One set-up of a node at a time changes a target.
+
+Alone owns the lock files in the run directory. Locks are flock(2), and a set-up's command inherits
+them: when the process that started it is killed, it goes on, and so do the locks, until it ends
+itself. Otherwise they end with the `with` block, whatever the command has left running.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bootseer.errors import BusyError, from_oserror
+from bootseer.linux.private_files import make_private_directory
+
+_FOLDER = "snapshots"
+_POLL_FIRST_S = 0.01
+_POLL_MAX_S = 0.5
+_TELL_S = 2.0
+# Scripts use low numbers for descriptors of their own.
+_FD_MIN = 200
+
+
+def record_path(run_dir: Path, target: Path) -> Path:
+    """Where this node's records of a target (a host path) lie, without a suffix."""
+    return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+
+
+@contextmanager
+def locked(
+    run_dir: Path,
+    targets: Sequence[Path],
+    *,
+    deadline_s: float,
+    report: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[tuple[int, ...]]:
+    """Holds the locks of all `targets` (host paths) of this node: gives the descriptors that a
+    command which changes them is to inherit. `report` hears what is waited for, if it takes long.
+
+    Raises: BusyError where another process holds one of them for longer than `deadline_s`.
+    """
+    folder = run_dir / _FOLDER
+    try:
+        make_private_directory(folder)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {folder}, by the setting run_dir") from error
+    end = time.monotonic() + deadline_s
+    fds: list[int] = []
+    with ExitStack() as stack:
+        # Always in the same order, so that two with overlapping targets cannot wait in a circle.
+        for target in sorted(set(targets)):
+            path = record_path(run_dir, target).with_suffix(".lock")
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise from_oserror(error, f"open the lock {path}") from error
+            stack.callback(os.close, fd)
+            _take(fd, path, target, end, report)
+            # For all copies of the descriptor, in whatever process: flock(2).
+            stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
+            fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
+            stack.callback(os.close, fds[-1])
+        yield tuple(fds)
+
+
+def _take(fd: int, path: Path, target: Path, end: float, report: Callable[[str], None]) -> None:
+    pause = _POLL_FIRST_S
+    tell_at = time.monotonic() + _TELL_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise BusyError(
+                    f"{_name_holders(path)} on this node is still setting up {target}; "
+                    "wait for it, or end it"
+                ) from None
+            if time.monotonic() >= tell_at:
+                tell_at = end
+                report(f"{_name_holders(path)} on this node is setting up {target}; waiting")
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_MAX_S)
+
+
+def _name_holders(path: Path) -> str:
+    """Who has the lock file open and is not this process, as far as this user may know."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(process.name) != os.getpid() and any(
+                os.readlink(fd) == str(path) for fd in (process / "fd").iterdir()
+            ):
+                found.append(process.name)
+    if not found:
+        return "another process"
+    return f"process {found[0]}" if len(found) == 1 else f"processes {', '.join(sorted(found)[:5])}"
