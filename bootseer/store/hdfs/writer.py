@@ -41,7 +41,9 @@ _PIECE_BYTES = 2 << 20
 _TAIL_MAX_BYTES = 8 << 20
 # Such a file is complete 20 ms after it was closed; hdfs-native takes half a second.
 _SMALL_MAX_BYTES = 64 << 10
-_ATTEMPTS_MAX = 6
+# Pauses of ten seconds in all: the NameNode goes on offering a DataNode that has just died, and a
+# block may not be reported yet. Six attempts, in 1.3 s, were seen to be too few.
+_ATTEMPTS_MAX = 9
 # From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
 # would spoil all others. The wanted number is asked for again at the end.
 _SINGLE_REPLICA_ATTEMPT = 2
