@@ -192,9 +192,9 @@ def forget_ended(run_dir: Path) -> None:
             with contextlib.suppress(BootseerError):
                 state = _read(path)
                 if state and not state.is_running and path.stat().st_mtime < before_s:
-                    # The state last: without it nobody would look for the others.
-                    for suffix in (".log", ".control", ".journal", ".json"):
-                        path.with_suffix(suffix).unlink(missing_ok=True)
+                    # The state last: without it nobody would look for the log.
+                    path.with_suffix(".log").unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
 
 def write_state(run_dir: Path, state: MountState) -> None:
