@@ -4,7 +4,6 @@ Alone decides what of that is used. The caller holds the locks of the targets.
 """
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from bootseer.errors import BootseerError, CorruptError, SetupFailedError
 from bootseer.fuse.kernel.mounting.mount import can_mount_directly
 from bootseer.fuse.kernel.mounting.mounts import mount_points
+from bootseer.linux.removal import empty_directory
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.capture.layered_scan import scan_before
 from bootseer.snapshots.catalogue import catalogue
@@ -130,11 +130,7 @@ def _made_as_before(attempt: Attempt, path: Path, before: Scan) -> bool:
     if len(before) > 1 or any(one.path.startswith(inside) for one in mount_points()):
         return False
     try:
-        for entry in os.scandir(path):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+        empty_directory(path)
     except OSError:
         return False
     return True

@@ -17,15 +17,6 @@ from bootseer.linux.removal import remove_tree
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@contextmanager
-def _opened(name: bytes | str, dir_fd: int | None = None) -> Iterator[int]:
-    fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _mode(name: bytes, dir_fd: int) -> int:
     """The mode of a name, or 0 where there is none."""
     try:
@@ -40,29 +31,42 @@ def move_into(staged: int, target: int) -> None:
     A file replaces what has its name in one step. A directory moves as a whole where nothing is
     in its place, else name by name. `staged` is empty afterwards.
     """
-    for name_text in os.listdir(staged):
-        name = os.fsencode(name_text)
-        there = _mode(name, target)
-        if not stat.S_ISDIR(_mode(name, staged)):
-            if stat.S_ISDIR(there):
-                remove_tree(name, dir_fd=target)
-            os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
-            continue
-        if there and not stat.S_ISDIR(there):
-            os.unlink(name, dir_fd=target)
-            there = 0
-        if not there:
-            try:
-                os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
-                continue
-            except OSError as error:
-                # Overlayfs cannot rename a directory that a lower layer knows.
-                if error.errno != errno.EXDEV:
-                    raise
-            os.mkdir(name, 0o700, dir_fd=target)
-        with _opened(name, staged) as inner_staged, _opened(name, target) as inner_target:
-            move_into(inner_staged, inner_target)
-        os.rmdir(name, dir_fd=staged)
+    merged = [b""]
+    # The list grows while it is gone through: trees are deeper than Python's stack and than there
+    # are descriptors.
+    for path in merged:
+        with _below(staged, path) as source, _below(target, path) as place:
+            for name_text in os.listdir(source):
+                name = os.fsencode(name_text)
+                if not _move(name, source, place):
+                    merged.append(path + b"/" + name if path else name)
+    for path in reversed(merged[1:]):
+        parent, _, name = path.rpartition(b"/")
+        with _below(staged, parent) as source:
+            os.rmdir(name, dir_fd=source)
+
+
+def _move(name: bytes, staged: int, target: int) -> bool:
+    """Move a name; False for a directory that is to be moved name by name, and is in `target`."""
+    there = _mode(name, target)
+    if not stat.S_ISDIR(_mode(name, staged)):
+        if stat.S_ISDIR(there):
+            remove_tree(name, dir_fd=target)
+        os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
+        return True
+    if stat.S_ISDIR(there):
+        return False
+    if there:
+        os.unlink(name, dir_fd=target)
+    try:
+        os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
+        return True
+    except OSError as error:
+        # Overlayfs cannot rename a directory that a lower layer knows.
+        if error.errno != errno.EXDEV:
+            raise
+    os.mkdir(name, 0o700, dir_fd=target)
+    return False
 
 
 def delete(target: int, paths: Iterable[bytes]) -> None:

@@ -17,6 +17,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnknownFormatError,
 )
+from bootseer.linux.removal import remove_tree
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
@@ -132,6 +133,20 @@ def test_a_difference_comes_back_exactly(tmp_path: Path, make_node: MakeNode) ->
     assert differences(original, describe(target)) == []
     assert _leftovers(tmp_path) == []
     assert run_setup(make_node("b"), request).how == "in place"
+
+
+def test_a_difference_far_below(tmp_path: Path, make_node: MakeNode) -> None:
+    """A named bug: directories that were there already were gone through by recursion."""
+    target = tmp_path / "prefix"
+    bottom = target.joinpath(*["d"] * 1200)
+    request = Request(command=["touch", f"{bottom}/new"], targets=[str(target)])
+    for path in reversed([bottom, *bottom.parents][:1201]):
+        path.mkdir()
+    assert run_setup(make_node("a"), request).how == "captured"
+    (bottom / "new").unlink()
+    assert run_setup(make_node("b"), request).how == "restored"
+    assert (bottom / "new").exists()
+    remove_tree(target)
 
 
 def test_a_difference_is_not_put_on_another_base(tmp_path: Path, make_node: MakeNode) -> None:
