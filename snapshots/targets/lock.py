@@ -1,8 +1,9 @@
-"""One set-up of a node at a time changes a target.
+"""One set-up of a node at a time changes a target, or what lies in it.
 
-Alone owns the lock files in the run directory. Locks are flock(2), and a set-up's command inherits
-them: when the process that started it is killed, it goes on, and so do the locks, until it ends
-itself. Otherwise they end with the `with` block, whatever the command has left running.
+Alone owns the lock files in the run directory: a target's own is held alone, those of the
+directories above it are shared. Locks are flock(2), and a set-up's command inherits them: when the
+process that started it is killed, it goes on, and so do the locks, until it ends itself. Otherwise
+they end with the `with` block, whatever the command has left running.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from bootseer.errors import BusyError, from_oserror
 from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.processes import own_line
 
 _FOLDER = "snapshots"
 _POLL_FIRST_S = 0.01
@@ -41,7 +43,8 @@ def locked(
     """Holds the locks of all `targets` (host paths) of this node: gives the descriptors that a
     command which changes them is to inherit. `report` hears what is waited for, if it takes long.
 
-    Raises: BusyError where another process holds one of them for longer than `deadline_s`.
+    Raises: BusyError where another process holds one of them for longer than `deadline_s`, or one
+    that this process descends from does.
     """
     folder = run_dir / _FOLDER
     try:
@@ -51,15 +54,17 @@ def locked(
     end = time.monotonic() + deadline_s
     fds: list[int] = []
     with ExitStack() as stack:
+        above = {parent for target in targets for parent in target.parents}
         # Always in the same order, so that two with overlapping targets cannot wait in a circle.
-        for target in sorted(set(targets)):
+        for target in sorted(above.union(targets)):
+            kind = fcntl.LOCK_EX if target in targets else fcntl.LOCK_SH
             path = record_path(run_dir, target).with_suffix(".lock")
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise from_oserror(error, f"open the lock {path}") from error
             stack.callback(os.close, fd)
-            _take(fd, path, target, end, report)
+            _take(fd, kind, path, target, end, report)
             # For all copies of the descriptor, in whatever process: flock(2).
             stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
             fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
@@ -67,27 +72,33 @@ def locked(
         yield tuple(fds)
 
 
-def _take(fd: int, path: Path, target: Path, end: float, report: Callable[[str], None]) -> None:
+def _take(
+    fd: int, kind: int, path: Path, target: Path, end: float, report: Callable[[str], None]
+) -> None:
     pause = _POLL_FIRST_S
     tell_at = time.monotonic() + _TELL_S
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
+            what = f"{target}, or what lies in it" if kind == fcntl.LOCK_EX else str(target)
             if time.monotonic() >= end:
                 raise BusyError(
-                    f"{_name_holders(path)} on this node is still setting up {target}; "
+                    f"{_name(_holders(path))} on this node is still setting up {what}; "
                     "wait for it, or end it"
                 ) from None
             if time.monotonic() >= tell_at:
                 tell_at = end
-                report(f"{_name_holders(path)} on this node is setting up {target}; waiting")
+                holders = _holders(path)
+                if own_line().intersection(holders):
+                    raise BusyError(f"this set-up runs within the set-up of {what}") from None
+                report(f"{_name(holders)} on this node is setting up {what}; waiting")
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX_S)
 
 
-def _name_holders(path: Path) -> str:
+def _holders(path: Path) -> list[int]:
     """Who has the lock file open and is not this process, as far as this user may know."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -95,7 +106,11 @@ def _name_holders(path: Path) -> str:
             if int(process.name) != os.getpid() and any(
                 os.readlink(fd) == str(path) for fd in (process / "fd").iterdir()
             ):
-                found.append(process.name)
-    if not found:
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _name(holders: Sequence[int]) -> str:
+    if not holders:
         return "another process"
-    return f"process {found[0]}" if len(found) == 1 else f"processes {', '.join(sorted(found)[:5])}"
+    return f"process{'es' if holders[1:] else ''} {', '.join(map(str, holders[:5]))}"

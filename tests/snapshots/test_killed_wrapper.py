@@ -16,7 +16,7 @@ from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.targets.lock import locked
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.mounted_jobs import environment_of, snapshot_run
+from tests.snapshots.mounted_jobs import done_by, environment_of, snapshot_run
 from tests.support.snapshot_mounts import WAIT_S
 from tests.support.waiting import wait_for
 
@@ -83,6 +83,39 @@ def test_who_holds_a_lock_is_named(tmp_path: Path) -> None:
             pass
         holder.kill()
         holder.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("held", "wanted"), [("env", "env/deep"), ("env/deep", "env")])
+def test_directories_that_lie_in_one_another_share_a_lock(
+    tmp_path: Path, held: str, wanted: str
+) -> None:
+    with locked(tmp_path, [tmp_path / held], deadline_s=0) as fds:
+        holder = subprocess.Popen(["sleep", "600"], pass_fds=fds)
+        with locked(tmp_path, [tmp_path / "beside"], deadline_s=0):
+            pass
+        with (
+            pytest.raises(BusyError, match=f"process {holder.pid} on this node"),
+            locked(tmp_path, [tmp_path / wanted], deadline_s=0),
+        ):
+            pass
+        holder.kill()
+        holder.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("inner", [".", "deep"])
+def test_a_set_up_within_a_set_up_waits_for_none(
+    tmp_path: Path, make_node: MakeNode, inner: str
+) -> None:
+    """It would wait for itself, for half an hour."""
+    target = tmp_path / "env"
+    words = snapshot_run(Request(command=["mkdir", f"{target}/x"], targets=[f"{target}/{inner}"]))
+    text = f"mkdir -p {target}; {' '.join(words)} 2> {tmp_path}/said"
+    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    node = make_node("a")
+    done = done_by(snapshot_run(request), environment_of(node))
+    assert done.returncode == 0, done.stderr
+    assert (target / "x").is_dir()
+    assert "runs within the set-up of" in (tmp_path / "said").read_text()
 
 
 def test_what_another_node_has_stored_meanwhile_is_not_called_ours(

@@ -77,6 +77,31 @@ def test_jobs_with_different_set_ups_have_their_own(
     assert runs(tmp_path) == 1
 
 
+@pytest.mark.parametrize("inner", ["the first", "the second"])
+def test_jobs_whose_directories_lie_in_one_another(
+    tmp_path: Path, node: Settings, inner: str
+) -> None:
+    """A named fault: only jobs with the very same directory were kept from one another."""
+    outer, deep = tmp_path / "env", tmp_path / "env/deep"
+    targets = (deep, outer) if inner == "the first" else (outer, deep)
+    one_text, two_text = (
+        f"mkdir -p {deep}; echo {number} > {deep}/file; echo > {deep}/{number}" for number in (1, 2)
+    )
+    first = Request(command=["sh", "-ec", one_text], targets=[str(targets[0])])
+    second = Request(command=["sh", "-ec", two_text], targets=[str(targets[1])])
+    _publish(node, first)
+    with Job(node, first) as one, Job(node, second) as two:
+        assert (one.how, two.how) == ("restored", "captured")
+        assert _seen_by(one, deep / "file") == "1\n"
+        assert not Path(f"/proc/{one.pid}/root{deep}/2").exists()
+        assert _seen_by(two, deep / "file") == "2\n"
+        one.end()
+        assert _seen_by(two, deep / "file") == "2\n"
+        two.end()
+    wait_gone(node)
+    assert not (deep / "2").exists()
+
+
 def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Settings) -> None:
     """A named bug: the second ran its set-up on top of the first one's mount, and lost both."""
     request, target = small(tmp_path)

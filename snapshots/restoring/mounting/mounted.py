@@ -33,7 +33,7 @@ from bootseer.prefetch.mounts.cover_users import (
     sweep_covers,
     take_off_all_unused,
 )
-from bootseer.prefetch.mounts.covers import Cover, cover_at, source_of, uncover
+from bootseer.prefetch.mounts.covers import Cover, cover_at, covers, source_of, uncover
 from bootseer.prefetch.mounts.mount_state import mounts_dir, read_state, wait_released
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
@@ -148,17 +148,18 @@ def _uncover(path: Path, identity: str) -> None:
 
 
 def recover(settings: Settings, hosts: Iterable[Path]) -> None:
-    """Take off what dead servers, and runs that were killed, have left on `hosts`.
+    """Take off what dead servers, and runs that were killed, have left on `hosts` or above them.
 
     Raises: BusyError where something has been mounted on top of it.
     """
     sweep_covers(settings)
-    for host in hosts:
-        while (cover := cover_at(host)) is not None:
+    paths = {cover.path for cover in covers()}
+    for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
+        while (cover := cover_at(path)) is not None:
             state_dir = mounts_dir(settings) / cover.id
             if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
                 break
-            logger.warning("taking off %s, left by a run that was killed", host)
+            logger.warning("taking off %s, left by a run that was killed", path)
             uncover(cover)
 
 
