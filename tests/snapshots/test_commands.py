@@ -88,6 +88,9 @@ def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
     (tmp_path / "t").rename(tmp_path / "old")
     assert cli("restore", "mine") == (0, "")
     assert (tmp_path / "t/file").read_text() == "hello"
+    # A named fault: it was extracted in silence.
+    assert cli("restore", "mine", "--to", "elsewhere", "--mode", "mount")[0] == 2
+    assert "--to extracts" in cli.err
     assert cli.json("restore", "mine", "--to", "elsewhere")["name"] == "mine"
     assert (tmp_path / "elsewhere/link").readlink() == Path("file")
 

@@ -108,6 +108,8 @@ def restore(
 
     if relocates and directory is None:
         raise click.UsageError("--relocate needs --to DIR.")
+    if directory is not None and mode not in (None, "auto", "extract"):
+        raise click.UsageError("--to extracts: it has no other --mode.")
     settings = current_settings()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
