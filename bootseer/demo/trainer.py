@@ -17,7 +17,10 @@ import bootseer
 
 _BLOCK_BYTES = 16 << 20
 # From the environment that the set-up command installed, and from the image.
-_MODULES = ("rich.console", "requests", "fsspec", "pyarrow.parquet", "pyarrow.compute", "numpy")
+_MODULES = (
+    *("rich.console", "requests", "fsspec", "docker", "hdfs_native", "zstandard"),
+    *("pygments.lexers.python", "asyncio", "sqlite3", "xml.dom.minidom", "unittest.mock"),
+)
 
 
 def _import_all() -> list[str]:

@@ -223,8 +223,6 @@ def main(directory: Path) -> int:
 
             publish_unpacked_image(settings, Path(job["content"]), job["chain"])
         else:
-            # Else pyarrow loads it where there is one, which takes longer than all that is to do.
-            sys.modules["numpy"] = None  # type: ignore[assignment]
             entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
             publish_record(settings, RecordInfo(**job["info"]), entries)
     except BootseerError as error:

@@ -14,9 +14,10 @@ from msgspec import Struct
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
+from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.hotset import HotSet
 from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
-from bootseer.prefetch.record.trace import ACCESS_COUNT_MAX, Access, Trace, TracedFile
+from bootseer.prefetch.record.trace import ACCESS_COUNT_MAX, Access, Trace
 
 HINTS_BYTES_MAX = 64 * 2**20
 """Of a list: more than a million long paths."""

@@ -1,30 +1,26 @@
 """The hot set: what later launches should have early, in the order in which they will want it.
 
-Alone owns how traces are merged and the Parquet table that stores the result
-(docs/format/hotset.md). Everything here is pure; pyarrow is imported only by the codec.
+Alone owns how traces are merged and what is stored of the result (docs/format/hotset.md). Pure.
 """
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from msgspec import Struct
 
-from bootseer.blob.index.zstd_frame import FREE_BYTES, RATIO_MAX
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
-from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.checked_json import count_in
+from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
+from bootseer.prefetch.record.parquet_hotset import PARQUET_MAGIC, read_parquet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_files
 from bootseer.prefetch.record.touches import PAGE_BYTES, first_touches
-from bootseer.prefetch.record.trace import Trace, TracedFile
+from bootseer.prefetch.record.trace import Trace
 
 SHARED_TRACE_COUNT = 3
 """From this many traces on, what only one of them touched is taken for an accident."""
 
-_VERSION = b"1"
-_RANGE_COUNT_MAX = 2**22
-_COLUMN_BYTES_MAX = 2**29
-_COLUMNS = ("path", "digest", "offset", "length", "trace_count")
+_FORMAT = RowFormat("bootseer-hotset", 2, "hot set", "range_count", 2**22, ("index", "workload"))
 
 
 class HotRange(Struct, frozen=True):
@@ -148,96 +144,35 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
             yield part.blob, part.blob_offset, part.length
 
 
-def _check_sizes(footer: Any, file_bytes: int) -> None:
-    """Raises CorruptError for columns that announce more than their file can hold, or that are not
-    ours. (Of a damaged footer the description of a single column must not be asked for: pyarrow 26
-    ends the process.)"""
-    if footer.num_columns != len(_COLUMNS):
-        raise CorruptError("a hot set has other columns than it must")
-    total = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
-    if total > min(_COLUMN_BYTES_MAX, max(FREE_BYTES, RATIO_MAX * file_bytes)):
-        raise CorruptError(f"a hot set expands from {file_bytes} to {total} bytes")
-
-
-def _values(column: Any) -> list[Any]:
-    """The column as Python's objects; of paths each once."""
-    if column.null_count:
-        raise CorruptError("a hot set has gaps")
-    found: list[Any] = []
-    for chunk in column.chunks:
-        if not hasattr(chunk, "dictionary"):
-            found += chunk.to_pylist()
-            continue
-        values = chunk.dictionary.to_pylist()
-        found += [values[i] for i in chunk.indices.to_pylist()]
-    return found
-
-
 def encode(hot: HotSet) -> bytes:
-    """A Parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    ranges = hot.ranges
-    schema = pa.schema(
-        [
-            ("path", pa.binary()),
-            ("digest", pa.binary()),
-            ("offset", pa.int64()),
-            ("length", pa.int64()),
-            ("trace_count", pa.int32()),
-        ],
-        metadata={
-            b"bootseer.hotset": _VERSION,
-            b"bootseer.index": hot.index_digest.encode(),
-            b"bootseer.workload": hot.workload.encode(),
-            b"bootseer.trace_count": str(hot.trace_count).encode(),
-        },
-    )
-    columns: list[list[Any]] = [
-        [r.path for r in ranges],
-        [r.digest for r in ranges],
-        [r.offset for r in ranges],
-        [r.length for r in ranges],
-        [r.trace_count for r in ranges],
+    """The hot set as zstd-compressed JSON lines. Deterministic."""
+    header = {
+        "index": hot.index_digest,
+        "workload": hot.workload,
+        "trace_count": hot.trace_count,
+    }
+    numbers: dict[TracedFile, int] = {}
+    rows = [
+        (numbers.setdefault(file, len(numbers)), one.offset, one.length, one.trace_count)
+        for one in hot.ranges
+        for file in (TracedFile(one.path, one.digest),)
     ]
-    table = pa.table(columns, schema=schema)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    encoded: bytes = sink.getvalue().to_pybytes()
-    return encoded
+    return _FORMAT.encode(header, tuple(numbers), rows)
 
 
 def decode(data: bytes) -> HotSet:
-    """Raises: CorruptError, UnknownFormatError."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        footer = pq.read_metadata(pa.BufferReader(data))
-        metadata = footer.schema.to_arrow_schema().metadata or {}
-        if b"bootseer.hotset" not in metadata:
-            raise UnknownFormatError("this Parquet file is no hot set of Bootseer")
-        if metadata[b"bootseer.hotset"] != _VERSION:
-            version = metadata[b"bootseer.hotset"].decode("ascii", "replace")
-            raise UnknownFormatError(f"the hot set has version {version}; this release reads 1")
-        if footer.num_rows > _RANGE_COUNT_MAX:
-            raise CorruptError("a hot set has absurdly many ranges")
-        _check_sizes(footer, len(data))
-        # As dictionaries: a path of a megabyte that a million rows share is stored once.
-        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["path", "digest"])
-        table = file.read(use_threads=False)
-        columns = [_values(table.column(name)) for name in _COLUMNS]
-        ranges = tuple(HotRange(*row) for row in zip(*columns, strict=True))
-        if any(r.offset < 0 or r.length <= 0 or r.offset + r.length >= 2**63 for r in ranges):
-            raise CorruptError("a hot set has an impossible range")
-        return HotSet(
-            metadata[b"bootseer.index"].decode(),
-            metadata[b"bootseer.workload"].decode(),
-            int(metadata[b"bootseer.trace_count"]),
-            ranges,
-        )
-    except (CorruptError, UnknownFormatError):
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"a hot set cannot be read: {error}") from error
+    """Raises: CorruptError, UnknownFormatError; UnsupportedError for one of an earlier release
+    where pyarrow is not installed."""
+    if data.startswith(PARQUET_MAGIC):
+        index_digest, workload, trace_count, ranges = read_parquet(data)
+        return HotSet(index_digest, workload, trace_count, tuple(HotRange(*r) for r in ranges))
+    header, files, rows = _FORMAT.decode(data)
+    return HotSet(
+        header["index"],
+        header["workload"],
+        count_in(header, "trace_count", "a hot set"),
+        tuple(
+            HotRange(files[file].path, files[file].digest, offset, length, count)
+            for file, offset, length, count in rows
+        ),
+    )

@@ -10,8 +10,9 @@ from itertools import combinations
 
 from msgspec.structs import replace
 
+from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.touches import first_touches
-from bootseer.prefetch.record.trace import Trace, TracedFile
+from bootseer.prefetch.record.trace import Trace
 
 SCATTERED_COUNT_MAX = 32
 """Files that a pointer names; workloads have one or two."""

@@ -5,42 +5,34 @@ Alone owns the trace format (docs/format/trace.md) and the log that a running se
 anonymous memory, so that what a killed worker recorded is still there for the next one.
 """
 
-import json
 import mmap
 import struct
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-import zstandard
 from msgspec import Struct
 
-from bootseer.blob.index.zstd_frame import expand
 from bootseer.blob.tree import Tree
-from bootseer.checked_json import count_in, parse
-from bootseer.errors import CorruptError, UnknownFormatError
-
-_FORMAT = "bootseer-trace"
-_VERSION = 1
-_DECODED_BYTES_MAX = 256 * 2**20
-"""A million accesses take about 30 MB."""
-_LINE_BYTES_MAX = 2**23
-"""A path of a megabyte, each byte of it escaped."""
+from bootseer.checked_json import count_in
+from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
 
 _AHEAD_NS = 2**62
 """Added to the time of what was handed to the kernel unasked: was it wanted? Nobody knows."""
 
-_FILE_BYTES_MAX = 2**62
-"""More than any file system holds, and in whole pages still a signed number of 64 bits."""
-
 ACCESS_COUNT_MAX = 2**20
 """A log that is full takes no more: a start that reads a million ranges is no start."""
 
+_FORMAT = RowFormat(
+    "bootseer-trace",
+    1,
+    "trace",
+    "access_count",
+    ACCESS_COUNT_MAX,
+    ("index", "workload", "node", "ended"),
+)
 _ENTRY = struct.Struct("<IIQQ")
-# Of another shape it is refused where it is, before an object is made of it.
-_ROWS = msgspec.json.Decoder(tuple[int, int, int, int])
 # count, closed, start on the monotonic clock
 _LOG_HEADER = struct.Struct("<IIQ")
 
@@ -62,13 +54,6 @@ class Access(NamedTuple):
     def after_ns(self) -> int:
         """When it happened, after the start."""
         return self.time_ns - _AHEAD_NS if self.is_ahead else self.time_ns
-
-
-class TracedFile(Struct, frozen=True):
-    """A file by path and content, so that a trace outlives the image it was made with."""
-
-    path: bytes
-    digest: bytes
 
 
 class Trace(Struct, frozen=True):
@@ -187,73 +172,19 @@ def renumbered(
 def encode(trace: Trace) -> bytes:
     """The trace as zstd-compressed JSON lines. Deterministic."""
     header = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "index": trace.index_digest,
         "workload": trace.workload,
         "node": trace.node,
         "started_ns": trace.started_ns,
         "ended": trace.ended,
         "readahead_bytes": trace.readahead_bytes,
-        "file_count": len(trace.files),
-        "access_count": len(trace.accesses),
     }
-    # JSON has no bytes: a path that is not UTF-8 travels as lone surrogates, escaped.
-    lines = [json.dumps(header)]
-    lines += [
-        json.dumps([file.path.decode("utf-8", "surrogateescape"), file.digest.hex()])
-        for file in trace.files
-    ]
-    lines += [f"[{a.file},{a.offset},{a.length},{a.time_ns}]" for a in trace.accesses]
-    text = "\n".join(lines) + "\n"
-    return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(text.encode("ascii"))
+    return _FORMAT.encode(header, trace.files, trace.accesses)
 
 
 def decode(data: bytes) -> Trace:
     """Raises: CorruptError; UnknownFormatError for another kind or version."""
-    head, _, rest = expand(data, "a trace", _DECODED_BYTES_MAX).partition(b"\n")
-    header = parse(head, _LINE_BYTES_MAX, "a trace")
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise UnknownFormatError("this is no trace of Bootseer")
-    if header.get("version") != _VERSION:
-        raise UnknownFormatError(
-            f"the trace has version {str(header.get('version'))[:20]}; "
-            f"this release reads {_VERSION}"
-        )
-    try:
-        return _decode_lines(header, rest)
-    except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, CorruptError):
-            raise
-        raise CorruptError(f"a trace makes no sense: {error}") from error
-
-
-def _decode_lines(header: dict[str, Any], text: bytes) -> Trace:
-    file_count = count_in(header, "file_count", "a trace", ACCESS_COUNT_MAX)
-    access_count = count_in(header, "access_count", "a trace", ACCESS_COUNT_MAX)
-    *lines, rest = text.split(b"\n", file_count)
-    # Counted before an object is made for each: a line may hold several.
-    if len(lines) != file_count or {rest.count(b"\n"), rest.count(b"[")} != {access_count}:
-        raise ValueError("its line count is wrong")
-    files = []
-    for line in lines:
-        path, digest_hex = parse(line, _LINE_BYTES_MAX, "a file of a trace")
-        digest = bytes.fromhex(digest_hex)
-        if len(digest) not in (0, 32):
-            raise ValueError("a digest has a wrong length")
-        files.append(TracedFile(path.encode("utf-8", "surrogateescape"), digest))
-    if len(set(files)) != file_count:
-        raise ValueError("it names a file twice")
-    accesses = []
-    for file, offset, length, time_ns in _ROWS.decode_lines(rest):
-        if not 0 <= file < file_count or length <= 0:
-            raise ValueError("an access is of no file or of no length")
-        if offset < 0 or offset + length > _FILE_BYTES_MAX or not 0 <= time_ns < 2**63:
-            raise ValueError("an access reaches beyond what any file can have")
-        accesses.append(Access(file, offset, length, time_ns))
-    for key in ("index", "workload", "node", "ended"):
-        if not isinstance(header.get(key), str):
-            raise TypeError(f"{key} is no string")
+    header, files, rows = _FORMAT.decode(data)
     return Trace(
         header["index"],
         header["workload"],
@@ -261,6 +192,6 @@ def _decode_lines(header: dict[str, Any], text: bytes) -> Trace:
         count_in(header, "started_ns", "a trace", 2**63),
         header["ended"],
         count_in(header, "readahead_bytes", "a trace"),
-        tuple(files),
-        tuple(accesses),
+        files,
+        tuple(map(Access._make, rows)),
     )

@@ -141,11 +141,13 @@ def _read_warm(data: bytes) -> None:
 
 
 def _hotset() -> bytes:
-    return hotset.encode(hotset.merge(samples.INDEX, "w", [samples.trace()]))
+    return _expanded(hotset.encode(hotset.merge(samples.INDEX, "w", [samples.trace()])))
 
 
 def _read_hotset(data: bytes) -> None:
-    assert all(r.offset >= 0 and r.length > 0 for r in hotset.decode(data).ranges)
+    assert all(
+        r.offset >= 0 and r.length > 0 for r in hotset.decode(zstandard.compress(data)).ranges
+    )
 
 
 # ---- tars ---------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ IMAGE_TARGETS = (
     Target("blob-index", _indexes(), _read_index, _DAMAGED),
     Target("bundle", _bundles(), _read_bundle, _DAMAGED),
     Target("trace", mutated((_expanded(trace.encode(samples.trace())),)), _read_trace, _DAMAGED),
-    Target("hot-set", mutated((_hotset(),)), _read_hotset, _DAMAGED, memory_bytes=2**30),
+    Target("hot-set", mutated((_hotset(),)), _read_hotset, _DAMAGED),
     Target("warm-record", mutated((_warm(),)), _read_warm, _DAMAGED),
     Target("tar", _tars(), _read_tar, (CorruptError, UnsupportedError), memory_bytes=2**29),
     Target("node-cache", _cached(), _read_cached, (BootseerError,)),

@@ -6,7 +6,8 @@ import tarfile
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
-from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.file_rows import TracedFile
+from bootseer.prefetch.record.trace import Access, Trace
 
 INDEX = "sha256:" + "12" * 32
 DIGEST = "sha256:" + "ab" * 32

@@ -19,7 +19,8 @@ from bootseer.prefetch.index.catalogue import (
 )
 from bootseer.prefetch.index.chains import chain_ids, read_chain
 from bootseer.prefetch.publish.hot_build import add_trace
-from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.file_rows import TracedFile
+from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.verify import Verifier

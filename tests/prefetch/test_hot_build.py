@@ -23,7 +23,8 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.hot_build import add_trace
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
-from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.file_rows import TracedFile
+from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from tests.support.image_mounts import index, settings_at

@@ -17,7 +17,8 @@ from bootseer.prefetch.bundle.hot_store import (
     trace_keys,
     workloads,
 )
-from bootseer.prefetch.record.trace import Access, Trace, TracedFile
+from bootseer.prefetch.record.file_rows import TracedFile
+from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.store import Store
 
 INDEX = "sha256:" + "1" * 64

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.hotset import merge
 from bootseer.prefetch.record.scattered import scattered_files
-from bootseer.prefetch.record.trace import Access, AccessLog, Trace, TracedFile
+from bootseer.prefetch.record.trace import Access, AccessLog, Trace
 
 INDEX = "sha256:" + "1" * 64
 LIBRARY, DATA = TracedFile(b"lib.so", b"l" * 32), TracedFile(b"data", b"d" * 32)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Inode
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
+from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.trace import (
     Access,
     AccessLog,
     Trace,
-    TracedFile,
     accesses_of,
     decode,
     encode,
