@@ -23,11 +23,10 @@ from bootseer.prefetch.bundle import hot_store, relatives
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.index.chains import Chain, read_chain
 from bootseer.prefetch.index.records import (
-    RECORD_BYTES_MAX,
+    IMAGE_FORM,
+    LAYER_FORM,
     ImageRecord,
     LayerRecord,
-    decode_image,
-    decode_layer,
 )
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Manifest
@@ -169,11 +168,11 @@ def _read_manifest(store: Store, key: str) -> Manifest:
 
 
 def _read_image(store: Store, key: str) -> ImageRecord:
-    return decode_image(store.read(key, 0, RECORD_BYTES_MAX + 1), key)
+    return IMAGE_FORM.read(store, key)
 
 
 def _read_layer(store: Store, key: str) -> LayerRecord:
-    return decode_layer(store.read(key, 0, RECORD_BYTES_MAX + 1), key)
+    return LAYER_FORM.read(store, key)
 
 
 def _read_chain(store: Store, key: str) -> Chain:

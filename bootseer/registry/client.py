@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bootseer.closing import Closing
+from bootseer.documents import is_digest
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,
@@ -32,7 +33,6 @@ from bootseer.registry.documents import (
     Document,
     digest_of,
     fallback_tag,
-    is_digest,
     parse_object,
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts

@@ -1,7 +1,6 @@
 """Manifests and indexes of manifests: what they are called, and their digests and JSON. Pure."""
 
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +46,3 @@ def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     if not isinstance(document, dict):
         raise CorruptError(f"{where} sent what is not a JSON object")
     return document
-
-
-def is_digest(text: str) -> bool:
-    """Whether `text` is the digest of a manifest or blob."""
-    return bool(re.fullmatch("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}", text))

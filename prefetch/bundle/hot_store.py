@@ -6,19 +6,13 @@ frozen values only.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
+from typing import Annotated
 from urllib.parse import quote
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from bootseer.checked_json import (
-    SHA256,
-    count_in,
-    digest_in,
-    parse_versioned,
-    strings_in,
-)
+from bootseer.documents import Count, Count64, Form, PathBytes, Sha256
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch.bundle.format import (
     HEADER_BYTES_MAX,
@@ -26,18 +20,13 @@ from bootseer.prefetch.bundle.format import (
     Bundle,
     decode_header,
 )
-from bootseer.prefetch.index.records import path_bytes
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
 from bootseer.prefetch.record.hotset import HotSet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX
 from bootseer.prefetch.record.trace import Trace
 from bootseer.store import Store
-from bootseer.structs import asdict
 
-_KIND = "bootseer-hot"
-_VERSION = 1
-_POINTER_BYTES_MAX = 64 * 1024
 _TRACE_BYTES_MAX = 64 * 2**20
 _HOTSET_BYTES_MAX = 256 * 2**20
 _NAME_BYTES_MAX = 200
@@ -46,20 +35,30 @@ MERGED_TRACE_COUNT = 16
 """The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
 
 
-class HotPointer(Struct, frozen=True):
+class HotPointer(Struct, frozen=True, omit_defaults=True):
     """Names the newest bundle of an image and workload."""
 
-    index_digest: str
-    bundle_digest: str
+    index_digest: Sha256
+    bundle_digest: Sha256
     """Of its header, which holds the digests of all else."""
-    size_bytes: int
-    header_bytes: int
-    hotset_digest: str
-    trace_count: int
+    size_bytes: Count
+    header_bytes: Annotated[int, Meta(ge=HEADER_BYTES_MIN, le=HEADER_BYTES_MAX)]
+    hotset_digest: Sha256
+    trace_count: Count
     """How many traces it was made from."""
-    created_ns: int
-    scattered: tuple[bytes, ...] = ()
+    created_ns: Count64
+    scattered: Annotated[tuple[PathBytes, ...], Meta(max_length=SCATTERED_COUNT_MAX)] = ()
     """Files of which each start reads other bytes, so that they are not in the bundle."""
+
+
+POINTER_FORM: Form[HotPointer] = Form(
+    type=HotPointer,
+    what="a pointer to a bundle",
+    kind="bootseer-hot",
+    versions=(1,),
+    size_max=64 * 1024,
+    indent=1,
+)
 
 
 def _hex(digest: str) -> str:
@@ -109,35 +108,10 @@ def lease_key(index_digest: str, workload: str) -> str:
     return f"leases/hot/{_hex(index_digest)}/{workload}"
 
 
-def encode_pointer(pointer: HotPointer) -> bytes:
-    """Deterministic."""
-    document = {"kind": _KIND, "version": _VERSION, **asdict(pointer)}
-    del document["scattered"]
-    if pointer.scattered:
-        paths = [path.decode("utf-8", "surrogateescape") for path in pointer.scattered]
-        document["scattered"] = paths
-    return json.dumps(document, indent=1).encode("ascii") + b"\n"
-
-
 def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
     """Raises: CorruptError, UnknownFormatError."""
-    document = parse_versioned(
-        data, _POINTER_BYTES_MAX, _KIND, _VERSION, where, "no pointer to a bundle"
-    )
-    pointer = HotPointer(
-        digest_in(document, "index_digest", where, SHA256),
-        digest_in(document, "bundle_digest", where, SHA256),
-        count_in(document, "size_bytes", where),
-        count_in(document, "header_bytes", where, HEADER_BYTES_MAX),
-        digest_in(document, "hotset_digest", where, SHA256),
-        count_in(document, "trace_count", where),
-        count_in(document, "created_ns", where, 2**63),
-        tuple(
-            path_bytes(path, where)
-            for path in strings_in(document, "scattered", SCATTERED_COUNT_MAX, where)
-        ),
-    )
-    if pointer.index_digest != index_digest or pointer.header_bytes < HEADER_BYTES_MIN:
+    pointer = POINTER_FORM.decode(data, where)
+    if pointer.index_digest != index_digest:
         raise CorruptError(f"{where} points to the bundle of another image")
     return pointer
 
@@ -146,7 +120,7 @@ def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer |
     """None where the workload has no bundle yet. Raises: as `decode_pointer`, UnavailableError."""
     key = pointer_key(index_digest, workload)
     try:
-        data = store.read(key, 0, _POINTER_BYTES_MAX + 1)
+        data = store.read(key, 0, POINTER_FORM.size_max + 1)
     except NotFoundError:
         return None
     return decode_pointer(data, index_digest, f"{store.url}/{key}")

@@ -16,17 +16,15 @@ from bootseer.errors import BootseerError
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.bundle.format import HEADER_BYTES_MAX, Bundle
 from bootseer.prefetch.bundle.hot_store import (
+    POINTER_FORM,
     HotPointer,
     decode_bundle,
     decode_pointer,
-    encode_pointer,
 )
 from bootseer.prefetch.cache.stream_keys import store_hex
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
-
-_POINTER_BYTES_MAX = 64 * 1024
 
 
 def keep_bundle(settings: Settings, workload: str, pointer: HotPointer, header: bytes) -> None:
@@ -34,7 +32,7 @@ def keep_bundle(settings: Settings, workload: str, pointer: HotPointer, header: 
     path = _path(settings, pointer.index_digest, workload)
     try:
         write_private_file(path.with_suffix(".header"), header)
-        write_private_file(path, encode_pointer(pointer))
+        write_private_file(path, POINTER_FORM.encode(pointer))
     except OSError as error:
         _log.debug("the bundle of %s is not kept: %s", workload, error)
 
@@ -45,7 +43,7 @@ def kept_bundle(
     """The bundle that was last kept, whether or not the store has a newer one by now."""
     path = _path(settings, index_digest, workload)
     try:
-        data = _read(path, _POINTER_BYTES_MAX)
+        data = _read(path, POINTER_FORM.size_max)
         pointer = decode_pointer(data, index_digest, str(path))
         header = _read(path.with_suffix(".header"), HEADER_BYTES_MAX)
         return pointer, decode_bundle(header, pointer, stream_lengths, str(path))
@@ -70,7 +68,7 @@ def is_refused(settings: Settings, workload: str, pointer: HotPointer) -> bool:
     """Whether that was said of this bundle. Another one, under the same name, is used."""
     path = _path(settings, pointer.index_digest, workload).with_suffix(".refused")
     try:
-        return _read(path, _POINTER_BYTES_MAX) == pointer.bundle_digest.encode("ascii")
+        return _read(path, POINTER_FORM.size_max) == pointer.bundle_digest.encode("ascii")
     except OSError:
         return False
 

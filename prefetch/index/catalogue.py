@@ -19,15 +19,12 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
 from bootseer.prefetch.index.records import (
+    IMAGE_FORM,
     INDEX_BYTES_MAX,
-    RECORD_BYTES_MAX,
+    LAYER_FORM,
     REFERENCE,
     ImageRecord,
     LayerRecord,
-    decode_image,
-    decode_layer,
-    encode_image,
-    encode_layer,
 )
 from bootseer.store import Store
 
@@ -131,8 +128,8 @@ def publish_image(store: Store, record: ImageRecord) -> None:
 
     Raises: CorruptError for a record that no reader would accept.
     """
-    data = encode_image(record)
-    decode_image(data, f"the image {record.reference}")
+    data = IMAGE_FORM.encode(record)
+    IMAGE_FORM.decode(data, f"the image {record.reference}")
     store.publish(image_key(record.reference), data, replace=True)
 
 
@@ -151,8 +148,8 @@ def publish_layer(store: Store, record: LayerRecord) -> None:
 
     Raises: CorruptError for a record that no reader would accept.
     """
-    data = encode_layer(record)
-    decode_layer(data, f"the layer {record.digest}")
+    data = LAYER_FORM.encode(record)
+    LAYER_FORM.decode(data, f"the layer {record.digest}")
     store.publish(layer_key(record.digest), data, replace=True)
 
 
@@ -164,24 +161,24 @@ def check_replaceable(store: Store, reference: str) -> None:
 
 
 def _read_image(store: Store, key: str) -> ImageRecord:
-    where = f"{store.url}/{key}"
-    record = decode_image(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+    record = IMAGE_FORM.read(store, key)
     if image_key(record.reference) != key:
         name = unquote(key.rpartition("/")[2].removesuffix(".json"))
-        raise CorruptError(f"{where} is the record of {record.reference!r}, not of {name!r}")
+        raise CorruptError(
+            f"{store.url}/{key} is the record of {record.reference!r}, not of {name!r}"
+        )
     return record
 
 
 def read_layer(store: Store, digest: str) -> LayerRecord | None:
-    """The record of a layer; None where the store has none. Raises: as `decode_layer`."""
+    """The record of a layer; None where the store has none. Raises: as `LAYER_FORM.decode`."""
     key = layer_key(digest)
-    where = f"{store.url}/{key}"
     try:
-        record = decode_layer(store.read(key, 0, RECORD_BYTES_MAX + 1), where)
+        record = LAYER_FORM.read(store, key)
     except NotFoundError:
         return None
     if record.digest != digest:
-        raise CorruptError(f"{where} is the record of the layer {record.digest}")
+        raise CorruptError(f"{store.url}/{key} is the record of the layer {record.digest}")
     return record
 
 

@@ -7,29 +7,15 @@ and frozen objects only.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
+from typing import Annotated
 from urllib.parse import quote
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from bootseer.checked_json import (
-    SHA256,
-    check_checksum,
-    check_digest,
-    digest_in,
-    parse,
-    strings_in,
-    with_checksum,
-)
-from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.documents import Digest, Form, Sha256, is_digest
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
-
-VERSION = 1
-_KIND = "bootseer-chain"
-_LAYER_COUNT_MAX = 10_000
-_RECORD_BYTES_MAX = 2 * 2**20
-"""10,000 digests of the longest kind."""
 
 
 class Chain(Struct, frozen=True):
@@ -58,17 +44,27 @@ def chain_key(chain_id: str) -> str:
     return f"chains/{quote(chain_id, safe='')}.json"
 
 
+class _ChainRecord(Struct, frozen=True, omit_defaults=True):
+    chain_id: Digest
+    diff_ids: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=10_000)]
+    index_digest: Sha256 | None = None
+
+
+_FORM: Form[_ChainRecord] = Form(
+    type=_ChainRecord,
+    what="the record of a chain of layers",
+    kind="bootseer-chain",
+    versions=(1,),
+    size_max=2 * 2**20,  # 10,000 digests of the longest kind
+    checksum_member="checksum",
+    indent=1,
+)
+
+
 def encode_chain(chain: Chain) -> bytes:
     """The record of a chain. The same one gives the same bytes."""
-    document = {
-        "kind": _KIND,
-        "version": VERSION,
-        "chain_id": chain_ids(chain.diff_ids)[-1],
-        "diff_ids": list(chain.diff_ids),
-    }
-    if chain.index_digest:
-        document["index_digest"] = chain.index_digest
-    return json.dumps(with_checksum(document), indent=1).encode("ascii") + b"\n"
+    chain_id = chain_ids(chain.diff_ids)[-1]
+    return _FORM.encode(_ChainRecord(chain_id, chain.diff_ids, chain.index_digest or None))
 
 
 def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
@@ -76,25 +72,13 @@ def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
 
     Raises: CorruptError, UnknownFormatError.
     """
-    document = parse(data, _RECORD_BYTES_MAX, where)
-    check_checksum(document, where)
-    if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise CorruptError(f"{where} is not a record of the kind {_KIND}")
-    if document.get("version") != VERSION:
-        version = str(document.get("version"))[:20]
-        raise UnknownFormatError(
-            f"{where} has version {version}; this release reads version {VERSION}: use a newer one"
-        )
-    diff_ids = strings_in(document, "diff_ids", _LAYER_COUNT_MAX, where)
-    for diff_id in diff_ids:
-        check_digest(diff_id, where)
-    named = digest_in(document, "chain_id", where)
-    if not diff_ids or named != chain_id or chain_ids(diff_ids)[-1] != chain_id:
+    return _chain(_FORM.decode(data, where), chain_id, where)
+
+
+def _chain(record: _ChainRecord, chain_id: str, where: str) -> Chain:
+    if record.chain_id != chain_id or chain_ids(record.diff_ids)[-1] != chain_id:
         raise CorruptError(f"{where}: its layers do not make the chain {chain_id}")
-    index_digest = ""
-    if document.get("index_digest") is not None:
-        index_digest = digest_in(document, "index_digest", where, SHA256)
-    return Chain(diff_ids, index_digest)
+    return Chain(record.diff_ids, record.index_digest or "")
 
 
 def read_chain(store: Store, chain_id: str) -> Chain | None:
@@ -103,13 +87,13 @@ def read_chain(store: Store, chain_id: str) -> Chain | None:
     Raises: CorruptError (also where `chain_id` is no digest), UnknownFormatError,
     UnavailableError, DeadlineError.
     """
-    check_digest(chain_id, "the chain id")
+    if not is_digest(chain_id):
+        raise CorruptError(f"{chain_id[:100]!r} is no chain id: it is not a digest")
     key = chain_key(chain_id)
     try:
-        data = store.read(key, 0, _RECORD_BYTES_MAX + 1)
+        return _chain(_FORM.read(store, key), chain_id, f"{store.url}/{key}")
     except NotFoundError:
         return None
-    return decode_chain(data, chain_id, f"{store.url}/{key}")
 
 
 def publish_chains(store: Store, diff_ids: Sequence[str]) -> None:

@@ -11,29 +11,19 @@ Nothing is synced: what a crash tears is pulled again. Thread-safe; any process 
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from bootseer.blob.index.codec import decode, encode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.tree import Blob, Tree
-from bootseer.checked_json import (
-    ANY_DIGEST,
-    SHA256,
-    check_digest,
-    digest_in,
-    object_in,
-    parse,
-    strings_in,
-)
+from bootseer.documents import AnyDigest, Form, Sha256
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -46,20 +36,16 @@ from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_
 from bootseer.prefetch.cache.stream_keys import store_hex
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
+    IMAGE_FORM,
     RECORD_BYTES_MAX,
     ImageRecord,
-    decode_image,
-    decode_notes,
-    encode_image,
-    encode_notes,
+    ImpliedPaths,
+    LinkPaths,
 )
 
 _log = logging.getLogger(__name__)
+_Record = TypeVar("_Record")
 
-_VERSION = 1
-_LAYER = "bootseer-node-layer"
-_IMAGE = "bootseer-node-image"
-_LAYER_COUNT_MAX = 10_000
 _KEPT_S = 30 * 86400.0
 """What nobody asked for in so long goes at the next `trim`."""
 
@@ -91,6 +77,38 @@ class NodeLayer(Struct, frozen=True):
     def blob(self) -> Blob:
         """The stream."""
         return self.tree.tree.blobs[0]
+
+
+class _LayerFile(Struct, frozen=True):
+    digest: AnyDigest
+    index_digest: Sha256
+    content_digest: AnyDigest
+    is_changeset: bool = True
+    implied: ImpliedPaths = ()
+    links: LinkPaths = ()
+
+
+class _ImageFile(Struct, frozen=True):
+    store: str
+    record: dict[str, Any]
+    """As the store has it."""
+    layers: Annotated[tuple[AnyDigest, ...], Meta(max_length=10_000)] = ()
+
+
+_LAYER_FORM: Form[_LayerFile] = Form(
+    type=_LayerFile,
+    what="the record of a layer on this node",
+    kind="bootseer-node-layer",
+    versions=(1,),
+    size_max=RECORD_BYTES_MAX,
+)
+_IMAGE_FORM: Form[_ImageFile] = Form(
+    type=_ImageFile,
+    what="the record of an image on this node",
+    kind="bootseer-node-image",
+    versions=(1,),
+    size_max=RECORD_BYTES_MAX,
+)
 
 
 class NodeCatalogue:
@@ -165,24 +183,22 @@ class NodeCatalogue:
     def find_layer(self, digest: str) -> NodeLayer | None:
         """An unpublished layer; whether the node still has its stream is for the caller to see."""
         path = self._path("layers", digest)
-        where = str(path)
-        document = _document(self._read(path), _LAYER, where)
-        if document is None:
-            return None
         try:
-            if digest_in(document, "digest", where, ANY_DIGEST) != digest:
-                raise CorruptError(f"{where} is the record of another layer")
-            implied, links = decode_notes(document, where)
-            content_digest = digest_in(document, "content_digest", where, ANY_DIGEST)
-            tree = self._read_tree(digest_in(document, "index_digest", where, SHA256))
+            found = self._read(path, _LAYER_FORM)
+            if found is None:
+                return None
+            if found.digest != digest:
+                raise CorruptError(f"{path} is the record of another layer")
+            tree = self._read_tree(found.index_digest)
         except BootseerError as error:
             _log.warning("the layer %s is pulled again: %s", digest, error)
             return None
         if tree is None or len(tree.blobs) != 1 or tree.blobs[0].frames:
             return None
-        changeset = document.get("is_changeset") is not False
+        implied = frozenset(found.implied)
         return NodeLayer(
-            LayerTree(tree, frozenset(implied), links, is_changeset=changeset), content_digest
+            LayerTree(tree, implied, found.links, is_changeset=found.is_changeset),
+            found.content_digest,
         )
 
     def keep_layer(self, digest: str, layer: LayerTree, content_digest: str) -> None:
@@ -193,16 +209,15 @@ class NodeCatalogue:
         data = encode(layer.tree)
         index_digest = digest_of(data)
         keep_index(self._cache_dir, index_digest, data)
-        document = {
-            "kind": _LAYER,
-            "version": _VERSION,
-            "digest": digest,
-            "index_digest": index_digest,
-            "content_digest": content_digest,
-            "is_changeset": layer.is_changeset,
-            **encode_notes(tuple(sorted(layer.implied)), layer.links),
-        }
-        self._write(self._path("layers", digest), json.dumps(document).encode("ascii"))
+        record = _LayerFile(
+            digest,
+            index_digest,
+            content_digest,
+            layer.is_changeset,
+            tuple(sorted(layer.implied)),
+            tuple(layer.links),
+        )
+        self._write(self._path("layers", digest), _LAYER_FORM.encode(record))
 
     # ---- keeping it small ---------------------------------------------------------------------
 
@@ -225,15 +240,18 @@ class NodeCatalogue:
     def _path(self, kind: str, name: str) -> Path:
         return self._directory / kind / f"{quote(name, safe='')}.json"
 
-    def _read(self, path: Path) -> bytes | None:
+    def _read(self, path: Path, form: Form[_Record]) -> _Record | None:
+        """None for what is not there, or of another release. Raises: CorruptError."""
         try:
             with path.open("rb") as file:
-                data = file.read(RECORD_BYTES_MAX + 1)
+                data = file.read(form.size_max + 1)
             # `trim` goes by the last use.
             os.utime(path)
         except OSError:
             return None
-        return data
+        with contextlib.suppress(UnknownFormatError):
+            return form.decode(data, str(path))
+        return None
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
@@ -242,21 +260,14 @@ class NodeCatalogue:
             raise from_oserror(error, f"write {path}") from error
 
     def _read_image(self, path: Path) -> NodeImage | None:
-        where = str(path)
-        document = _document(self._read(path), _IMAGE, where)
-        if document is None or document.get("store") != self._store:
-            return None
         try:
-            record = decode_image(
-                json.dumps(object_in(document, "record", where)).encode("ascii"), where
-            )
-            digests = strings_in(document, "layers", _LAYER_COUNT_MAX, where)
-            for digest in digests:
-                check_digest(digest, where, ANY_DIGEST)
+            found = self._read(path, _IMAGE_FORM)
+            if found is None or found.store != self._store:
+                return None
+            return NodeImage(IMAGE_FORM.convert(found.record, str(path)), found.layers)
         except (CorruptError, UnknownFormatError) as error:
             _log.warning("the record of an image is not used: %s", error)
             return None
-        return NodeImage(record, digests)
 
     def _read_tree(self, index_digest: str) -> Tree | None:
         try:
@@ -266,25 +277,5 @@ class NodeCatalogue:
 
 
 def _encode_node_image(image: NodeImage, store: str) -> bytes:
-    document = {
-        "kind": _IMAGE,
-        "version": _VERSION,
-        "store": store,
-        "record": json.loads(encode_image(image.record)),
-        "layers": list(image.layer_digests),
-    }
-    return json.dumps(document).encode("ascii")
-
-
-def _document(data: bytes | None, kind: str, where: str) -> Mapping[str, Any] | None:
-    """None for what is not there, damaged, or of another release."""
-    if data is None:
-        return None
-    try:
-        document = parse(data, RECORD_BYTES_MAX, where)
-    except CorruptError as error:
-        _log.warning("%s", error)
-        return None
-    if not isinstance(document, dict) or document.get("kind") != kind:
-        return None
-    return document if document.get("version") == _VERSION else None
+    record = IMAGE_FORM.to_document(image.record)
+    return _IMAGE_FORM.encode(_ImageFile(store, record, image.layer_digests))

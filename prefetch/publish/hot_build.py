@@ -139,7 +139,7 @@ def build_bundle(
     )
     store.publish(
         hot_store.pointer_key(index_digest, workload),
-        hot_store.encode_pointer(pointer),
+        hot_store.POINTER_FORM.encode(pointer),
         replace=True,
     )
     relatives.publish(store, pointer, reference, workload, tree)

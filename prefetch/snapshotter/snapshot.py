@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.checked_json import DIGEST
+from bootseer.documents import is_digest
 from bootseer.errors import InvalidInputError
 
 REF_LABEL = "containerd.io/snapshot.ref"
@@ -96,7 +96,7 @@ def wanted_chain(labels: Mapping[str, str]) -> str | None:
         return None
     if not _DIGEST_GRAMMAR.fullmatch(chain_id):
         raise InvalidInputError(f"the label {REF_LABEL} is {chain_id[:100]!r}, which is no digest")
-    return chain_id if DIGEST.fullmatch(chain_id) else None
+    return chain_id if is_digest(chain_id) else None
 
 
 def chain_named(key: str) -> str:
@@ -104,7 +104,7 @@ def chain_named(key: str) -> str:
 
     containerd's own names come as "NAMESPACE/NUMBER/NAME" (core/metadata/snapshot.go)."""
     name = key.rpartition("/")[2]
-    return name if DIGEST.fullmatch(name) else ""
+    return name if is_digest(name) else ""
 
 
 def workload_of(labels: Mapping[str, str], default: str) -> str:

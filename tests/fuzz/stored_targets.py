@@ -111,7 +111,8 @@ def _records() -> list[Any]:
         samples.DIGEST, samples.DIGEST, 7, samples.INDEX, (b"usr", b"\xff"), ((b"a", b"b"),)
     )
     pointer = hot_store.HotPointer(samples.INDEX, samples.DIGEST, 9, 200, samples.DIGEST, 2, 5)
-    related = [relatives.Relative(samples.INDEX, 5, ((samples.DIGEST, 7),))]
+    stream = relatives.Stream(samples.DIGEST, 7)
+    related = relatives.Relatives((relatives.Relative(samples.INDEX, 5, (stream,)),))
     chain = {"kind": "bootseer-chain", "version": 1, "chain_id": _CHAIN,
              "diff_ids": [samples.DIGEST], "index_digest": samples.INDEX}  # fmt: skip
     use = {"kind": "bootseer-use", "version": 1, "index_digest": samples.INDEX,
@@ -120,10 +121,10 @@ def _records() -> list[Any]:
     found = [
         json.loads(data)
         for data in (
-            records.encode_image(image),
-            records.encode_layer(layer),
-            hot_store.encode_pointer(pointer),
-            relatives.encode(related),
+            records.IMAGE_FORM.encode(image),
+            records.LAYER_FORM.encode(layer),
+            hot_store.POINTER_FORM.encode(pointer),
+            relatives.FORM.encode(related),
             held.encode(),
         )
     ]
@@ -147,10 +148,10 @@ def _record_inputs(draw: st.DrawFn) -> bytes:
 
 def _read_record(data: bytes) -> None:
     for read in (
-        lambda: records.decode_image(data, "x"),
-        lambda: records.decode_layer(data, "x"),
+        lambda: records.IMAGE_FORM.decode(data, "x"),
+        lambda: records.LAYER_FORM.decode(data, "x"),
         lambda: hot_store.decode_pointer(data, samples.INDEX, "x"),
-        lambda: relatives.decode(data, "x"),
+        lambda: relatives.FORM.decode(data, "x"),
         lambda: chains.decode_chain(data, _CHAIN, "x"),
         lambda: uses.decode_use(data, "x"),
         lambda: lease.decode(data),

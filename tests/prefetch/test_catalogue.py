@@ -29,14 +29,12 @@ from bootseer.prefetch.index.catalogue import (
     read_layer,
 )
 from bootseer.prefetch.index.records import (
+    IMAGE_FORM,
+    LAYER_FORM,
     ImageConfig,
     ImageLayer,
     ImageRecord,
     LayerRecord,
-    decode_image,
-    decode_layer,
-    encode_image,
-    encode_layer,
 )
 from bootseer.store import Store, open_store
 from tests.support.indexed import unsigned
@@ -64,27 +62,29 @@ def store(tmp_path: Path) -> Store:
 
 def publish(store: Store, *records: ImageRecord) -> None:
     for record in records:
-        store.publish(image_key(record.reference), encode_image(record), replace=True)
+        store.publish(image_key(record.reference), IMAGE_FORM.encode(record), replace=True)
 
 
 def test_records_survive_the_codec() -> None:
-    assert decode_image(encode_image(RECORD), "x") == RECORD
-    assert decode_layer(encode_layer(LAYER), "x") == LAYER
-    assert encode_layer(LAYER) == encode_layer(decode_layer(encode_layer(LAYER), "x"))
+    assert IMAGE_FORM.decode(IMAGE_FORM.encode(RECORD), "x") == RECORD
+    assert LAYER_FORM.decode(LAYER_FORM.encode(LAYER), "x") == LAYER
+    assert LAYER_FORM.encode(LAYER) == LAYER_FORM.encode(
+        LAYER_FORM.decode(LAYER_FORM.encode(LAYER), "x")
+    )
 
 
 @given(st.lists(st.binary(min_size=1).filter(lambda b: b"\0" not in b), max_size=4))
 def test_any_path_survives(names: list[bytes]) -> None:
     layer = replace(LAYER, implied=tuple(names), links=tuple((n, n) for n in names))
-    assert decode_layer(encode_layer(layer), "x") == layer
+    assert LAYER_FORM.decode(LAYER_FORM.encode(layer), "x") == layer
 
 
-@pytest.mark.parametrize("encoded", [encode_image(RECORD), encode_layer(LAYER)])
+@pytest.mark.parametrize("encoded", [IMAGE_FORM.encode(RECORD), LAYER_FORM.encode(LAYER)])
 @pytest.mark.parametrize(
     "value", [None, -1, True, 2**70, 1.5, "x", "", [], ["\0"], [1], {}, {"digest": A}, [[]]]
 )
 def test_hostile_values_are_refused_or_harmless(encoded: bytes, value: object) -> None:
-    decode = decode_image if b"bootseer-image" in encoded else decode_layer
+    decode = IMAGE_FORM.decode if b"bootseer-image" in encoded else LAYER_FORM.decode
     document = unsigned(encoded)
     for key in document:
         changed = json.dumps({**document, key: value}).encode()
@@ -97,15 +97,15 @@ def test_hostile_values_are_refused_or_harmless(encoded: bytes, value: object) -
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"null", b"{}", b"[" * 100_000, b"9" * 9999])
 def test_what_is_no_record(data: bytes) -> None:
-    for decode in (decode_image, decode_layer):
+    for decode in (IMAGE_FORM.decode, LAYER_FORM.decode):
         with pytest.raises((CorruptError, UnknownFormatError)):
             decode(data, "here")
 
 
-@pytest.mark.parametrize("encoded", [encode_image(RECORD), encode_layer(LAYER)])
+@pytest.mark.parametrize("encoded", [IMAGE_FORM.encode(RECORD), LAYER_FORM.encode(LAYER)])
 def test_a_flipped_byte_is_noticed(encoded: bytes) -> None:
     """In whatever place, if it changes what the record says."""
-    decode = decode_image if b"bootseer-image" in encoded else decode_layer
+    decode = IMAGE_FORM.decode if b"bootseer-image" in encoded else LAYER_FORM.decode
     right = decode(encoded, "here")
     for position in range(len(encoded)):
         changed = bytearray(encoded)
@@ -118,16 +118,16 @@ def test_a_flipped_byte_is_noticed(encoded: bytes) -> None:
 
 def test_a_record_without_a_checksum_is_read() -> None:
     """As releases before wrote it."""
-    image = json.dumps(unsigned(encode_image(RECORD)), indent=1).encode()
-    assert decode_image(image, "here") == RECORD
-    layer = json.dumps(unsigned(encode_layer(LAYER)), indent=1).encode()
-    assert decode_layer(layer, "here") == LAYER
+    image = json.dumps(unsigned(IMAGE_FORM.encode(RECORD)), indent=1).encode()
+    assert IMAGE_FORM.decode(image, "here") == RECORD
+    layer = json.dumps(unsigned(LAYER_FORM.encode(LAYER)), indent=1).encode()
+    assert LAYER_FORM.decode(layer, "here") == LAYER
 
 
 def test_a_later_version_is_named() -> None:
-    changed = json.dumps({**unsigned(encode_image(RECORD)), "version": 2}).encode()
+    changed = json.dumps({**unsigned(IMAGE_FORM.encode(RECORD)), "version": 2}).encode()
     with pytest.raises(UnknownFormatError, match="version 2"):
-        decode_image(changed, "here")
+        IMAGE_FORM.decode(changed, "here")
 
 
 def test_find_by_name_tag_and_digest(store: Store) -> None:
@@ -158,7 +158,7 @@ def test_names_that_cannot_be_used(store: Store, reference: str) -> None:
 
 
 def test_a_record_under_another_name_is_refused(store: Store) -> None:
-    store.publish(image_key("innocent"), encode_image(RECORD))
+    store.publish(image_key("innocent"), IMAGE_FORM.encode(RECORD))
     with pytest.raises(CorruptError, match="innocent"):
         find_image(store, "innocent")
 
@@ -173,9 +173,9 @@ def test_what_could_not_be_read_back_is_not_written(store: Store) -> None:
 
 def test_a_layers_record_is_under_its_digest(store: Store) -> None:
     assert read_layer(store, A) is None
-    store.publish(layer_key(A), encode_layer(LAYER))
+    store.publish(layer_key(A), LAYER_FORM.encode(LAYER))
     assert read_layer(store, A) == LAYER
-    store.publish(layer_key(B), encode_layer(LAYER))
+    store.publish(layer_key(B), LAYER_FORM.encode(LAYER))
     with pytest.raises(CorruptError):
         read_layer(store, B)
 

@@ -73,7 +73,7 @@ def test_layers_that_do_not_make_the_chain_are_refused(diff_ids: tuple[str, ...]
     chain_id = chain_ids(DIFF_IDS)[-1]
     document = unsigned(encode_chain(Chain(DIFF_IDS)))
     document["diff_ids"] = diff_ids
-    with pytest.raises(CorruptError, match="do not make the chain"):
+    with pytest.raises(CorruptError, match=r"do not make the chain|diff_ids"):
         decode_chain(json.dumps(document).encode(), chain_id, "here")
 
 

@@ -223,7 +223,7 @@ def test_a_damaged_bundle_is_made_anew(site: Site, damage: str) -> None:
         pointer_path.write_bytes(pointer_path.read_bytes()[:-9])
     elif damage == "pointer-foreign":
         other = replace(before, index_digest="sha256:" + "9" * 64)
-        pointer_path.write_bytes(hot_store.encode_pointer(other))
+        pointer_path.write_bytes(hot_store.POINTER_FORM.encode(other))
     elif damage == "version":
         document = json.loads(pointer_path.read_bytes())
         pointer_path.write_text(json.dumps({**document, "version": 99}))

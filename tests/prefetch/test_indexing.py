@@ -16,7 +16,7 @@ from bootseer.blob.tree import Inode, Tree
 from bootseer.content_digest import content_digest
 from bootseer.errors import UnknownFormatError
 from bootseer.prefetch.index.catalogue import image_key, layer_key, list_images, load_tree
-from bootseer.prefetch.index.records import decode_layer
+from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
 from tests.support.images import NASTY, Layout, Member, digest, run_tool, tar_of, write_layout
 from tests.support.indexed import contents, index, unsigned
@@ -179,7 +179,7 @@ def test_what_is_gone_or_damaged_in_the_store_is_written_again(
     write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(50_000))]])
     record = index(tmp_path / "layout", store, tmp_path)
     layer = record.layers[0]
-    stored = decode_layer(store.read(layer_key(layer.digest)), "x")
+    stored = LAYER_FORM.decode(store.read(layer_key(layer.digest)), "x")
     blob = store.read(blob_key(layer.blob_digest))
     layer_index = store.read(index_key(stored.index_digest))
     for key, data in (

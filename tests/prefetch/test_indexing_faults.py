@@ -14,7 +14,7 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
-from bootseer.prefetch.index.records import decode_layer
+from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
 from tests.support.images import Layout, Member, digest, tar_of, write_layout
 from tests.support.indexed import contents, index, keys
@@ -59,7 +59,7 @@ def test_a_hard_link_to_nothing_is_refused(store: Store, tmp_path: Path) -> None
 def assert_nothing_dangles(store: Store) -> None:
     """Every record names only what is there, whole."""
     for info in list(store.list("layers/")):
-        layer = decode_layer(store.read(info.path), info.path)
+        layer = LAYER_FORM.decode(store.read(info.path), info.path)
         blob = store.read(blob_key(layer.blob_digest))
         assert f"blake3:{content_digest(blob).hex()}" == layer.blob_digest
         assert digest(store.read(index_key(layer.index_digest))) == layer.index_digest

@@ -14,7 +14,15 @@ from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch.bundle import hot_store, relatives
-from bootseer.prefetch.bundle.relatives import Relative, choose, decode, describe, encode, name_of
+from bootseer.prefetch.bundle.relatives import (
+    FORM,
+    Relative,
+    Relatives,
+    Stream,
+    choose,
+    describe,
+    name_of,
+)
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.mounts.server_process import log_path
@@ -53,11 +61,12 @@ def test_an_images_name_is_without_tag_and_digest(reference: str, name: str) -> 
 
 
 def test_the_one_that_shares_most_is_chosen() -> None:
-    own = Relative(A, 0, ((B, 1000), (C, 10)))
-    small, large = Relative(B, 9, ((C, 10),)), Relative(C, 1, ((D, 5000), (B, 1000)))
+    own = Relative(A, 0, (Stream(B, 1000), Stream(C, 10)))
+    small = Relative(B, 9, (Stream(C, 10),))
+    large = Relative(C, 1, (Stream(D, 5000), Stream(B, 1000)))
     assert choose(own, [small, large]) == large
     # A stream of the same name and another length is none of ours.
-    assert choose(own, [small, Relative(C, 1, ((B, 5000),))]) == small
+    assert choose(own, [small, Relative(C, 1, (Stream(B, 5000),))]) == small
     assert choose(own, [Relative(B, 1, ()), Relative(C, 2, ())]) == Relative(C, 2, ())
     assert choose(own, [Relative(A, 9, own.streams)]) is None
 
@@ -74,17 +83,17 @@ def blobs_of(*streams: tuple[str, int]) -> list[Blob]:
 
 def test_records_keep_the_longest_streams() -> None:
     own = describe(A, 7, blobs_of((B, 10), (C, 1000), (B, 10)))
-    assert own == Relative(A, 7, ((C, 1000), (B, 10)))
-    assert decode(encode([own]), "x") == [own]
+    assert own == Relative(A, 7, (Stream(C, 1000), Stream(B, 10)))
+    assert FORM.decode(FORM.encode(Relatives((own,))), "x") == Relatives((own,))
     many = describe(A, 7, blobs_of(*((f"sha256:{n:064x}", n) for n in range(1000))))
-    assert decode(encode([many] * 4), "x") == [many] * 4
-    assert many.streams[0][1] == 999
+    assert FORM.decode(FORM.encode(Relatives((many,) * 4)), "x").images == (many,) * 4
+    assert many.streams[0].length == 999
 
 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"kind": "other"}, UnknownFormatError),
+        ({"kind": "other"}, CorruptError),
         ({"version": 2}, UnknownFormatError),
         ({"images": [{}] * 5}, CorruptError),
         ({"images": "x"}, CorruptError),
@@ -97,15 +106,15 @@ def test_records_keep_the_longest_streams() -> None:
     ],
 )
 def test_hostile_records(change: dict[str, object], error: type[BootseerError]) -> None:
-    document = {**json.loads(encode([])), **change}
+    document = {**json.loads(FORM.encode(Relatives(()))), **change}
     with pytest.raises(error):
-        decode(json.dumps(document).encode(), "x")
+        FORM.decode(json.dumps(document).encode(), "x")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 50_000, b" " * 100_000])
 def test_noise_is_no_record(data: bytes) -> None:
     with pytest.raises((CorruptError, UnknownFormatError)):
-        decode(data, "x")
+        FORM.decode(data, "x")
 
 
 # ---- launches --------------------------------------------------------------------------------
@@ -242,16 +251,16 @@ def test_damage_costs_one_warning_and_the_help(node: Node, damage: str) -> None:
             path.write_bytes(path.read_bytes()[:-20])
     elif damage == "foreign":
         # It names an image that was never indexed.
-        record = encode([Relative(D, 1, stranger.streams)])
+        record = FORM.encode(Relatives((Relative(D, 1, stranger.streams),)))
         node.stored(hot_store.name_key("train", "train")).write_bytes(record)
         foreign = replace(pointer, index_digest=D)
         with node.store() as store:
-            store.publish(hot_store.pointer_key(D, "train"), hot_store.encode_pointer(foreign))
+            store.publish(hot_store.pointer_key(D, "train"), hot_store.POINTER_FORM.encode(foreign))
     elif damage == "pointer":
         pointer_path.write_bytes(b"{")
     elif damage == "other-pointer":
         other = replace(pointer, index_digest=D)
-        pointer_path.write_bytes(hot_store.encode_pointer(other))
+        pointer_path.write_bytes(hot_store.POINTER_FORM.encode(other))
     elif damage == "huge":
         document = json.loads(pointer_path.read_bytes())
         pointer_path.write_text(json.dumps({**document, "header_bytes": 60 * 2**20}))
@@ -280,4 +289,4 @@ def test_another_image_of_the_name_is_no_hindrance(node: Node) -> None:
     assert wait_published(node.settings, 30)
     with node.store() as store:
         record = store.read(hot_store.name_key("train", "train"))
-    assert len(decode(record, "x")) == 2
+    assert len(FORM.decode(record, "x").images) == 2

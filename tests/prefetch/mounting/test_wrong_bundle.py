@@ -43,7 +43,7 @@ def replace_bundle(node: Node) -> HotPointer:
         store.publish(hot_store.header_key(digest), header)
         wrong = replace(pointer, bundle_digest=digest, header_bytes=len(header))
         key = hot_store.pointer_key(index, "train")
-        store.publish(key, hot_store.encode_pointer(wrong), replace=True)
+        store.publish(key, hot_store.POINTER_FORM.encode(wrong), replace=True)
     return wrong
 
 

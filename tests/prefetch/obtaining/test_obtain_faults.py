@@ -14,7 +14,7 @@ from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.catalogue import check_blobs, list_images, read_tree
 from bootseer.prefetch.index.merge import LayerTree
-from bootseer.prefetch.index.records import decode_layer
+from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.prefetch.publish.publish_image import _CachedLayer, publish_node_image
 from bootseer.store import open_store
 from tests.prefetch.obtaining.conftest import TARS, big, index, source_of
@@ -142,7 +142,7 @@ def check_records(store: Path) -> None:
     """Whatever a record names is there."""
     with open_store(str(store)) as opened:
         for info in opened.list("layers/"):
-            record = decode_layer(opened.read(info.path), info.path)
+            record = LAYER_FORM.decode(opened.read(info.path), info.path)
             assert opened.size(blob_key(record.blob_digest)) == record.blob_size_bytes
             read_tree(opened, record.index_digest)
         for image in list_images(opened):
