@@ -11,8 +11,6 @@ Main thread only: it forks and handles signals.
 
 import os
 import re
-import shlex
-import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +27,8 @@ from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
+    import subprocess
+
     from bootseer.prefetch.container.container_start import Container
     from bootseer.snapshots.setup.request import Request
 
@@ -63,6 +63,8 @@ def setup_command(line: str) -> list[str]:
     """
     if _SHELL_SYNTAX.search(line):
         return ["sh", "-c", line]
+    import shlex  # here, as others: a start without a set-up needs none of them
+
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -235,6 +237,7 @@ def _without_stdin(
     runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
 ) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
     """The runner, but what is on our stdin is for the job."""
+    import subprocess
 
     def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
         return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)

@@ -34,7 +34,7 @@ class Owners(Struct, frozen=True):
 
 def parse_owners(text: str) -> Owners:
     """From "alice,1000,@train", where @ names a group; or "all". Raises: InvalidInputError."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = {word.strip() for word in text.split(",")} - {"", "root"}
     if _ALL in words:
         return Owners(is_everybody=True)
     return Owners(
@@ -44,7 +44,7 @@ def parse_owners(text: str) -> Owners:
 
 
 def _user_number(name: str) -> int:
-    import pwd  # Here, as with groups: hardly anybody names owners.
+    import pwd  # here, as with groups: hardly anybody names owners
 
     try:
         return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid

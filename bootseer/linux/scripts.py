@@ -4,7 +4,6 @@ interpreter, which the kernel refuses. Stateless; any thread.
 
 import errno
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +45,8 @@ def as_script(
         return None
     program = command[0]
     if "/" not in program:
+        import shutil  # here: it loads every kind of compression
+
         program = shutil.which(program, path=search_path) or program
     try:
         with Path(directory, program).open("rb") as file:

@@ -10,7 +10,6 @@ server of an earlier release. Any thread.
 import contextlib
 import logging
 import os
-import socket
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +30,8 @@ class ReadySocket:
 
     def __init__(self, entry: str) -> None:
         """Where another process has taken the name, nobody is heard."""
+        import socket
+
         name, _, secret = entry.partition(":")
         self._expected = b" ".join((_MESSAGE, secret.encode()))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -60,6 +61,8 @@ class ReadySocket:
 
 def tell_ready() -> None:
     """Tell all servers that this process's environment names. Never raises."""
+    import socket  # here, as above: every start loads this module
+
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         name, colon, secret = entry.partition(":")
         message = b" ".join((_MESSAGE, secret.encode())) if colon else _MESSAGE

@@ -5,7 +5,6 @@ Looks at the host's name and at the login's folder. Any thread.
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "job": _as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
         "submission": _as_name(_submission(environ)) or "none",
         "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
-        "node": _as_name(socket.gethostname()) or "node",
+        "node": _as_name(os.uname().nodename) or "node",
         "rank": _first(environ, "RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") or "0",
         "workload": "default",
         "deadline_s": "60",

@@ -7,6 +7,7 @@ value of an option, variable or header whose name says so, and what has a token'
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from bootseer.text.patterns import lazy_pattern
 from bootseer.text.redact_words import (
     HIDDEN,
     SecretWords,
@@ -20,36 +21,36 @@ from bootseer.text.redact_words import (
 )
 
 # What no URL's user or password holds as it is.
-_WORD = re.compile(r"[^\s'\"?#]+")
-_PORT = re.compile(r"\d+/")
+_WORD = lazy_pattern(r"[^\s'\"?#]+")
+_PORT = lazy_pattern(r"\d+/")
 # A user where quotes belong to the password: in a word that no shell reads any more. Repetitions
 # that may begin anywhere are bounded: a long word costs time in proportion.
-_USER_WITH_QUOTES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
-_SECRET_PARAMETER = re.compile(
+_USER_WITH_QUOTES = lazy_pattern(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
+_SECRET_PARAMETER = lazy_pattern(
     r"([?&][\w.-]{0,99}(?:key|secret|token|password|signature|sig|credential)[\w.-]{0,99}=)"
     r"[^&\s'\"]+",
     re.I,
 )
-_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"?#]{0,2000}\?)([^\s'\"#]+)")
+_QUERY = lazy_pattern(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"?#]{0,2000}\?)([^\s'\"#]+)")
 # Of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
-_TOKEN = re.compile(
+_TOKEN = lazy_pattern(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|pypi-[\w-]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 # One word of a shell, with what is quoted in it.
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
-_ASSIGNMENT = re.compile(
+_ASSIGNMENT = lazy_pattern(
     rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
 )
-_AUTHORIZATION = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)")
+_AUTHORIZATION = lazy_pattern(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)")
 # "name:password" of curl and its like, but no "1000:1000".
-_ACCOUNT = re.compile(
+_ACCOUNT = lazy_pattern(
     r"(?<![\w-])(?P<name>-u|-U|--user|--proxy-user)(?P<between>=|\s*)"
     r"(?P<value>(?!\d+:\d+(?:\s|$))['\"]?[^\s:'\"/]+:[^\s'\"]+)"
 )
 _ACCOUNT_OPTIONS = {"-u", "-U", "--user", "--proxy-user"}
-_WHOLE_WORD = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTALL)
+_WHOLE_WORD = lazy_pattern(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTALL)
 
 
 def public_url(url: str) -> str:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from bootseer.text.patterns import lazy_pattern
+
 HIDDEN = "***"
 """What stands where a secret stood."""
 
-_NAME = re.compile(
+_NAME = lazy_pattern(
     r"(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
     r"|credentials?|bearer)(?:$|[_.-])"
     r"|(?:token|secret|pwd|apikey|cookie|bearer|credentials?)$|passw(?:or)?d|passphrase|pass(?:in|out)$"
@@ -20,10 +22,12 @@ _NAME = re.compile(
     re.I,
 )
 # Of a command's words only: messages of ours speak of keys and sessions.
-_COMMAND_NAME = re.compile(r"key$|^session(?:[_.-]?(?:id|key))?$|[_.-]session(?:[_.-]?id)?$", re.I)
-_PUBLIC_NAME = re.compile(r"(?:gpg|hot|mon|pub|public|sort|primary|foreign)[_.-]?key$", re.I)
+_COMMAND_NAME = lazy_pattern(
+    r"key$|^session(?:[_.-]?(?:id|key))?$|[_.-]session(?:[_.-]?id)?$", re.I
+)
+_PUBLIC_NAME = lazy_pattern(r"(?:gpg|hot|mon|pub|public|sort|primary|foreign)[_.-]?key$", re.I)
 # A word that says by itself, without "-" or "=", that the next word is a secret.
-_BARE_NAME = re.compile(
+_BARE_NAME = lazy_pattern(
     r"(?:login|password|passwd|passphrase|token|secret|bearer"
     r"|[\w.-]*_(?:key|access_key_id|password|passwd|token|secret|authToken))",
     re.I,
@@ -32,24 +36,24 @@ _PROSE = {"and", "as", "at", "for", "from", "has", "in", "is", "may", "must", "n
 _PROSE |= {"or", "that", "the", "to", "was", "with"}
 _VARIABLE = r"\$(?:\w+|\{\w+(?::?\?[^}]*|:?-(?:\$\w+)?)?\}|\((?:cat\s+|<\s*)[\w./~$-]+\))"
 _VARIABLES = rf"(?i)\\?['\"]?(?:(?:bearer|basic|token)\s+)?(?:{_VARIABLE}[:.,-]?){{1,9}}"
-_REFERENCE = re.compile(rf"{_VARIABLES}(?:/|(?:\\?['\"])*[\]}},]*$)")
+_REFERENCE = lazy_pattern(rf"{_VARIABLES}(?:/|(?:\\?['\"])*[\]}},]*$)")
 # A header's value goes on to the end of the line, with what else is there.
-_HEADER_REFERENCE = re.compile(rf"{_VARIABLES}(?=$|[\s'\"\\/,;)}}\]])")
-_HOST = re.compile(r"(?:https?://.*|[a-z0-9-]+(?:\.[a-z0-9-]+)*\.[a-z]{2,10}(?::\d+)?(?:/.*)?)")
+_HEADER_REFERENCE = lazy_pattern(rf"{_VARIABLES}(?=$|[\s'\"\\/,;)}}\]])")
+_HOST = lazy_pattern(r"(?:https?://.*|[a-z0-9-]+(?:\.[a-z0-9-]+)*\.[a-z]{2,10}(?::\d+)?(?:/.*)?)")
 # A name and what may stand between it and its value: a sign of equality, also behind the quote or
 # bracket that closes the name; blanks; a comma or bracket before a quoted value.
-_NAMED = re.compile(
+_NAMED = lazy_pattern(
     r"(?<![\w.-])(?P<name>-{0,2}\w[\w.-]*)(?P<between>\\?['\"]?\]?"
     r"(?:=(?:[ \t]{1,9}(?=['\"]))?|\s{1,9}[:+]?=(?!=)[ \t]{0,9}|[:+]=(?!=)[ \t]{0,9})"
     r"|['\"]\s{0,9},\s{0,9}(?=['\"])|\(\s{0,9}(?=['\"])|(?:\s|\\\n)+)"
 )
 _BEFORE_BARE_NAME = frozenset(" \t\r\n'\"`(;|&[{,")
-_PLAIN_WORD = re.compile(r"[^\s;|&()]*")
-_HEADER = re.compile(
+_PLAIN_WORD = lazy_pattern(r"[^\s;|&()]*")
+_HEADER = lazy_pattern(
     r"(?<![\w-])(?P<name>(?:-H)?[A-Za-z][\w-]*)(?P<between>\\?['\"]?\s*:(?!//)\s*)"
 )
-_HEADER_VALUE = re.compile(r"\\\"[^\"]*\"|\"[^\"]*\"|'[^'\n]+'|[^\s'\"][^'\"\n]*")
-_SIGN = re.compile(r"\\.|\$\(|[()\"'`]", re.DOTALL)
+_HEADER_VALUE = lazy_pattern(r"\\\"[^\"]*\"|\"[^\"]*\"|'[^'\n]+'|[^\s'\"][^'\"\n]*")
+_SIGN = lazy_pattern(r"\\.|\$\(|[()\"'`]", re.DOTALL)
 _SIGNS_MAX = 200
 _ENDS = frozenset(" \t\r\n\v\f;|&<>()")
 
@@ -285,7 +289,7 @@ class SecretWords:
                 self._counts = _anything
 
 
-_PIECE = re.compile(r"\\\n|[;|&\n()'\"`]|[^\s;|&()'\"`\\]+")
+_PIECE = lazy_pattern(r"\\\n|[;|&\n()'\"`]|[^\s;|&()'\"`\\]+")
 
 
 def secrets_of_programs(text: str) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError
+from bootseer.text.patterns import lazy_pattern
 from bootseer.text.redact import public_url
 
 # Of a store or a checkpoint folder; fsspec has more, which nobody writes by hand.
@@ -28,7 +29,7 @@ _SCHEMES = (
     "viewfs",
     "webhdfs",
 )
-_SLIP = re.compile(
+_SLIP = lazy_pattern(
     rf"(?P<scheme>(?:limit\+|java\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )

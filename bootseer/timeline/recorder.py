@@ -7,8 +7,6 @@ file is named to child processes by `BOOTSEER_TIMELINE`, the parent span by `TRA
 
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -133,7 +131,7 @@ class Timeline:
         stage = Stage(
             name=name,
             trace_id=self._trace_id,
-            span_id=secrets.token_hex(8),
+            span_id=os.urandom(8).hex(),
             parent_id=self._parent_id,
             start_ns=time.time_ns(),
             end_ns=None,
@@ -215,7 +213,7 @@ def current() -> Timeline | None:
         job = os.environ.get("BOOTSEER_JOB", "default")
         submission = os.environ.get("BOOTSEER_SUBMISSION", "")
         attempt = _number("BOOTSEER_ATTEMPT")
-        node = os.environ.get("BOOTSEER_NODE") or socket.gethostname()
+        node = os.environ.get("BOOTSEER_NODE") or os.uname().nodename
         resource = _resource(job, submission, attempt, node, _number("RANK", "BOOTSEER_RANK"))
         trace_id, parent_id = parse_traceparent(os.environ.get("TRACEPARENT", "")) or (
             trace_id_of(job, attempt, submission),
