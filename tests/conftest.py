@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.running import running
 from tests.support import scheduling
-from tests.support.faulty_relay import FaultyRelay
-from tests.support.registry import Registry, running_registry
+from tests.support.servers.faulty_relay import FaultyRelay
+from tests.support.servers.registry import Registry, running_registry
 
 if TYPE_CHECKING:
     from xdist.remote import Producer

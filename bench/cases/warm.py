@@ -25,7 +25,7 @@ from bench.model import (
     Workspace,
 )
 from bench.processes import Server, mounted, python_command, tree_cpu_s
-from tests.support.slow_fs import read_counters
+from tests.support.mounts.slow_fs import read_counters
 
 _LATENCY_S = 0.001
 _DEADLINE_S = 300.0
@@ -118,7 +118,7 @@ def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[Server, Path]]
     counters = workspace.directory / "counters"
     command = python_command(
         "-m",
-        "tests.support.slow_fs",
+        "tests.support.mounts.slow_fs",
         str(workspace.shared["tree"]),
         str(mountpoint),
         str(_LATENCY_S),

@@ -34,7 +34,7 @@ from bootseer.prefetch.warm import record
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated
-from tests.support.forged_index import forge, sections_of
+from tests.support.images.forged_index import forge, sections_of
 
 _DAMAGED = (CorruptError, UnknownFormatError)
 

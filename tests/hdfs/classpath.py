@@ -220,7 +220,7 @@ def _stem(program: str) -> str:
 
 def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
     """The jar of a program here, compiled again when a source or the libraries changed."""
-    sources = [Path(__file__).with_name(f"{name}.java") for name in (_SHARED, program)]
+    sources = [Path(__file__).parent / "java" / f"{name}.java" for name in (_SHARED, program)]
     stem = _stem(program)
     texts = [source.read_text(encoding="utf-8") for source in sources]
     stamp = "\n".join([*texts, *map(str, libraries)])

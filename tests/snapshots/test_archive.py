@@ -30,7 +30,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
 from tests.snapshots.conftest import MakeNode
-from tests.support.images import Member, tar_of
+from tests.support.images.building import Member, tar_of
 from tests.support.trees import describe, differences
 
 

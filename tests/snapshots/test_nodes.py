@@ -16,7 +16,7 @@ from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from bootseer.store.objects import lease
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.counted import counted_request, rooted, runs
+from tests.snapshots.support.counted import counted_request, rooted, runs
 from tests.support.trees import describe, differences
 
 

@@ -15,7 +15,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.counted import counted_request, runs
+from tests.snapshots.support.counted import counted_request, runs
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.launch.harness import MARK, Node
-from tests.support.images import Layout
-from tests.support.registry import Registry, running_registry
-from tests.support.rootfs import python_root
+from tests.bootseer.launch.harness import MARK, Node
+from tests.support.images.building import Layout
+from tests.support.images.rootfs import python_root
+from tests.support.servers.registry import Registry, running_registry
 from tests.support.wheels import make_wheel
 
 USER_IDS = (0, 65534, 1)

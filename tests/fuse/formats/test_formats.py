@@ -11,8 +11,8 @@ import pytest
 
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.formats.host import TorchHost
-from tests.fuse.striped.mounting import MIB, checkpoints, settings_in, shell
-from tests.support import fuse_mount
+from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
+from tests.support.mounts import fuse_mount
 
 pytestmark = pytest.mark.fuse
 

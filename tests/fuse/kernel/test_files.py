@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from bootseer.fuse.kernel import server as server_module
 from bootseer.fuse.kernel.connection import InitRequest, decode_init
 from bootseer.fuse.kernel.server import Server
-from tests.support import fuse_mount
-from tests.support.passthrough_fs import PassthroughFileSystem
+from tests.support.mounts import fuse_mount
+from tests.support.mounts.passthrough_fs import PassthroughFileSystem
 
 pytestmark = pytest.mark.fuse
 
-_SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.py"))
+_SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*/*.py"))
 _numbers = itertools.count()
 
 

@@ -17,8 +17,8 @@ from bootseer.fuse.kernel.operations import (
     Operations,
 )
 from bootseer.fuse.kernel.server import Server
-from tests.support import fuse_mount
-from tests.support.passthrough_fs import PassthroughFileSystem
+from tests.support.mounts import fuse_mount
+from tests.support.mounts.passthrough_fs import PassthroughFileSystem
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse

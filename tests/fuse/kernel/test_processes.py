@@ -15,8 +15,8 @@ import pytest
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.supervisor import RestartPolicy
 from bootseer.linux.waiting import wait_readable
-from tests.support import fuse_mount
 from tests.support.freezing import frozen
+from tests.support.mounts import fuse_mount
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
@@ -35,10 +35,10 @@ sys.stdout.write(digest.hexdigest())
 
 
 class Process:
-    """A running `tests.support.flat_server`."""
+    """A running `tests.support.mounts.flat_server`."""
 
     def __init__(self, *arguments: str | Path) -> None:
-        command = [sys.executable, "-m", "tests.support.flat_server", *map(str, arguments)]
+        command = [sys.executable, "-m", "tests.support.mounts.flat_server", *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

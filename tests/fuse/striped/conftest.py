@@ -12,8 +12,8 @@ from bootseer.fuse.striped.doors import fsck
 from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
-from tests.fuse.striped.harness import storage_on
-from tests.fuse.striped.mounting import BIG, checkpoints
+from tests.fuse.striped.support.harness import storage_on
+from tests.fuse.striped.support.mounting import BIG, checkpoints
 
 
 @pytest.fixture(params=["file", pytest.param("hdfs", marks=pytest.mark.hdfs)])

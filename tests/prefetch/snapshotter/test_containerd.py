@@ -22,12 +22,12 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.mounts.mount_state import live_mounts
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
-from tests.support.containerd_images import add_image, layers, shell_layer
-from tests.support.containerd_node import Node
-from tests.support.faulty_relay import FaultyRelay
-from tests.support.image_mounts import TIMEOUT_S, index, tree_outside
-from tests.support.images import NASTY, Layout, Member, digest, tar_of
-from tests.support.registry import Registry, free_port, running_registry
+from tests.support.containers.containerd_images import add_image, layers, shell_layer
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import NASTY, Layout, Member, digest, tar_of
+from tests.support.mounts.image_mounts import TIMEOUT_S, index, tree_outside
+from tests.support.servers.faulty_relay import FaultyRelay
+from tests.support.servers.registry import Registry, free_port, running_registry
 from tests.support.waiting import wait_for
 
 

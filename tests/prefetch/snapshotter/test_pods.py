@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.containerd_images import layers, shell_layer
-from tests.support.containerd_node import Node
-from tests.support.faulty_relay import FaultyRelay
-from tests.support.image_mounts import index
-from tests.support.images import Layout, Member, tar_of
-from tests.support.registry import running_registry
+from tests.support.containers.containerd_images import layers, shell_layer
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import Layout, Member, tar_of
+from tests.support.mounts.image_mounts import index
+from tests.support.servers.faulty_relay import FaultyRelay
+from tests.support.servers.registry import running_registry
 from tests.support.waiting import wait_for
 
 

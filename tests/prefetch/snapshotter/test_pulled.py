@@ -19,12 +19,12 @@ from bootseer.prefetch.publish.publishing import (
 )
 from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.store import open_store
-from tests.support.containerd_images import add_image, layers
-from tests.support.containerd_node import Node
-from tests.support.faulty_relay import FaultyRelay
-from tests.support.image_mounts import TIMEOUT_S, index, settings_at
-from tests.support.images import Layout, digest, tar_of
-from tests.support.registry import running_registry
+from tests.support.containers.containerd_images import add_image, layers
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import Layout, digest, tar_of
+from tests.support.mounts.image_mounts import TIMEOUT_S, index, settings_at
+from tests.support.servers.faulty_relay import FaultyRelay
+from tests.support.servers.registry import running_registry
 from tests.support.waiting import wait_for
 
 BLOBS = r"GET /v2/.*/blobs/"

@@ -13,8 +13,8 @@ import pytest
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
 from tests.prefetch.snapshotter.conftest import directories
-from tests.support.containerd_node import Node
-from tests.support.image_mounts import REPOSITORY, bootseer, outside, skip_unless_root
+from tests.support.containers.containerd_node import Node
+from tests.support.mounts.image_mounts import REPOSITORY, bootseer, outside, skip_unless_root
 from tests.support.waiting import wait_for
 
 

@@ -14,9 +14,9 @@ import yaml  # type: ignore[import-untyped]
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.mounts.mount_state import live_mounts
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
-from tests.support.containerd_node import Node
-from tests.support.image_mounts import REPOSITORY, checksums_outside
-from tests.support.images import digest
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import digest
+from tests.support.mounts.image_mounts import REPOSITORY, checksums_outside
 from tests.support.waiting import wait_for
 
 

@@ -15,9 +15,9 @@ from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.store import open_store
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
-from tests.support.containerd_node import Node
-from tests.support.image_mounts import TIMEOUT_S, checksums_outside, index
-from tests.support.images import Member, digest, write_layout
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import Member, digest, write_layout
+from tests.support.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
 from tests.support.waiting import wait_for
 
 

@@ -14,8 +14,8 @@ from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
-from tests.support.images import Member, tar_of
-from tests.support.odd_tars import END, block
+from tests.support.images.building import Member, tar_of
+from tests.support.images.odd_tars import END, block
 
 
 def packed(members: Sequence[Member]) -> LayerTree:

@@ -23,7 +23,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.sources import ImageSource, open_source
 from tests.prefetch.sources.packed import packed_digests
-from tests.support.images import (
+from tests.support.images.building import (
     INDEX_TYPE,
     MANIFEST_TYPE,
     NASTY,

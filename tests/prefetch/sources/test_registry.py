@@ -23,9 +23,17 @@ from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from tests.prefetch.sources.packed import packed_digests
-from tests.support.faulty_relay import Fault, FaultyRelay
-from tests.support.images import INDEX_TYPE, NASTY, Layout, Member, run_tool, tar_of, write_layout
-from tests.support.registry import Registry
+from tests.support.images.building import (
+    INDEX_TYPE,
+    NASTY,
+    Layout,
+    Member,
+    run_tool,
+    tar_of,
+    write_layout,
+)
+from tests.support.servers.faulty_relay import Fault, FaultyRelay
+from tests.support.servers.registry import Registry
 
 RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "User": "9"}
 

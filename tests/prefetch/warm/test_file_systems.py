@@ -17,9 +17,9 @@ from bootseer.prefetch.warm.record import Range, decode, encode
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
-from tests.support.fuse_mount import check_python, mounted, require_root, short_options
+from tests.support.mounts.fuse_mount import check_python, mounted, require_root, short_options
+from tests.support.mounts.slow_fs import SlowFileSystem
 from tests.support.others import let_others_in
-from tests.support.slow_fs import SlowFileSystem
 
 _NOBODY = 65534
 # What the package's data file makes: each of 128 pages lies by itself.

@@ -14,10 +14,10 @@ from bootseer.cli import main
 from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
 from bootseer.prefetch.warm.residency import cached_ranges
 from bootseer.prefetch.warm.state import node_paths, take_lock
-from tests.cli.json_page import agree
+from tests.bootseer.cli.json_page import agree
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
-from tests.support.fuse_mount import mounted, short_options
-from tests.support.slow_fs import SlowFileSystem
+from tests.support.mounts.fuse_mount import mounted, short_options
+from tests.support.mounts.slow_fs import SlowFileSystem
 
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 

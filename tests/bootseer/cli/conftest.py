@@ -1,0 +1,172 @@
+"""The command line under test: a runner, and a world with a store to use and to damage."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+DEADLINE_S = 5
+# A command may use its deadline twice (one wait, then giving up), on a loaded machine.
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command ended."""
+
+    arguments: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+    in_time: bool
+
+    @property
+    def json(self) -> Any:
+        """stdout as the one JSON document that it must be."""
+        return json.loads(self.out)
+
+
+class Runner:
+    """`bootseer` commands in forks of a process that has it imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "tests.bootseer.cli.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"},
+        )
+        assert self._zygote.stdout is not None
+        assert self._zygote.stdout.readline() == "ready\n"
+
+    def run(
+        self,
+        arguments: tuple[object, ...],
+        environment: Mapping[str, str],
+        *,
+        cwd: Path,
+        nobody: bool = False,
+    ) -> Result:
+        """Run `bootseer ARGUMENTS` to its end, or until TIMEOUT_S."""
+        out, err = self._folder / "out", self._folder / "err"
+        texts = tuple(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)
+        request = {
+            "arguments": [os.fsencode(text).hex() for text in texts],
+            "env": dict(environment),
+            "cwd": str(cwd),
+            "nobody": nobody,
+            "out": str(out),
+            "err": str(err),
+            "timeout_s": TIMEOUT_S,
+        }
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(json.dumps(request) + "\n")
+        self._zygote.stdin.flush()
+        answer = json.loads(self._zygote.stdout.readline())
+        return Result(
+            texts,
+            answer["code"],
+            out.read_text(encoding="utf-8", errors="backslashreplace"),
+            err.read_text(encoding="utf-8", errors="backslashreplace"),
+            answer["in_time"],
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.close()
+        self._zygote.wait(10)
+        assert self._zygote.stdout is not None
+        self._zygote.stdout.close()
+
+
+@dataclass(slots=True)
+class World:
+    """A node, a store with an image, a snapshot and a record, and things that are none of that."""
+
+    base: Path
+    runner: Runner
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, *arguments: object, nobody: bool = False, **variables: str) -> Result:
+        environment = {**self.environment, **self.variables, **variables}
+        return self.runner.run(arguments, environment, cwd=self.base, nobody=nobody)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the commands run with."""
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.base / "home"),
+            "PYTHONPATH": str(REPOSITORY),
+            "BOOTSEER_STORE": (self.base / "store").as_uri(),
+            "BOOTSEER_CACHE_DIR": str(self.base / "cache"),
+            "BOOTSEER_RUN_DIR": str(self.base / "run"),
+            "BOOTSEER_TIMELINE_DIR": str(self.base / "timeline"),
+            "BOOTSEER_DEADLINE": str(DEADLINE_S),
+        }
+
+    def path(self, name: str) -> Path:
+        """A path in the world."""
+        return self.base / name
+
+    def forget(self) -> None:
+        """As on a node that has never seen anything."""
+        for name in ("cache", "run"):
+            shutil.rmtree(self.base / name, ignore_errors=True)
+
+
+def _make(base: Path, runner: Runner) -> World:
+    for name in ("home", "mnt", "empty", "src/bin", "src/lib"):
+        (base / name).mkdir(parents=True)
+    (base / "src/bin/program").write_bytes(b"#!/bin/sh\n")
+    (base / "src/lib/data").write_bytes(os.urandom(200_000))
+    (base / "text").write_text("no image, no folder\n")
+    (base / "random").write_bytes(os.urandom(20_000))
+    world = World(base, runner)
+    for arguments in (
+        ("image", "index", "src", "--name", "image:1"),
+        ("snapshot", "create", "--target", base / "src", "--name", "env"),
+    ):
+        result = world(*arguments)
+        assert result.code == 0, result
+    return world
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("runner"))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="session")
+def pristine(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Made once; copied for whoever changes it."""
+    return _make(tmp_path_factory.mktemp("pristine"), runner)
+
+
+@pytest.fixture(scope="module")
+def world(pristine: World) -> World:
+    """For tests whose commands change nothing."""
+    return pristine
+
+
+@pytest.fixture
+def own_world(pristine: World, tmp_path: Path) -> World:
+    """A copy of the test's own."""
+    base = tmp_path / "world"
+    shutil.copytree(pristine.base, base, symlinks=True)
+    return World(base, pristine.runner)

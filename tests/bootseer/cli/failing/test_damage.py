@@ -1,0 +1,117 @@
+"""Damage to what only speeds a start up never stops one; dead mounts can be taken off."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.kernel.mounting import mounts
+from tests.bootseer.cli.conftest import World
+from tests.bootseer.cli.failing.promises import CORRUPT, UNKNOWN, check, damage
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def mountable(own_world: World) -> Iterator[World]:
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("needs root and /dev/fuse")
+    yield own_world
+    own_world("image", "unmount", "mnt", "--timeout", "0")
+    own_world("unmount", "mnt", "--timeout", "0")
+    own_world("image", "status", "--wait", "20")
+
+
+def content(path: Path) -> bytes:
+    """Read by another process, which can be given up if the mount hangs."""
+    done = subprocess.run(["timeout", "20", "cat", str(path)], capture_output=True, check=True)
+    return done.stdout
+
+
+def start(world: World) -> None:
+    """A start: mount, read, unmount, and the record published."""
+    assert world("image", "mount", "image:1", "mnt").code == 0
+    assert content(world.path("mnt/lib/data")) == world.path("src/lib/data").read_bytes()
+    assert world("image", "unmount", "mnt").code == 0
+    assert world("image", "status", "--wait", "20").code == 0
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "empty", "noise", "deep"])
+def test_a_damaged_record_costs_only_speed(mountable: World, how: str) -> None:
+    world = mountable
+    start(world)
+    damaged = [
+        path
+        for kind in ("hot", "traces", "bundles", "hotsets")
+        for path in world.path(
+            "store",
+        )
+        .joinpath(kind)
+        .rglob("*")
+        if path.is_file()
+    ]
+    assert len(damaged) >= 3
+    for path in damaged:
+        damage(path, how)
+    world.forget()
+    start(world)
+    # Some traces were replaced meanwhile by new ones; what is damaged is named, in one line.
+    for arguments in (("image", "trace", "list", "image:1"), ("image", "trace", "show", "image:1")):
+        result = world(*arguments)
+        if result.code:
+            check(result, (CORRUPT, UNKNOWN), "store")
+
+
+def servers_of(world: World) -> list[int]:
+    """Processes that name the world's directory, or were given it: they run in its session."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "fd").iterdir()
+            text = b" ".join(os.fsencode(os.readlink(fd)) for fd in maps)
+        except OSError:
+            continue
+        if int(process.name) != os.getpid() and os.fsencode(world.base) + b"/run" in text:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["image", "checkpoint"])
+def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
+    world = mountable
+    mount: tuple[str, ...] = ("image", "mount", "--no-record", "image:1", "mnt")
+    unmount: tuple[str, ...] = ("image", "unmount", "mnt")
+    if kind == "checkpoint":
+        mount, unmount = ("mount", "checkpoints", "mnt"), ("unmount", "mnt")
+    assert world(*mount).code == 0
+    assert servers_of(world)
+
+    def are_gone() -> bool:
+        # A supervisor may have started another worker meanwhile.
+        left = servers_of(world)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait_for(are_gone, "the end of the servers")
+    assert mounts.find_mount(world.path("mnt")) is not None
+    # Mounting over it is refused, or takes the dead one away; it never hangs.
+    again = world(*mount)
+    if again.code:
+        check(again, 19, "mnt")
+    # The other kind's command does not take it off.
+    wrong = world(*(("unmount", "mnt") if kind == "image" else ("image", "unmount", "mnt")))
+    assert wrong.in_time
+    if mounts.find_mount(world.path("mnt")) is not None:
+        result = world(*unmount)
+        assert (result.code, result.err) == (0, "")
+    assert mounts.find_mount(world.path("mnt")) is None
+    check(world(*unmount), 10, "mnt")
+    assert world(*mount).code == 0
+    assert world(*unmount).code == 0

@@ -1,0 +1,145 @@
+"""`bootseer image mount | unmount | status | run | warm | trace` as a user types them."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bootseer.cli import cli
+from bootseer.cli.image.image_run_commands import COMMANDS
+from bootseer.cli.image.image_trace_commands import trace
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.settings.config import Settings
+from tests.support.mounts.image_mounts import (
+    bootseer,
+    checksums_outside,
+    index,
+    settings_at,
+    skip_unless_fuse,
+    start_bootseer,
+    sweep_everything,
+)
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "hot").write_bytes(os.urandom(100_000))
+    (source / "cold").write_bytes(os.urandom(100_000))
+    (tmp_path / "mnt").mkdir()
+    settings = settings_at(tmp_path)
+    index(settings, source, "image:1")
+    yield settings
+    sweep_everything(settings)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([str(command.name)] for command in COMMANDS),
+        ["trace"],
+        *(["trace", name] for name in trace.commands),
+    ],
+    ids=" ".join,
+)
+def test_every_command_has_help_with_an_example(names: list[str]) -> None:
+    # From the top: click keeps the help of a command that is invoked alone, which has no -h, and
+    # showed it to the test of docs/cli.md in the same process.
+    result = CliRunner().invoke(cli, ["image", *names, "--help"])
+    assert result.exit_code == 0
+    if names != ["trace"]:
+        assert "Example: bootseer image" in result.output
+
+
+@pytest.mark.fuse
+def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> None:
+    skip_unless_fuse()
+    directory = tmp_path / "mnt"
+    assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0
+    again = bootseer(settings, "image", "mount", "image:1", directory)
+    assert again.returncode == 19
+    assert again.stderr.count("\n") == 1
+    checksums_outside([directory / "hot"])
+    (one,) = json.loads(bootseer(settings, "image", "status", directory, "--json").stdout)
+    assert (one["reference"], one["workload"]) == ("image:1", "train")
+    assert one["record"] == "recording"
+    assert "image:1" in bootseer(settings, "image", "status").stdout
+    assert bootseer(settings, "image", "unmount", directory).returncode == 0
+    assert mounts.find_mount(directory) is None
+    assert json.loads(bootseer(settings, "image", "status", "--wait", 30, "--json").stdout) == []
+    (listed,) = json.loads(bootseer(settings, "image", "trace", "list", "image:1", "--json").stdout)
+    assert listed["ended"] == "unmount"
+    assert listed["file_count"] == 1
+    assert listed["bundle"].startswith("sha256:")
+    assert "train" in bootseer(settings, "image", "trace", "list", "image:1").stdout
+    shown = json.loads(
+        bootseer(settings, "image", "trace", "show", "image:1", listed["id"], "--json").stdout
+    )
+    assert {access["path"] for access in shown["accesses"]} == {"hot"}
+    assert sum(access["length"] for access in shown["accesses"]) == 100_000
+    assert "hot" in bootseer(settings, "image", "trace", "show", "image:1").stdout
+
+
+@pytest.mark.fuse
+def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: Path) -> None:
+    skip_unless_fuse()
+    directory = tmp_path / "mnt"
+    for end in ("signal", "unmount"):
+        arguments = ("image", "mount", "--foreground", "--no-record", "image:1", directory)
+        with start_bootseer(settings, *arguments) as process:
+            wait_for(lambda: mounts.find_mount(directory) is not None)
+            if end == "signal":
+                process.send_signal(signal.SIGINT)
+            else:
+                bootseer(settings, "image", "unmount", directory)
+            # 130: the signal came before the command knew that the mount works.
+            assert process.wait(30) in ((0, 130) if end == "signal" else (0,))
+        wait_for(lambda: mounts.find_mount(directory) is None)
+        wait_for(lambda: list(live_mounts(settings)) == [])
+
+
+@pytest.mark.fuse
+def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> None:
+    skip_unless_fuse()
+    directory = tmp_path / "mnt"
+    assert bootseer(settings, "image", "warm", "image:1").returncode == 0
+    assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0
+    (tmp_path / "store/blobs").rename(tmp_path / "store/gone")
+    for name in ("hot", "cold"):
+        assert not checksums_outside([directory / name])[0].startswith("E")
+    assert bootseer(settings, "image", "unmount", directory).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("image", "mount", "no-such:1", "mnt"), 10),
+        (("image", "mount", "image:1", "no-such-dir"), 10),
+        (("image", "mount", "image:1"), 2),
+        (("image", "unmount", "mnt"), 10),
+        (("image", "status", "mnt"), 10),
+        (("image", "trace", "show", "image:1"), 10),
+        (("image", "trace", "list", "no-such:1"), 10),
+        (("image", "run", "no-such:1", "--", "true"), 10),
+        (("image", "run", "--runtime", "docker", "image:1"), 2),
+        (("image", "run", "--env", "=x", "image:1"), 2),
+        (("image", "warm", "no-such:1"), 10),
+    ],
+)
+def test_bad_input_is_one_sentence_and_a_code(
+    settings: Settings, tmp_path: Path, arguments: tuple[str, ...], code: int
+) -> None:
+    paths = {"mnt": tmp_path / "mnt", "no-such-dir": tmp_path / "no-such-dir"}
+    done = bootseer(settings, *(paths.get(argument, argument) for argument in arguments))
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    if code != 2:
+        assert done.stderr.count("\n") == 1

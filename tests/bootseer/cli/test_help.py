@@ -1,0 +1,120 @@
+"""Every command's help ends with an example, and the command accepts it."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from bootseer.cli import cli
+from tests.bootseer.cli.conftest import World
+from tests.support.cli_reference import commands, root_context
+
+_ALL = [(context.command_path, command) for command, context in commands(cli, root_context())]
+_EXAMPLES = [
+    (path, command.epilog.removeprefix("Example: "))
+    for path, command in _ALL
+    if command.epilog is not None
+]
+
+
+def parse(words: list[str]) -> str:
+    """The path of the command that accepts `words`; raises as the command line itself would."""
+    command: click.Command = cli
+    context = cli.make_context(words[0], words[1:])
+    while isinstance(command, click.Group):
+        rest = [*context._protected_args, *context.args]
+        name, inner, rest = command.resolve_command(context, rest)
+        assert inner is not None
+        command = inner
+        context = command.make_context(name, rest, parent=context)
+    return context.command_path
+
+
+@pytest.mark.parametrize(("path", "example"), _EXAMPLES, ids=[path for path, _ in _EXAMPLES])
+def test_the_example_parses(path: str, example: str) -> None:
+    words = shlex.split(example)
+    assert words[0] == "bootseer"
+    reached = parse(words)
+    assert reached == path or path == "bootseer"
+
+
+def test_an_example_that_does_not_parse_would_be_found() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["bootseer", "image", "list", "--jsn"])
+    with pytest.raises(click.UsageError):
+        parse(["bootseer", "image", "lst"])
+
+
+@pytest.mark.parametrize(("path", "command"), _ALL, ids=[path for path, _ in _ALL])
+def test_each_commands_help_ends_with_an_example(
+    path: str, command: click.Command, world: World
+) -> None:
+    words = path.split()[1:]
+    result = world(*words, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("Usage: " + path)
+    if not isinstance(command, click.Group):
+        # At the end, whatever the width of the terminal.
+        last = result.out.rstrip().rpartition("\n\n")[2]
+        assert last.split()[:2] == ["Example:", "bootseer"]
+    assert world(*words, "-h").out == result.out
+
+
+def test_version_says_which(world: World) -> None:
+    result = world("--version")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("bootseer, version ")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("rnu",), "Did you mean 'run'?"),
+        (("docter",), "Did you mean 'doctor'?"),
+        (("image", "satus"), "Did you mean 'status'?"),
+        (("snapshot", "verfy"), "Did you mean 'verify'?"),
+        (("stripe", "convret"), "Did you mean 'convert'?"),
+        (("store", "zzzzzz"), "No such command 'zzzzzz'.\n"),
+        (
+            ("run", "python", "x", "--epochs", "3"),
+            "put -- before COMMAND: bootseer run ... -- COMMAND --epochs",
+        ),
+        (("warm", "/x", "python", "--epochs=3"), "bootseer warm ... -- COMMAND --epochs"),
+    ],
+    ids=" ".join,
+)
+def test_a_slip_is_answered_with_what_is_meant(
+    world: World, words: tuple[str, ...], hint: str
+) -> None:
+    found = world(*words)
+    assert found.code == 2
+    assert hint in found.err
+
+
+def test_old_names_of_options_still_work(world: World) -> None:
+    found = world("store", "gc", "--yes", "--grace=0", "--json")
+    assert found.code == 0
+    assert found.json["done"] is True
+    assert found.err.splitlines() == [
+        "bootseer: warning: --yes is called --delete now",
+        "bootseer: warning: --grace is called --age now",
+    ]
+    assert "--yes" not in world("store", "gc", "--help").out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes(shell: str, tmp_path: Path) -> None:
+    """docs/operations.md says how."""
+    asked = {"COMP_WORDS": "bootseer sn", "COMP_CWORD": "sn" if shell == "fish" else "1"}
+    program = Path(sys.executable).with_name("bootseer")
+    for instruction, expected in (("source", "_BOOTSEER_COMPLETE"), ("complete", "snapshotter")):
+        environ = {**os.environ, **asked, "_BOOTSEER_COMPLETE": f"{shell}_{instruction}"}
+        done = subprocess.run(
+            [program], env=environ, capture_output=True, text=True, timeout=100, cwd=tmp_path
+        )
+        assert done.returncode == 0
+        assert expected in done.stdout

@@ -1,0 +1,105 @@
+"""The wrapper costs little more than the interpreter: nothing heavy is imported before its use.
+
+No assertion on time: what is imported decides it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.text.patterns import lazy_pattern
+from tests.bootseer.cli.conftest import REPOSITORY
+
+HEAVY = (
+    *("aiohttp", "asyncio", "ctypes", "docker", "fsspec", "hdfs_native", "hypothesis", "numpy"),
+    *("pyarrow", "requests", "rich", "ssl", "urllib3", "xxhash", "zstandard"),
+)
+# What each rank of a job would pay for that uses nothing of ours.
+UNUSED = ("hmac", "random", "secrets", "shlex", "shutil", "socket", "subprocess", "tomllib")
+_CODE = """
+import os, sys
+def tell(*ignored):
+    os.write(2, " ".join(sorted(sys.modules)).encode())
+    os._exit(0)
+os.execvp = tell
+from bootseer.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    tell()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--version",),
+        ("--help",),
+        ("run", "--help"),
+        ("mount", "--help"),
+        ("snapshot", "--help"),
+        ("config", "show", "--json"),
+        ("run", "--", "true"),
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, *arguments],
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "PYTHONPATH": str(REPOSITORY),
+        },
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = done.stderr.split()
+    assert "bootseer.cli" in modules
+    # Of a start, up to the exec.
+    unwanted = (*HEAVY, *UNUSED) if arguments == ("run", "--", "true") else HEAVY
+    assert not [name for name in unwanted if name in modules]
+
+
+def test_a_pattern_is_compiled_at_its_first_use() -> None:
+    faulty, words = lazy_pattern("("), lazy_pattern(r"(?P<word>\w+)", re.IGNORECASE)
+    match = words.search("- one two", 6)
+    assert match is not None
+    assert match["word"] == "two"
+    assert words.sub("x", "one two") == "x x"
+    assert words.flags & re.IGNORECASE
+    with pytest.raises(re.error):
+        faulty.match("text")
+
+
+_INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, *ignored):
+        if name == "bootseer.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from bootseer.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_it_is_loaded_shows_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, "image", "list"],
+        capture_output=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "HOME": str(tmp_path)},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

@@ -1,0 +1,178 @@
+"""A node on which `bootseer run` is started for real, and everything that it left is found.
+
+Every process that a start begins inherits a variable that names the node, so that none can hide:
+not a server in a session of its own, not a set-up's grandchild.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from bootseer.fuse.kernel.mounting import mounts
+from tests.support import waiting
+from tests.support.mounts.fuse_mount import clear_mount
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 60.0
+MARK = "BOOTSEER_TEST_NODE"
+Completed: TypeAlias = "subprocess.CompletedProcess[str]"
+
+
+class Node:
+    """Caches, run folder and timelines of one node below `base`; the store is `store`."""
+
+    def __init__(self, base: Path, store: str) -> None:
+        self.base = base
+        self.store = store
+        base.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        names = ("PATH", "LANG", "JAVA_HOME")
+        return {
+            **{name: os.environ[name] for name in names if name in os.environ},
+            MARK: str(self.base),
+            "HOME": str(self.base),
+            "PYTHONPATH": str(REPOSITORY),
+            "BOOTSEER_STORE": self.store,
+            "BOOTSEER_CACHE_DIR": str(self.base / "cache"),
+            "BOOTSEER_RUN_DIR": str(self.base / "run"),
+            "BOOTSEER_TIMELINE_DIR": str(self.base / "timeline"),
+            "BOOTSEER_DEADLINE": "10",
+            "BOOTSEER_MEMORY": "64MiB",
+            "BOOTSEER_JOB": "job",
+        }
+
+    def start(
+        self,
+        *arguments: object,
+        prefix: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> "subprocess.Popen[str]":
+        """`bootseer FLAGS run ARGUMENTS`, started behind the words of `prefix`."""
+        command = [*prefix, sys.executable, "-m", "bootseer", *flags, "run", *map(str, arguments)]
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
+        return subprocess.Popen(
+            command,
+            env={**self.environment, **(variables or {})},
+            text=True,
+            cwd=self.base,
+            **{**pipes, **options},
+        )
+
+    def run(self, *arguments: object, stdin: str | None = None, **options: Any) -> Completed:
+        """The same, waited for; given up when it hangs."""
+        if stdin is not None:
+            options["stdin"] = subprocess.PIPE
+        with self.start(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(stdin, timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                pytest.fail(f"bootseer run {arguments} did not end within {TIMEOUT_S} s")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    # ---- what is left -------------------------------------------------------------------------
+
+    def processes(self) -> dict[int, str]:
+        """Every process of this node: its id and command line."""
+        found = {}
+        for path in Path("/proc").iterdir():
+            if not path.name.isdigit() or path.name == str(os.getpid()):
+                continue
+            try:
+                variables = (path / "environ").read_bytes().split(b"\0")
+                if os.fsencode(f"{MARK}={self.base}") in variables:
+                    words = (path / "cmdline").read_bytes().split(b"\0")
+                    found[int(path.name)] = b" ".join(words).decode(errors="replace")
+            except OSError:
+                continue
+        return found
+
+    def mounts(self) -> list[mounts.Mount]:
+        return [one for one in mounts.fuse_mounts() if one.path.is_relative_to(self.base)]
+
+    def wait_clean(self) -> None:
+        """Until nothing of any start is left: no process, no mount, no folder of a container."""
+        deadline_s = time.monotonic() + 90
+        while True:
+            left: list[object] = [*self.mounts()]
+            for folder in ("run/mounts", "cache/containers"):
+                left += (self.base / folder).glob("*")
+            # Only then: it takes as long as twenty of the others.
+            left = left or [*self.processes().values()] or [*self.mounts()]
+            if not left:
+                return
+            assert time.monotonic() < deadline_s, (left, self._waiting())
+            time.sleep(0.05)
+
+    def _waiting(self) -> list[str]:
+        """What each thread of this node waits for in the kernel."""
+        found = []
+        for pid, line in self.processes().items():
+            for task in Path(f"/proc/{pid}/task").glob("*"):
+                with suppress(OSError):
+                    name, where = (task / "comm").read_text(), (task / "wchan").read_text()
+                    found.append(f"{pid} {line}: {name.strip()} in {where}")
+        return found
+
+    def sweep(self) -> None:
+        """Whatever happened: end every process, take off every mount."""
+        for _ in range(3):
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for mount in self.mounts():
+                clear_mount(mount.path)
+
+    # ---- timeline -----------------------------------------------------------------------------
+
+    def spans(self) -> dict[str, dict[str, Any]]:
+        """name -> the finished span of that name, of the newest start."""
+        files = sorted(
+            (self.base / "timeline").rglob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns
+        )
+        found = {}
+        for line in files[-1].read_text().splitlines():
+            for resource in json.loads(line).get("resourceSpans", ()):
+                for scope in resource["scopeSpans"]:
+                    found.update({span["name"]: span for span in scope["spans"]})
+        return found
+
+
+@contextmanager
+def node_at(base: Path, store: str) -> Iterator[Node]:
+    """A node of which nothing is left in the end."""
+    node = Node(base, store)
+    try:
+        yield node
+    finally:
+        node.sweep()
+
+
+def attribute(span: Mapping[str, Any], name: str) -> Any:
+    """The value of a span's attribute; None without."""
+    for one in span["attributes"]:
+        if one["key"] == name:
+            return next(iter(one["value"].values()))
+    return None
+
+
+def wait_for(path: Path) -> None:
+    """Until the file exists."""
+    waiting.wait_for(path.exists, f"{path}")

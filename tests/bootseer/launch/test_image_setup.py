@@ -1,0 +1,107 @@
+"""A set-up inside an image: what it changed is told by the layers of the image's root."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.conftest import Image
+from tests.bootseer.launch.harness import Node, node_at
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+# In a package that the image has, as an upgrade of it would.
+SET_UP = """
+import email, os, pathlib, shutil
+package = pathlib.Path(email.__file__).parent
+(package / "quoprimime.py").unlink()
+(package / "charset.py").write_text("changed")
+(package / "_parseaddr.py").chmod(0o600)
+(package / "encoders.py").rename(package / "renamed.py")
+os.link(package / "utils.py", package / "linked.py")
+shutil.rmtree(package / "mime")
+(package / "mime").mkdir()
+(package / "mime/new.py").symlink_to("../utils.py")
+os.utime(package / "mime", ns=(1, 10**18 + 1))
+for path in ("/opt/tool", "/tmp/temporary", "/root/.cache/pip", "/etc/new"):
+    pathlib.Path(path).mkdir(parents=True)
+    (pathlib.Path(path) / "file").touch()
+pathlib.Path("/etc/passwd").open("a").write("other:x:7:7::/:/bin/sh\\n")
+shutil.rmtree(package.parent / "wsgiref")
+"""
+SHOW = """
+import email, json, os, pathlib
+found = {}
+for path in [pathlib.Path(email.__file__).parent, *pathlib.Path(email.__file__).parent.rglob("*")]:
+    status = path.lstat()
+    if "__pycache__" in path.parts:
+        continue
+    size = 0 if path.is_dir() and not path.is_symlink() else status.st_size
+    links = 0 if path.is_dir() else status.st_nlink
+    found[str(path)] = [status.st_mode, status.st_uid, size, status.st_mtime_ns, links]
+print(json.dumps(found, sort_keys=True))
+"""
+
+
+def _package_in(image: Image) -> Path:
+    """Where a package of the standard library lies in the image."""
+    (package,) = image.root.rglob("python3*/email")
+    return Path("/") / package.relative_to(image.root)
+
+
+def test_a_set_up_that_changes_what_the_image_has(
+    node: Node, known_image: Image, tmp_path: Path
+) -> None:
+    inside = _package_in(known_image)
+    (tmp_path / "bind").mkdir()
+    for name, text in (("set-up.py", SET_UP), ("show.py", SHOW)):
+        (tmp_path / "bind" / name).write_text(text)
+    (tmp_path / "bind").chmod(0o755)
+    job = (
+        *("--image", known_image.source, "--bind", f"{tmp_path / 'bind'}:/bind"),
+        *("--setup", "python3 -B /bind/set-up.py", "--target", inside, "--mode", "extract"),
+        *("--", "python3", "-B", "/bind/show.py"),
+    )
+    first = node.run(*job, flags=["-v"])
+    assert first.returncode == 0, first.stderr
+    assert "stored snapshot" in first.stderr
+    # The layers told.
+    assert "scanning" not in first.stderr
+    node.wait_clean()
+    (warning,) = (line for line in first.stderr.splitlines() if "changed during" in line)
+    assert "/etc/passwd" in warning
+    assert "/etc/new/file" in warning
+    assert "/opt/tool/file" in warning
+    assert f"{inside.parent}/wsgiref" in warning
+    for other in ("temporary", "pip", "email", "more folders", "resolv"):
+        assert other not in warning
+    shown = json.loads(first.stdout)
+    assert f"{inside}/mime/new.py" in shown
+    assert f"{inside}/quoprimime.py" not in shown
+    with node_at(tmp_path / "second", node.store) as second:
+        again = second.run(*job, flags=["-v"])
+        assert again.returncode == 0, again.stderr
+        assert "restored snapshot" in again.stderr
+        assert "scanning" not in again.stderr
+        assert "changed during" not in again.stderr
+        second.wait_clean()
+    assert json.loads(again.stdout) == shown
+
+
+def test_a_target_with_a_mount_inside_is_scanned(
+    node: Node, known_image: Image, tmp_path: Path
+) -> None:
+    inside = _package_in(known_image)
+    (tmp_path / "bind").mkdir()
+    (tmp_path / "bind/file").touch()
+    done = node.run(
+        *("--image", known_image.source, "--bind", f"{tmp_path / 'bind'}:{inside}/bound"),
+        *("--setup", f"echo x > {inside}/new; echo x > {inside}/bound/x", "--target", inside),
+        *("--", "cat", f"{inside}/new"),
+        flags=["-v"],
+    )
+    assert (done.returncode, done.stdout) == (0, "x\n"), done.stderr
+    assert f"something is mounted on {node.base}" in done.stderr
+    # The file and where something is mounted: nothing of that.
+    assert ": 2 files; " in done.stderr
+    node.wait_clean()

@@ -1,0 +1,85 @@
+"""The same without root: fusermount3 mounts, a user namespace makes the container."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.harness import Node
+from tests.support.mounts.fuse_mount import require_fuse
+from tests.support.others import let_others_in
+
+pytestmark = pytest.mark.fuse
+
+NOBODY = "65534"
+# Root may keep its interpreter, and the device, where nobody else may look: let them be used.
+PRIVATE_DEVICE = """
+mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
+mount --bind /mnt/fuse /dev/fuse && exec "$@"
+"""
+
+
+def unprivileged(node: Node) -> tuple[str, ...]:
+    """What to put before a command of the node's, so that an ordinary user runs it."""
+    require_fuse()
+    if not shutil.which("fusermount3"):
+        pytest.skip("mounting without root needs fusermount3")
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if not limit.exists() or not int(limit.read_text()):
+        pytest.skip("this kernel has no user namespaces")
+    if os.geteuid() != 0:
+        return ()
+    let_others_in(node.base)
+    subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)
+    user = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups")
+    read = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    return ("unshare", "--mount", "sh", "-c", PRIVATE_DEVICE, "sh", *user, *read)
+
+
+def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> None:
+    job = (
+        *("--image", image_root, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--", "sh", "-c"),
+    )
+    prefix = unprivileged(node)
+    first = node.run(*job, "echo saved > /ckpt/x; echo $BOOTSEER_JOB", prefix=prefix)
+    assert (first.returncode, first.stdout) == (0, "job\n"), first.stderr
+    second = node.run(*job, "cat /ckpt/x; exit 3", prefix=prefix)
+    assert (second.returncode, second.stdout, second.stderr) == (3, "saved\n", "")
+    node.wait_clean()
+
+
+def test_a_start_on_the_host_without_root(node: Node, tmp_path: Path) -> None:
+    mount = node.base / "mnt"
+    done = node.run(
+        *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:{mount}"),
+        *("--setup", "mkdir -p env; echo x > env/x", "--target", "env"),
+        *("--", "sh", "-c", "id -u; cat env/x; echo saved > mnt/x; cat mnt/x"),
+        prefix=unprivileged(node),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["x", "saved"]
+    node.wait_clean()
+
+
+def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
+    """What it changed is told by an upper layer with the attributes of an ordinary user's."""
+    root = node.base / "root"
+    shutil.copytree(image_root, root, symlinks=True)
+    for path in ("usr/share/old/a", "usr/share/old/b", "etc/group"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("old")
+    code = "import os; os.remove('/usr/share/old/a'); os.remove('/etc/group')"
+    line = f'python3 -c "{code}"; echo c > /usr/share/old/c; echo x > /etc/new'
+    job = (
+        *("--image", root, "--setup", line, "--target", "/usr/share/old", "--mode", "extract"),
+        *("--", "sh", "-c", "cd /usr/share/old && echo *"),
+    )
+    done = node.run(*job, prefix=unprivileged(node), flags=["-v"])
+    assert (done.returncode, done.stdout) == (0, "b c\n"), done.stderr
+    assert "scanning" not in done.stderr
+    assert ": 1 files; " in done.stderr
+    assert "not stored: /etc/ (2 names); " in done.stderr
+    node.wait_clean()

@@ -1,0 +1,246 @@
+"""Signals at every stage of a start, and SIGKILL at any moment: nothing is left."""
+
+import os
+import pty
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.harness import Node, wait_for
+from tests.support import waiting
+from tests.support.mounts.fuse_mount import require_fuse, require_root
+
+SLEEPING_SETUP = "sh -c ': > deeper; sleep 600; true'; true"
+SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """What it said on stderr."""
+    _, err = process.communicate(timeout=60)
+    return err
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_in_a_setup(node: Node, number: signal.Signals) -> None:
+    with node.start(*SETUP, "--", "touch", "job-ran") as process:
+        wait_for(node.base / "deeper")
+        process.send_signal(number)
+        err = finish(process)
+    assert process.returncode == -number
+    assert f"ended by {number.name}" in err
+    assert "Traceback" not in err
+    # Also the grandchild, which nobody waited for, and without any wait for it by us.
+    assert node.processes() == {}
+    assert not (node.base / "job-ran").exists()
+    # The span of the stage has ended with the reason.
+    assert node.spans()["environment"]["status"]["code"] == 2
+    # Nothing of it is stored; the set-up runs again, undisturbed by any lock.
+    again = node.run("--setup", "mkdir -p env; touch env/x", "--target", "env", "--", "ls", "env")
+    assert again.stdout == "x\n", again.stderr
+
+
+IGNORING = ("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh")
+_ASK = """
+import signal
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+    print(signal.getsignal(number) == signal.SIG_IGN)
+"""
+
+
+def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
+    """As `nohup` and a shell's background jobs have it: for the start, and for the command."""
+    with node.start(*SETUP, "--", "true", prefix=IGNORING) as process:
+        wait_for(node.base / "deeper")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        err = finish(process)
+    assert process.returncode == -signal.SIGTERM
+    # Neither of the two was first.
+    assert "ended by SIGTERM" in err
+    assert node.processes() == {}
+    asked = node.run("--", "env", "python3", "-c", _ASK, prefix=IGNORING)
+    # Of SIGPIPE Python itself says so, for its own sake.
+    assert asked.stdout.split() == ["True", "True", "False", "True"]
+
+
+@pytest.mark.fuse
+def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
+    """Also SIGTERM, by which they are told to: the job ends, and so does all of ours."""
+    require_fuse()
+    (node.base / "ckpt").mkdir()
+    ignoring = ("sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh")
+    checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
+    done = node.run(*checkpoint, "--", "touch", "mnt/file", prefix=ignoring)
+    assert (done.returncode, done.stderr) == (0, "")
+    node.wait_clean()
+    assert (node.base / "ckpt/file").exists()
+
+
+def test_a_setup_may_tidy_up(node: Node) -> None:
+    """It was killed at once by the function that waited for it."""
+    script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
+    (node.base / "setup.sh").write_text(script)
+    with node.start("--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    assert (node.base / "tidied").exists()
+
+
+_COUNTING = """
+import os, signal, time
+def count(number, frame):
+    with open("interrupts", "a") as file:
+        file.write("x")
+signal.signal(signal.SIGINT, count)
+open("deeper", "w").close()
+while not os.path.exists("interrupts"):
+    time.sleep(0.02)
+time.sleep(0.5)
+"""
+
+
+def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
+    """The terminal gives it to all of the foreground; we gave it to the set-up once more."""
+    (node.base / "setup.py").write_text(_COUNTING)
+    master, terminal = pty.openpty()
+    # The terminal becomes that of a new session, as of a login.
+    prefix = ("setsid", "--ctty", "--wait")
+    arguments = ("--setup", "python3 setup.py", "--target", "env", "--", "true")
+    with node.start(*arguments, prefix=prefix, stdin=terminal) as process:
+        os.close(terminal)
+        wait_for(node.base / "deeper")
+        os.write(master, b"\x03")
+        finish(process)
+    os.close(master)
+    assert (node.base / "interrupts").read_text() == "x"
+
+
+def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
+    # It has always a new child, which lives long enough to be found if it were left.
+    setup = "sh -c 'trap \"\" TERM; : > deeper; while :; do sleep 300; done'; true"
+    with node.start("--setup", setup, "--target", "env", "--", "true") as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    # What was killed may need a moment to be gone.
+    waiting.wait_for(lambda: node.processes() == {}, "the end of all processes")
+
+
+def test_as_the_first_process_of_a_namespace(node: Node) -> None:
+    """It has no default action for any signal: a container would not stop before its time."""
+    require_root()
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with node.start(*SETUP, "--", "true", prefix=prefix) as process:
+        wait_for(node.base / "deeper")
+        (inner,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        subprocess.run(["kill", "-TERM", inner], check=True)
+        finish(process)
+    assert process.returncode == 128 + signal.SIGTERM
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    with node.start("--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran") as process:
+        wait_for(mount)
+        time.sleep(0.2)
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    assert not (node.base / "job-ran").exists()
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    # It keeps a file of the mount open, as a set-up that reads weights would.
+    setup = f"until exec 9> {mount}/x; do sleep 0.1; done; touch deeper; sleep 600; true"
+    url = f"{store_url}-ckpt"
+    with node.start(
+        *("--checkpoint", f"{url}:{mount}"),
+        *("--setup", setup, "--target", "env", "--", "true"),
+    ) as process:
+        wait_for(node.base / "deeper")
+        process.terminate()
+        finish(process)
+    assert process.returncode == -signal.SIGTERM
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Signals) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    Path(f"{node.base}/ckpt").mkdir()
+    with node.start(
+        *("--checkpoint", f"{node.base}/ckpt:{mount}"),
+        *("--", "sh", "-c", "echo hello > mnt/file; touch up; exec sleep 600"),
+    ) as process:
+        wait_for(node.base / "up")
+        process.send_signal(number)
+        assert finish(process) == ""
+    assert process.returncode == -number
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+def test_kill_9_at_any_moment(node: Node, store_url: str) -> None:
+    """What is left goes by itself, but for what a set-up itself does; the next start works."""
+    require_fuse()
+    mount = node.base / "mnt"
+    arguments = (
+        *("--checkpoint", f"{store_url}-ckpt:{mount}"),
+        *("--setup", "mkdir -p env && echo data > env/x", "--target", "env"),
+        *("--", "sh", "-c", "cat env/x && echo $$ > mnt/file && cat mnt/file"),
+    )
+    chosen = random.Random(1)
+    for round_number in range(15):
+        with node.start(*arguments) as process:
+            # A whole start takes about half a second.
+            time.sleep(chosen.uniform(0.04, 0.05) * (round_number + 1))
+            process.kill()
+            process.communicate(timeout=60)
+        if round_number % 3 == 2:
+            # At once, while the servers of the killed one are still going.
+            done = node.run(*arguments)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith("data\n")
+    node.wait_clean()
+    left = [path for path in (Path(store_url.removeprefix("file://"))).rglob("*") if path.is_file()]
+    hidden = [path for path in left if path.name.startswith(".")]
+    assert [path.name for path in hidden] == [".bootseer.store"], left
+
+
+@pytest.mark.fuse
+def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str) -> None:
+    require_fuse()
+    mount = node.base / "mnt"
+    arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
+    with node.start(*arguments, "sh", "-c", ": > up; exec sleep 600") as process:
+        wait_for(node.base / "up")
+        # Until none is left: one of them may begin another.
+        while servers := node.processes().keys() - {process.pid}:
+            for pid in servers:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate(timeout=60)
+    assert [one.path for one in node.mounts()] == [mount]
+    done = node.run(*arguments, "sh", "-c", "echo new > mnt/file; cat mnt/file")
+    assert (done.returncode, done.stdout) == (0, "new\n"), done.stderr
+    node.wait_clean()

@@ -1,0 +1,59 @@
+"""One real registry for all of these tests, each of which uses repositories of its own."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bootseer.registry.client import RegistryClient
+from bootseer.registry.hosts import Host
+from bootseer.registry.login.credentials import Credential
+from tests.support.servers.registry import Registry, running_registry
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the waits between attempts: their length is tested by itself."""
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
+
+
+@pytest.fixture(scope="package")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture
+def repository() -> str:
+    """A repository that nobody else uses."""
+    return f"tests/r{secrets.token_hex(6)}"
+
+
+Connect = Callable[..., RegistryClient]
+
+
+@pytest.fixture
+def connect(repository: str, tmp_path: Path) -> Iterator[Connect]:
+    """Makes clients of the repository at one or several servers (host:port, the last is the
+    registry), without any login of the user who runs the tests."""
+    with ExitStack() as stack:
+
+        def make(
+            *servers: str, login: Credential | None = None, deadline_s: float = 30.0
+        ) -> RegistryClient:
+            hosts = [
+                Host(
+                    server,
+                    f"http://{server}/v2",
+                    namespace="" if server == servers[-1] else servers[-1],
+                )
+                for server in servers
+            ]
+            client = RegistryClient(
+                repository, hosts, find_login=lambda host, name: login, deadline_s=deadline_s
+            )
+            return stack.enter_context(client)
+
+        yield make

@@ -1,0 +1,99 @@
+"""The backends and stores that the conformance suite runs on."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.registry.client import open_registry_client
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
+from bootseer.registry.reference import parse_reference
+from bootseer.store import Backend, Store, open_backend
+from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.java_client import java_client_environment
+from tests.support.servers.registry import Registry, running_registry
+
+LOCAL = pytest.param("local", id="local")
+MEMORY = pytest.param("memory", id="memory")
+LIMITED = pytest.param("limited", id="limited")
+HDFS = pytest.param("hdfs", id="hdfs", marks=pytest.mark.hdfs)
+OCI = pytest.param("oci", id="oci")
+# What stands on backends has nothing more to do with this one.
+JAVA_HDFS = pytest.param("java+hdfs", id="java+hdfs", marks=pytest.mark.hdfs)
+ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI)
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """A real registry, whose repositories are each used by one test."""
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def java_client() -> Iterator[None]:
+    """What Hadoop's own client needs; it is started once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in java_client_environment().items():
+            patch.setenv(name, value)
+        yield
+
+
+def push_image(registry: Registry) -> str:
+    """A small image in a repository of its own; returns HOST/REPOSITORY@DIGEST."""
+    name = f"{registry.host}/store/r{secrets.token_hex(6)}"
+    config = b"{}"
+    with open_registry_client(parse_reference(name)) as client:
+        client.push_blob(digest_of(config), config)
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "config": {
+                "mediaType": "application/vnd.oci.image.config.v1+json",
+                "digest": digest_of(config),
+                "size": len(config),
+            },
+            "layers": [],
+        }
+        data = json.dumps(manifest).encode()
+        client.push_manifest("v1", MANIFEST_TYPE, data)
+    return f"{name}@{digest_of(data)}"
+
+
+@pytest.fixture(params=ALL)
+def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a folder that does not exist yet, on each kind of backend."""
+    unique = f"{tmp_path.name}-{secrets.token_hex(4)}"
+    match request.param:
+        case "memory":
+            return f"memory://{unique}"
+        case "limited":
+            rates = f"node_bytes_per_s=2e9&stream_bytes_per_s=1e9&account={tmp_path}/account"
+            return f"limit+{(tmp_path / 'root').as_uri()}?{rates}"
+        case "hdfs" | "java+hdfs":
+            cluster: MiniHdfs = request.getfixturevalue("hdfs")
+            if request.param == "java+hdfs":
+                request.getfixturevalue("java_client")
+            url = cluster.url.replace("hdfs", request.param)
+            # Several blocks per object, so that their borders are crossed.
+            return f"{url}/{unique}?block_size_bytes=8388608"
+        case "oci":
+            return f"oci://{push_image(request.getfixturevalue('registry'))}"
+        case _:
+            return (tmp_path / "root").as_uri()
+
+
+@pytest.fixture
+def backend(backend_url: str) -> Iterator[Backend]:
+    """A fresh backend of each kind."""
+    opened = open_backend(backend_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def store(backend: Backend) -> Store:
+    """A fresh store on each kind of backend."""
+    return Store(backend)

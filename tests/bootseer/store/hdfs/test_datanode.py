@@ -1,0 +1,182 @@
+"""Reads straight from DataNodes: the bytes are right, or somebody else is left to read them."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import NotFoundError
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.direct.datanode import DataNodes, _headers
+from bootseer.store.hdfs.direct.replicas import Replica
+from bootseer.store.hdfs.rpc.calls import StoredBlock
+from tests.support.bounded import run_bounded
+from tests.support.servers.answering import answering
+
+KIB = 1024
+BLOCK = 1024 * KIB
+CONTENT = random.Random(5).randbytes(3 * BLOCK + 777)
+
+
+@pytest.fixture(scope="module")
+def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
+    url = request.getfixturevalue("hdfs").url
+    backend = HdfsBackend(f"{url}/datanode?block_size_bytes={BLOCK}")
+    writer = backend.create("f")
+    writer.write(CONTENT)
+    writer.close()
+    yield backend
+    backend.close()
+
+
+@pytest.mark.hdfs
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 4 * KIB),
+        (512, 64 * KIB),
+        (64 * KIB, 300 * KIB),
+        (BLOCK - 4 * KIB, 8 * KIB),
+        (0, len(CONTENT)),
+        (3 * BLOCK, 777),
+        (3, 1),
+        (511, 2),
+        (700, 200 * KIB),
+        (64 * KIB - 1, 64 * KIB + 2),
+        (BLOCK - 3, BLOCK + 6),
+        (3 * BLOCK + 1, 775),
+    ],
+)
+def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, length: int) -> None:
+    blocks = stored.stored_blocks("f")
+    assert [block.length for block in blocks] == [BLOCK, BLOCK, BLOCK, 777]
+    buffer = bytearray(length)
+    for _ in range(2):  # the second time on a connection that is kept
+        assert stored.data_nodes.read_into(blocks, offset, memoryview(buffer), Attempt()) == length
+        assert buffer == CONTENT[offset : offset + length]
+        buffer[:] = bytes(length)
+
+
+@pytest.mark.hdfs
+def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> None:
+    blocks = stored.stored_blocks("f")
+    buffer = bytearray(BLOCK)
+    attempt = Attempt()
+    attempt.stop()
+    assert stored.data_nodes.read_into(blocks, 0, memoryview(buffer), attempt) == 0
+    assert not any(buffer)
+
+
+@pytest.mark.hdfs
+def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBackend) -> None:
+    """What lies elsewhere is known from the start; the library is asked only now."""
+    with contextlib.closing(HdfsBackend(stored.url)) as backend:  # what failed is remembered
+        with backend.create("gone") as writer:
+            writer.write(CONTENT[:BLOCK])
+        reader = backend.open_reader("gone", is_checked=True)
+        backend.delete("gone")
+        (block,) = reader.blocks
+        for replica in block.replicas:
+            backend.data_nodes._shun(replica.address)
+        attempt = Attempt()
+        attempt.is_checked = True
+        with pytest.raises(NotFoundError):
+            reader.read_into(0, memoryview(bytearray(1024)), attempt)
+
+
+# BlockOpResponseProto: success; checksums of no kind, 512 bytes each, from offset 0.
+_BODY = b"\x08\x00\x22\x09\x0a\x05\x08\x00\x10\x80\x04\x10\x00"
+_RESPONSE = bytes([len(_BODY)]) + _BODY
+_GOOD = _headers(0, 1024, 512)
+_HEADER_BYTES = len(_GOOD) // 3
+
+
+def _packets(headers: bytes) -> bytes:
+    parts = [headers[at : at + _HEADER_BYTES] for at in range(0, len(headers), _HEADER_BYTES)]
+    return parts[0] + b"a" * 512 + parts[1] + b"b" * 512 + parts[2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (_RESPONSE + _packets(_GOOD), 1024),
+        (b"", 0),
+        (b"\xff" * 64, 0),
+        (b"\x02\x08\x05", 0),
+        (_RESPONSE, 0),
+        (_RESPONSE.replace(b"\x08\x00\x10\x80", b"\x08\x02\x10\x80") + _packets(_GOOD), 0),
+        (_RESPONSE + _packets(_headers(512, 1024, 512)), 0),
+        (_RESPONSE + _packets(_GOOD)[:600], 0),
+        (_RESPONSE + _packets(_GOOD[:-1] + b"\1"), 0),
+        (_RESPONSE + b"\x7f" * 2000, 0),
+    ],
+    ids=[
+        "right",
+        "nothing",
+        "no-response",
+        "refused",
+        "no-packet",
+        "with-checksums",
+        "elsewhere",
+        "cut-short",
+        "wrong-end",
+        "nonsense",
+    ],
+)
+def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
+    with answering(lambda connection: connection.sendall(answer)) as address:
+        nodes = DataNodes(0.5)
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
+        assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
+        nowhere = nodes._replicas.begin(blocks[0].replicas, Attempt()) is None
+        assert nowhere == (count == 0)
+        nodes.close()
+
+
+def test_a_datanode_that_hangs_is_left_in_time() -> None:
+    gone = threading.Event()
+    with answering(lambda _: gone.wait(20)) as address:
+        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
+        assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
+        gone.set()
+
+
+def test_packets_of_one_byte_do_not_take_what_they_would_cost() -> None:
+    length = 2**25
+    blocks = [StoredBlock(0, length, b"block", b"token", (Replica(("127.0.0.1", 1)),))]
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(_RESPONSE + _headers(0, 4, 1)[:_HEADER_BYTES])
+
+    def read() -> None:
+        with answering(answer) as address:
+            block = replace(blocks[0], replicas=(Replica(address),))
+            buffer = memoryview(bytearray(length))
+            assert not DataNodes(3).read_into([block], 0, buffer, Attempt())
+
+    assert run_bounded(read, memory_bytes=2**28, cpu_s=3)
+
+
+def test_a_byte_now_and_then_is_silence() -> None:
+    sent = 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(_RESPONSE + _headers(0, 2**20, 2**16)[:_HEADER_BYTES])
+        while sent < 1000:
+            connection.sendall(b"a")
+            sent += 1
+            time.sleep(0.02)
+
+    with answering(answer) as address:
+        blocks = [StoredBlock(0, 2**20, b"block", b"token", (Replica(address),))]
+        nodes = DataNodes(0.3)
+        assert not nodes.read_into(blocks, 0, memoryview(bytearray(2**20)), Attempt())
+        nodes.close()
+    assert sent < 1000

@@ -1,0 +1,112 @@
+"""A DataNode that does not take a block as it should: an error that another way is tried after."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bootseer.errors import DeadlineError, UnavailableError
+from bootseer.store.hdfs.direct.added_block import AddedBlock
+from bootseer.store.hdfs.direct.direct_writer import Placed, StraightFile
+from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode
+from tests.support.servers.answering import answering
+
+# BlockOpResponseProto: success; PipelineAckProto: packet, reply.
+_TAKEN = b"\x02\x08\x00"
+_CONFIRMED = b"\x04\x08\x00\x10\x00"
+
+
+@contextlib.contextmanager
+def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
+    """The address of one that says `answer`, then takes what comes, or says no more."""
+    gone = threading.Event()
+
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(answer)
+        if hangs:
+            gone.wait(20)
+
+    with answering(reply) as address:
+        yield address
+        gone.set()
+
+
+def _write(placed: Placed) -> None:
+    file = StraightFile(placed, 4096, 0.1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.drop)
+        file.write(b"x" * 1000)
+        file.close()
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["ends", "hangs"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff" * 64,
+        b"\x02\x08\x05",  # ERROR_ACCESS_TOKEN
+        _TAKEN,
+        _TAKEN + b"\x7f" * 200,
+        _TAKEN + _CONFIRMED.replace(b"\x08\x00", b"\x08\x0a"),
+        _TAKEN + _CONFIRMED.replace(b"\x10\x00", b"\x10\x01"),
+        _TAKEN + _CONFIRMED,
+    ],
+    ids=["nothing", "nonsense", "token", "taken", "junk", "other", "failed", "half"],
+)
+def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) -> None:
+    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1)
+    with _datanode(answer, hangs=hangs) as address:
+        added = AddedBlock(block, {}, b"", (), (), address)
+        # Nobody is there to be told that the file is complete.
+        placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
+        with pytest.raises(UNANSWERED) as caught:
+            _write(placed)
+    assert "NameNode" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("begin", "forever"),
+    [(b"", b"\x02\x08\x01"), (b"\xff\xff\x03", b"\0")],
+    ids=["heartbeats", "a message that does not end"],
+)
+def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes) -> None:
+    """What it says confirms nothing: that is silence."""
+    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1)
+    sent = 0
+
+    def reply(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(_TAKEN + begin)
+        while sent < 1000:
+            connection.sendall(forever)
+            sent += 1
+            time.sleep(0.01)
+
+    with answering(reply) as address:
+        added = AddedBlock(block, {}, b"", (), (), address)
+        placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
+        with pytest.raises(UNANSWERED):
+            _write(placed)
+    assert sent < 1000
+
+
+def test_an_answer_of_the_name_node_has_one_deadline() -> None:
+    """Also where a byte comes now and then."""
+    sent = 0
+
+    def trickle(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(b"\0\x0f\0\0")
+        while sent < 1000:
+            connection.sendall(b"a")
+            sent += 1
+            time.sleep(0.005)
+
+    with answering(trickle) as address, pytest.raises((DeadlineError, UnavailableError)):
+        NameNode((address,), "user", 0.3).default_block_bytes()
+    assert sent < 1000

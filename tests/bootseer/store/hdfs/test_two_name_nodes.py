@@ -1,0 +1,104 @@
+"""An HDFS of whose NameNodes one says nothing, which hdfs-native waits for as long as it may."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from bootseer.errors import UnavailableError
+from bootseer.store import open_backend
+from bootseer.store.abilities.opened import Attempt
+from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.rpc.failover import Turns
+from tests.bootseer.store.using import put
+from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.name_node_relay import NameNodeRelay
+from tests.hdfs.pair import NAME, pair_configuration, write_configuration
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, folder: Path, *addresses: str) -> str:
+    """The URL of the two NameNodes at `addresses`."""
+    write_configuration(folder, pair_configuration(addresses))
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(folder))
+    return f"hdfs://{NAME}/{folder.parent.name}"
+
+
+@pytest.mark.hdfs
+def test_a_silent_namenode_before_the_active_one(
+    hdfs: MiniHdfs, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = configure(monkeypatch, tmp_path / "conf", silent, urlsplit(hdfs.url).netloc)
+    backend = open_backend(url)
+    assert isinstance(backend, HdfsBackend)
+    put(backend, "a", b"1" * 100_000)
+    with backend.create("b") as writer:
+        writer.expect_checksums()
+        writer.write(b"2" * 100_000)
+    backend.join("a", ["b"])
+    attempt, buffer = Attempt(), bytearray(200_000)
+    attempt.is_checked = True
+    reader = backend.open_reader("a", is_checked=True)
+    assert reader.blocks
+    assert reader.read_into(0, memoryview(buffer), attempt) == 200_000
+    assert buffer == b"1" * 100_000 + b"2" * 100_000
+    assert backend.space() is not None
+    backend.close()
+
+
+@pytest.mark.hdfs
+def test_an_active_namenode_that_falls_silent_is_left(
+    hdfs: MiniHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the deadline the other one is asked, at once where nothing can go wrong by that."""
+    address = urlsplit(hdfs.url).netloc
+    with NameNodeRelay(int(address.rpartition(":")[2])) as relay:
+        url = configure(monkeypatch, tmp_path / "conf", relay.address, address)
+        backend = open_backend(url + "?deadline_s=5")
+        put(backend, "a", b"before")
+        relay.fall_silent()
+        with ThreadPoolExecutor(2) as pool:
+            change = pool.submit(backend.mkdir, "folder")
+            question = pool.submit(backend.stat, "a")
+            with pytest.raises(UnavailableError, match="not the active one any more"):
+                change.result(60)
+            assert question.result(60).size_bytes == 6
+        backend.mkdir("folder")
+        assert backend.read("a") == b"before"
+        backend.close()
+
+
+def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
+    """Seen after a failover to a NameNode that had just been started."""
+    asked: list[str] = []
+
+    class Unplaced(HdfsBackend):
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            asked.append("")
+            if len(asked) < 3:
+                raise UnavailableError('cannot read x: DataTransferError("All DataNodes failed: []')
+            return b"abc"
+
+    assert Unplaced("hdfs://127.0.0.1:1/x").read("a") == b"abc"
+    assert len(asked) == 3
+
+
+def test_who_answered_last_is_asked_first_and_a_silent_one_leaves_time() -> None:
+    turns = Turns()
+    assert [index for index, _ in turns.shares(3, 0.0, is_last=False)] == [0, 1, 2]
+    turns.first = 1
+    order = list(turns.shares(3, 1e12, is_last=False))
+    assert [index for index, _ in order] == [1, 2, 0]
+    assert order[0][1] < order[1][1] < order[2][1] < 1e12
+    assert list(turns.shares(1, 1e12, is_last=False)) == [(0, 1e12)]
+    assert list(turns.shares(2, 1e12, is_last=True))[-1][1] == pytest.approx(1e12)

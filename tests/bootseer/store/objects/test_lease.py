@@ -1,0 +1,216 @@
+"""Leases: one holder at a time, and no holder for ever."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import BusyError, InvalidInputError
+from bootseer.store import Lease, LeaseWatch, Store, open_store
+from bootseer.store.objects import lease
+from tests.bootseer.store.using import race
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def exact_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tolerance, so that tests need not wait it out: here all share one clock."""
+    monkeypatch.setattr(lease, "SKEW_S", 0.0)
+
+
+def hold(store: Store, ttl_s: float = 60, owner: str = "me") -> Lease:
+    held = store.lease("leases/x", ttl_s=ttl_s, owner=owner)
+    assert held is not None
+    return held
+
+
+def hold_when_free(store: Store, owner: str) -> Lease:
+    held: list[Lease] = []
+
+    def is_held() -> bool:
+        held.extend(filter(None, [store.lease("leases/x", ttl_s=60, owner=owner)]))
+        return bool(held)
+
+    wait_for(is_held, "the end of the lease")
+    return held[0]
+
+
+def test_is_held_by_one_until_released(store: Store) -> None:
+    first = hold(store)
+    assert first.still_held
+    assert 0 < first.remaining_s <= 60
+    assert first.expires_at_ns > time.time_ns()
+    assert store.lease("leases/x", ttl_s=60, owner="other") is None
+    other = store.lease("leases/y", ttl_s=60, owner="other")
+    assert other is not None
+    first.release()
+    first.release()
+    assert not first.still_held
+    with hold(store, owner="other") as second:
+        assert second.owner == "other"
+    hold(store, owner="third").release()
+    other.release()
+    assert list(store.list()) == []
+    if store.backend.has_atomic_rename:
+        assert list(store.backend.list(".tmp")) == []
+
+
+def test_one_of_many_gets_a_new_lease(store: Store) -> None:
+    assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=f"{i}") is not None) == 1
+
+
+def test_one_of_many_takes_over_an_expired_lease(store: Store, exact_clocks: None) -> None:
+    dead = hold(store, ttl_s=0.01)
+    time.sleep(0.05)
+    assert not dead.still_held
+    assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=f"{i}") is not None) == 1
+    with pytest.raises(BusyError):
+        dead.renew()
+    dead.release()  # must not touch the successor's
+    assert store.lease("leases/x", ttl_s=60, owner="late") is None
+
+
+def test_is_not_taken_within_the_tolerance(store: Store) -> None:
+    held = hold(store, ttl_s=0.01)
+    time.sleep(0.05)
+    assert not held.still_held
+    assert store.lease("leases/x", ttl_s=60, owner="other") is None
+
+
+def test_who_waits_needs_no_clock_of_the_holders(
+    store: Store, exact_clocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        now_ns = time.time_ns()
+        patched.setattr(time, "time_ns", lambda: now_ns + 24 * 3600 * 10**9)
+        dead = hold(store, ttl_s=0.2)
+    watch = LeaseWatch()
+    for _ in range(500):
+        assert store.lease("leases/x", ttl_s=60, owner="asks once") is None
+        held = store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)
+        if held is not None:
+            break
+        time.sleep(0.02)
+    assert held is not None
+    assert not dead.still_held
+    with pytest.raises(BusyError):
+        dead.renew()
+    # And of the new one it knows nothing yet.
+    assert store.lease("leases/x", ttl_s=60, owner="waits", watch=watch) is None
+
+
+def test_a_watch_begins_anew_with_each_renewal() -> None:
+    watch = LeaseWatch()
+    record = lease.Record("owner", "0" * 32, 1, 60 * 10**9)
+    began = time.monotonic()
+    assert not watch.is_over(record, 1, began)
+    assert not watch.is_over(record, 1, began + 60)
+    assert not watch.is_over(record, 2, began + 3600)
+    assert not watch.is_over(record, 2, began + 60)
+    assert watch.is_over(record, 2, time.monotonic() + 60 + lease.SKEW_S)
+    assert not watch.is_over(replace(record, token="1" * 32), 2, began + 3600)
+    # No record of ours is as long: it blocks nobody for ever.
+    endless = replace(record, ttl_ns=10**30)
+    assert not watch.is_over(endless, 3, began)
+    assert watch.is_over(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
+
+
+def test_a_renewed_lease_is_not_taken(store: Store, exact_clocks: None) -> None:
+    held = hold(store)
+    for _ in range(3):
+        time.sleep(0.05)
+        held.renew()
+    before = held.expires_at_ns
+    held.renew()
+    assert held.expires_at_ns > before
+    # The record itself is as it was: its expiry is not the one that counts.
+    record = lease.decode(store.read("leases/x"))
+    assert record is not None
+    assert record.expires_at_ns < held.expires_at_ns
+    assert store.lease("leases/x", ttl_s=60, owner="other") is None
+    held.release()
+    hold(store, owner="other")
+
+
+def test_a_lost_lease_is_not_renewed(store: Store) -> None:
+    held = hold(store)
+    store.delete("leases/x")  # an operator breaks it
+    successor = hold(store, owner="other")
+    with pytest.raises(BusyError, match="lost"):
+        held.renew()
+    assert not held.still_held
+    held.release()
+    assert successor.still_held
+    successor.renew()
+    successor.release()
+    with pytest.raises(BusyError, match="released"):
+        successor.renew()
+
+
+def test_releasing_a_broken_lease_leaves_the_next_one(store: Store) -> None:
+    held = hold(store)
+    store.delete("leases/x")  # an operator breaks it
+    successor = hold(store, owner="other")
+    held.release()
+    successor.renew()
+    assert store.lease("leases/x", ttl_s=60, owner="third") is None
+
+
+def test_a_stalled_takeover_cannot_remove_the_next_lease(store: Store, exact_clocks: None) -> None:
+    """The second of two takers has read the dead record, and goes on after the first is done."""
+    hold(store, ttl_s=0.01)
+    time.sleep(0.05)
+    dead = lease.decode(store.read("leases/x"))
+    assert dead is not None
+    winner = hold(store, owner="winner")
+    assert not lease._end(store.backend, "leases/x", dead.token)
+    winner.renew()
+    assert winner.still_held
+
+
+def test_a_killed_holder_costs_its_lease_only(store_url: str, exact_clocks: None) -> None:
+    code = (
+        "import os, sys; from bootseer.store import open_store\n"
+        "assert open_store(sys.argv[1]).lease('leases/x', ttl_s=1, owner='dead')\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, store_url], timeout=60)
+    assert done.returncode == -9
+    with open_store(store_url) as store:
+        assert hold_when_free(store, "heir").owner == "heir"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"owner": 1}'],
+    ids=["empty", "null", "list", "no-fields", "not-text", "deep", "wrong-type"],
+)
+def test_what_is_no_record_blocks_nobody_for_ever(
+    store_url: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(store_url) as store:
+        store.publish("leases/x", data)
+        assert store.lease("leases/x", ttl_s=60, owner="me") is None
+        later_ns = time.time_ns() + 2 * 3600 * 10**9
+        monkeypatch.setattr(time, "time_ns", lambda: later_ns)
+        assert store.lease("leases/x", ttl_s=60, owner="me") is not None
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, 10**6, float("nan")])
+def test_refuses_a_senseless_length(store_url: str, ttl_s: float) -> None:
+    with open_store(store_url) as store, pytest.raises(InvalidInputError):
+        store.lease("leases/x", ttl_s=ttl_s, owner="me")
+
+
+def test_the_record_is_the_documented_one(store_url: str, tmp_path: Path) -> None:
+    with open_store(store_url) as store:
+        held = hold(store, ttl_s=30, owner="node-7")
+        record = json.loads((tmp_path / "store/leases/x").read_bytes())
+    assert sorted(record) == ["expires_at_ns", "owner", "token", "ttl_ns"]
+    assert record["owner"] == "node-7"
+    assert record["ttl_ns"] == 30 * 10**9
+    assert record["expires_at_ns"] == held.expires_at_ns

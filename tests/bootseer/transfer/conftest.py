@@ -1,0 +1,45 @@
+"""Executors of a store that does what a test tells it; none outlives its test."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bootseer.transfer.executor import Executor
+from tests.bootseer.transfer.faults import LONG_S, Cache, FaultyReader
+
+
+@pytest.fixture
+def reader() -> FaultyReader:
+    return FaultyReader()
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Opens at the end of the test, so that no blocked reader outlives it."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., Executor]]:
+    made: list[Executor] = []
+    before = set(threading.enumerate())
+
+    def build(**options: object) -> Executor:
+        settings: dict[str, object] = {"retry_base_s": 0.001, "deadline_s": LONG_S, **options}
+        made.append(Executor(reader, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    gate.set()
+    for executor in made:
+        executor.close()
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("bootseer-")]

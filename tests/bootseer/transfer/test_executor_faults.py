@@ -1,0 +1,229 @@
+"""The executor against a store, and deliveries, that hang, fail and lie."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from bootseer.transfer.executor import Executor
+from bootseer.transfer.plan import Chunk, Priority
+from tests.bootseer.transfer import faults
+from tests.bootseer.transfer.faults import (
+    LONG_S,
+    Cache,
+    FaultyReader,
+    chunk,
+    fetch,
+    open_when_joined,
+)
+
+
+def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    entered = threading.Event()
+    wait = faults.blocking(gate, entered)
+
+    def fail_late(data: bytes) -> bytes:
+        wait(data)
+        raise UnavailableError("gone")
+
+    reader.script.append(fail_late)
+    executor = make()
+    batch = executor.submit([fetch(0, 1, 2)], cache.deliver)
+    assert entered.wait(LONG_S)
+    opener = open_when_joined(executor, gate)
+    executor.demand(chunk(1), cache.deliver)
+    batch.wait(LONG_S)
+    opener.join()
+    # Alone at once; what was around it is read again in two pieces, without it.
+    size = faults.CHUNK_BYTES
+    assert sorted(reader.reads[1:]) == [(0, size), (size, size), (2 * size, size)]
+    assert sorted(cache.arrived) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.raising(UnavailableError("down")),
+        faults.raising(ConnectionResetError("reset")),
+        faults.raising(TimeoutError("slow")),
+        faults.raising(OSError(5, "Input/output error")),
+        faults.corrupt,
+        faults.short,
+    ],
+)
+def test_a_passing_fault_is_retried(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, fault: faults.Fault
+) -> None:
+    reader.script.extend([fault, fault])
+    executor = make()
+    executor.demand(chunk(7), cache.deliver)
+    assert cache.arrived == [7]
+    assert len(reader.reads) == 3
+    assert executor.statistics().retry_count == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "reads"),
+    [
+        (faults.raising(UnavailableError("down")), UnavailableError, 4),
+        (faults.raising(ConnectionResetError("reset")), UnavailableError, 4),
+        (faults.raising(TimeoutError("slow")), DeadlineError, 4),
+        (faults.corrupt, CorruptError, 4),
+        (faults.short, CorruptError, 4),
+        (faults.raising(NotFoundError("no such blob")), NotFoundError, 1),
+        (faults.raising(FileNotFoundError("no such blob")), NotFoundError, 1),
+        (faults.raising(PermissionDeniedError("not yours")), PermissionDeniedError, 1),
+        (faults.raising(ZeroDivisionError("a bug")), BootseerError, 1),
+    ],
+)
+def test_a_lasting_fault_is_reported_and_kills_nothing(
+    make: Callable[..., Executor],
+    reader: FaultyReader,
+    cache: Cache,
+    fault: faults.Fault,
+    error: type[Exception],
+    reads: int,
+) -> None:
+    executor = make(workers=1, demand_workers=1)
+    reader.always = fault
+    with pytest.raises(error):
+        executor.demand(chunk(7), cache.deliver)
+    assert len(reader.reads) == reads
+    batch = executor.submit([fetch(1, 2), fetch(3)], cache.deliver)
+    with pytest.raises(error):
+        batch.wait(LONG_S)
+    # The first failure was reported; who asks before the last one would share it.
+    while batch.remaining_count:
+        time.sleep(0.001)
+    assert cache.arrived == []
+    reader.always = None
+    executor.submit([fetch(1, 2, 3)], cache.deliver).wait(LONG_S)
+    assert sorted(cache.arrived) == [1, 2, 3]
+
+
+def test_only_the_corrupt_chunk_is_read_again(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache
+) -> None:
+    size = faults.CHUNK_BYTES
+
+    def spoil_second(data: bytes) -> bytes:
+        return data[:size] + faults.corrupt(data[size : 2 * size]) + data[2 * size :]
+
+    reader.script.append(spoil_second)
+    executor = make()
+    executor.submit([fetch(0, 1, 2)], cache.deliver).wait(LONG_S)
+    assert reader.reads == [(0, 3 * size), (size, size)]
+    assert sorted(cache.arrived) == [0, 1, 2]
+    assert executor.statistics().corrupt_count == 1
+
+
+def test_waiters_keep_their_deadline_while_the_reader_hangs(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    reader.always = faults.blocking(gate)
+    executor = make()
+    with pytest.raises(DeadlineError):
+        executor.demand(chunk(0), cache.deliver, deadline_s=0.05)
+    with pytest.raises(DeadlineError):
+        executor.submit([fetch(1)], cache.deliver).wait(0.05)
+
+
+def test_hung_threads_are_replaced(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    # Each lane hangs once. Which of two lanes the next of a row of hangs hits is a matter of luck,
+    # and a lane has but one thread to spare.
+    reader.always = faults.blocking_first(gate)
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=1.5)
+    batch = executor.submit([fetch(0, 1)], cache.deliver)
+    executor.demand(chunk(5), cache.deliver)
+    batch.wait(LONG_S)
+    assert sorted(cache.arrived) == [0, 1, 5]
+    assert executor.statistics().hung_count == 2
+
+
+def test_a_store_that_hangs_for_good_fails_everything_and_may_come_back(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    reader.always = faults.blocking(gate)
+    executor = make(workers=1, demand_workers=1, deadline_s=0.3, attempt_deadline_s=0.05)
+    batches = [executor.submit([fetch(n)], cache.deliver) for n in range(8)]
+    for batch in batches:
+        with pytest.raises(DeadlineError):
+            batch.wait()  # without a timeout of its own
+    reader.always = None
+    gate.set()
+    while True:
+        try:
+            executor.submit([fetch(30)], cache.deliver).wait(LONG_S)
+            break
+        except DeadlineError:
+            continue  # no thread has come back yet
+    assert cache.arrived == [30]
+
+
+def test_a_failing_delivery_fails_its_requester_only(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    def full(_: Chunk, __: memoryview) -> None:
+        raise NoSpaceError("the cache is full")
+
+    entered = threading.Event()
+    reader.script.append(faults.blocking(gate, entered))
+    executor = make(workers=1)
+    failing = executor.submit([fetch(0, 1)], full)
+    assert entered.wait(LONG_S)
+    working = executor.submit([fetch(0, 1)], cache.deliver)
+    gate.set()
+    working.wait(LONG_S)
+    with pytest.raises(NoSpaceError):
+        failing.wait(LONG_S)
+    assert len(reader.reads) == 1
+    executor.demand(chunk(9), cache.deliver)
+
+
+def test_a_hanging_delivery_takes_nothing_else_down(
+    make: Callable[..., Executor], cache: Cache, gate: threading.Event
+) -> None:
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=1.5)
+    calls: list[Chunk] = []
+
+    def hang(piece: Chunk, _: memoryview) -> None:
+        calls.append(piece)
+        gate.wait(LONG_S)
+
+    with pytest.raises(DeadlineError):
+        executor.demand(chunk(0), hang)
+    with pytest.raises(DeadlineError):
+        executor.submit([fetch(1, 2)], hang).wait()
+    executor.demand(chunk(3), cache.deliver)
+    executor.submit([fetch(4)], cache.deliver).wait(LONG_S)
+    # Never a second time while the first call may still be at it.
+    assert calls == [chunk(0), chunk(1)]
+
+
+def test_a_retry_that_waits_too_long_in_the_queue_is_given_up(
+    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+) -> None:
+    executor = make(workers=1, deadline_s=1.0, attempt_deadline_s=LONG_S)
+    entered = threading.Event()
+    reader.script.extend([faults.raising(UnavailableError("down")), faults.blocking(gate, entered)])
+    # Fails at once and rests; meanwhile the only thread goes to the second read, and is kept
+    # there until the first one's deadline is over.
+    first = executor.submit([fetch(0, priority=Priority.FILL), fetch(1)], cache.deliver)
+    with pytest.raises((DeadlineError, UnavailableError)):
+        first.wait()
+    gate.set()
+    executor.demand(chunk(9), cache.deliver, deadline_s=LONG_S)

@@ -1,0 +1,8 @@
+"""Scenario: statfs."""
+
+import os
+
+from tests.support.mounts.scenario import say
+
+s = os.statvfs(".")
+say(s.f_namemax, s.f_frsize, s.f_blocks)

@@ -1,8 +1,0 @@
-"""Scenario: statfs."""
-
-import os
-
-from tests.support.scenario import say
-
-s = os.statvfs(".")
-say(s.f_namemax, s.f_frsize, s.f_blocks)

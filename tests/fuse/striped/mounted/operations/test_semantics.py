@@ -1,0 +1,269 @@
+"""The promises of docs/SEMANTICS.md that no other test covers; that each one names a test."""
+
+import errno
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.kernel.operations import SetAttributes
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.mounted.operations.nodes import Node
+from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.view import FileView
+from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
+from tests.support.named_tests import REPOSITORY, check_promises
+from tests.support.waiting import wait_for
+
+OLD = random.Random(1).randbytes(5 * UNIT + 3)
+NEW = random.Random(2).randbytes(7 * UNIT + 5)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Driver:
+    """A node with the default grace."""
+    return Driver(storage_on(tmp_path / "stored", grace_s=30.0))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Driver:
+    """Another node on the same storage."""
+    return Driver(storage_on(tmp_path / "stored"))
+
+
+def test_every_paragraph_names_a_test_that_exists() -> None:
+    text = (REPOSITORY / "docs" / "SEMANTICS.md").read_text(encoding="utf-8")
+    check_promises(text.partition("\n## ")[2])
+
+
+def test_fsync_publishes_what_was_written_so_far(one: Driver, two: Driver) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, OLD)
+    with pytest.raises(OSError):
+        two.read("f")
+    one.fs.fsync(CALLER, *file, False)
+    assert two.read("f") == OLD
+    one.pwrite(file, len(OLD), NEW)
+    assert two.read("f") == OLD
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == OLD + NEW
+
+
+def test_many_fsyncs_do_not_pile_up_parts(one: Driver, two: Driver, tmp_path: Path) -> None:
+    file = one.open("log", os.O_WRONLY | os.O_CREAT)
+    expected = b""
+    for number in range(60):
+        line = b"%d\n" % number * 100
+        one.pwrite(file, len(expected), line)
+        expected += line
+        one.fs.fsync(CALLER, *file, True)
+    one.close(file)
+    assert two.read("log") == expected
+    one.fs.destroyed()
+    # One segment per unit of the file, not one per fsync.
+    folders = list((tmp_path / "stored" / PARTS_FOLDER).iterdir())
+    assert len(folders) <= len(expected) // UNIT + 1
+
+
+def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    # As a shell does for `command > f`: open, dup2, close, and only then run the command.
+    file = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.fs.flush(CALLER, *file)
+    assert two.read("f") == OLD
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == b""
+
+
+def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    assert two.read("f") == OLD
+    one.write("f", NEW)
+    # Without waiting: attributes may be a second old, an open never is.
+    assert two.read("f") == NEW
+    one.unlink("f")
+    with refused_with(errno.ENOENT):
+        two.open("f", os.O_RDONLY)
+
+
+def test_readers_on_other_nodes_have_the_grace(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = two.open("f", os.O_RDONLY)
+    one.write("f", NEW)
+    assert two.pread(file, 0, len(OLD)) == OLD
+    two.close(file)
+
+
+def test_after_the_grace_a_reader_gets_an_error_and_never_other_bytes(
+    one: Driver, two: Driver
+) -> None:
+    two.write("f", OLD)
+    file = one.open("f", os.O_RDONLY)
+    two.write("f", NEW)  # this node's grace is zero
+    with refused_with(errno.EIO):
+        one.pread(file, 0, len(OLD))
+    one.close(file)
+    assert one.read("f") == NEW
+
+
+def test_a_directory_with_an_unfinished_file_cannot_be_renamed(one: Driver) -> None:
+    one.mkdir("d")
+    file = one.open("d/f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    with refused_with(errno.EBUSY):
+        one.rename("d", "e")
+    with refused_with(errno.ENOTEMPTY):
+        one.rmdir("d")
+    one.fs.fsync(CALLER, *file, False)
+    one.rename("d", "e")
+    one.pwrite(file, len(NEW), OLD)
+    one.close(file)
+    assert one.read("e/f") == NEW + OLD
+
+
+def test_renaming_a_file_that_is_being_written(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = one.open("f.tmp", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    one.rename("f.tmp", "f")
+    assert two.read("f") == NEW
+    one.pwrite(file, len(NEW), b"more")
+    one.close(file)
+    time.sleep(1.1)
+    assert two.read("f") == NEW + b"more"
+    assert two.names("") == ["f"]
+
+
+def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    one.unlink("f")
+    one.pwrite(file, len(NEW), NEW)
+    one.close(file)
+    assert two.names("") == one.names("") == []
+    # The threads of its parts clean up by themselves.
+    wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of the parts")
+    one.fs.destroyed()
+
+
+@pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
+@pytest.mark.parametrize("how", ["unlink", "rename"])
+def test_adding_to_a_file_that_is_gone(one: Driver, two: Driver, old: bytes, how: str) -> None:
+    """Found by the state machine: EIO, for what it would be added to could not be read."""
+    one.write("f", old)
+    one.write("other", b"other")
+    file = one.open("f", os.O_RDWR | os.O_APPEND)
+    if how == "unlink":
+        one.unlink("f")
+    else:
+        one.rename("other", "f")
+    one.pwrite(file, len(old), b"more")
+    one.fs.fsync(CALLER, *file, False)
+    assert one.pread(file, len(old), 9) == b"more"
+    one.close(file)
+    assert two.names("") == (["other"] if how == "unlink" else ["f"])
+    assert how == "unlink" or two.read("f") == b"other"
+
+
+def test_a_new_file_is_seen_here_at_once_and_elsewhere_when_closed(
+    one: Driver, two: Driver
+) -> None:
+    file = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    one.pwrite(file, 0, b"abc")
+    assert one.names("") == ["f"]
+    assert one.size("f") == 3
+    assert two.names("") == []
+    with refused_with(errno.EEXIST):
+        one.fs.create(CALLER, 1, b"f", 0o644, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    one.close(file)
+    assert two.names("") == ["f"]
+
+
+def test_small_files_are_ordinary_files(one: Driver, tmp_path: Path) -> None:
+    one.write("small", b"x" * UNIT)
+    one.write("large", b"x" * (UNIT + 1))
+    assert (tmp_path / "stored" / "small").read_bytes() == b"x" * UNIT
+    assert (tmp_path / "stored" / "large").stat().st_size < UNIT
+
+
+def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) -> None:
+    one.write("f", OLD)
+    file = one.open("g", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    backend = two.storage.backend
+
+    def is_whole() -> bool:
+        # All three parts exist: from here on the writer makes no more names.
+        found = list(find_garbage(backend, ""))
+        return bool(found) and len(list(backend.list(found[0].path))) == 3
+
+    wait_for(is_whole, "the third part")
+    found = list(find_garbage(backend, ""))
+    assert len(found) == 1
+    backend.delete(found[0].path, recursive=True)
+    assert two.read("f") == OLD
+
+
+def test_a_small_file_that_is_appended_to_can_be_renamed(one: Driver, two: Driver) -> None:
+    one.write("log", b"first ")
+    unwritten = one.open("log", os.O_WRONLY | os.O_APPEND)
+    file = one.open("log", os.O_WRONLY | os.O_APPEND)
+    one.pwrite(file, 0, b"second ")
+    one.rename("log", "log.1")
+    one.pwrite(file, 0, b"third")
+    with pytest.raises(OSError):
+        two.read("log")
+    one.close(file)
+    assert two.read("log.1") == b"first second third"
+    # Opened before, and written only now: it would lose what the other has added.
+    with refused_with(errno.EIO):
+        one.pwrite(unwritten, 0, b"x")
+    one.fs.release(*unwritten, 0)
+
+
+def test_a_size_is_shown_before_the_close_before_it_is_complete(one: Driver) -> None:
+    """The kernel says after close(2) that the last descriptor is gone, here after truncate(2)."""
+    emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    one.fs.flush(CALLER, *emptied)
+    one.truncate("f", 5)
+    assert one.size("f") == 5
+    one.fs.release(*emptied, 0)
+    assert (one.size("f"), one.read("f")) == (5, bytes(5))
+
+
+def test_a_late_close_does_not_hide_a_truncation(
+    one: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the close published is shown before what was published after it."""
+    emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    one.fs.flush(CALLER, *emptied)
+    close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
+    published, shown, cut, done = (threading.Event() for _ in range(4))
+    show = one.fs._published
+
+    def published_late(node: Node, view: FileView) -> None:
+        if threading.current_thread() is close:
+            published.set()
+            cut.wait(0.3)
+            show(node, view)
+            shown.set()
+            # The handle is forgotten after this, and what the node shows is looked up anew.
+            done.wait(0.3)
+        else:
+            show(node, view)
+            cut.set()
+            shown.wait(60)
+
+    monkeypatch.setattr(one.fs, "_published", published_late)
+    node = one.node("f")
+    close.start()
+    assert published.wait(60)
+    attributes, _ = one.fs.setattr(CALLER, node, SetAttributes(size_bytes=5))
+    done.set()
+    close.join(60)
+    assert attributes.size_bytes == 5

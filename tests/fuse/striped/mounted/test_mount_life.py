@@ -1,0 +1,297 @@
+"""The life of a mount: how it starts, is killed, hangs and ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.mounted.life.mount import (
+    mount_checkpoints,
+    mount_spec,
+    unmount_checkpoints,
+)
+from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.store import open_backend
+from bootseer.store.local.backend import LocalBackend
+from tests.fuse.striped.support.faulty import FaultyBackend, hanging
+from tests.fuse.striped.support.harness import Driver, storage_on
+from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
+from tests.support.mounts.fuse_mount import check_python, mounted, run
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.fuse
+
+
+# ---- the life of a mount ------------------------------------------------------------------
+
+SLOW_WRITER = """
+import os, sys, time
+old = os.open(sys.argv[1] + "/old", os.O_WRONLY | os.O_TRUNC)
+new = os.open(sys.argv[1] + "/new", os.O_WRONLY | os.O_CREAT)
+for _ in range(5):
+    os.write(old, bytes(2_000_000)); os.write(new, bytes(2_000_000))
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def start_slow_writer(mountpoint: Path) -> "subprocess.Popen[bytes]":
+    (mountpoint / "old").write_bytes(b"old" * 3_000_000)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", SLOW_WRITER, str(mountpoint)], stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"written\n"
+    return writer
+
+
+def assert_only_the_old_file(tmp_path: Path, url: str) -> None:
+    with open_storage(settings_in(tmp_path), url) as storage:
+        assert [info.path for info in storage.tree.stored.entries("")] == ["old"]
+        copy_out(storage, "old", tmp_path / "old")
+    assert (tmp_path / "old").read_bytes() == b"old" * 3_000_000
+
+
+def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: str) -> None:
+    with checkpoints(tmp_path, mountpoint, url) as mount:
+        writer = start_slow_writer(mountpoint)
+        worker_pid = mount.worker_pid
+        os.kill(mount.pid, signal.SIGKILL)
+        os.waitpid(mount.pid, 0)
+        # Who holds the mount is gone: who answers goes on.
+        assert run(["stat", mountpoint / "old"], deadline_s=20).returncode == 0
+        os.kill(worker_pid, signal.SIGKILL)
+        assert run(["stat", mountpoint / "old"], deadline_s=20).returncode != 0
+        end(writer)
+        unmount_checkpoints(mount.run_dir, mountpoint, timeout_s=1.0)
+        left = {path.suffix for path in (mount.run_dir / "checkpoint-mounts").iterdir()}
+        assert left == {".json", ".log"}
+    assert_only_the_old_file(tmp_path, url)
+    with contextlib.closing(open_backend(url)) as backend:
+        assert list(find_garbage(backend, ""))
+
+
+def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, url: str) -> None:
+    with checkpoints(tmp_path, mountpoint, url) as mount:
+        writer = start_slow_writer(mountpoint)
+        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
+        done = run([*command, "unmount", "--timeout", "1", str(mountpoint)], deadline_s=50)
+        end(writer)
+        assert done.returncode == 1
+        assert "old was still being written" in done.stderr
+        assert "new was still being written" in done.stderr
+        again = run([*command, "unmount", str(mountpoint)])
+        assert again.returncode == 10
+        assert "no checkpoint folder is mounted" in again.stderr
+    assert_only_the_old_file(tmp_path, url)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_writer_that_is_killed_leaves_the_old_file(
+    tmp_path: Path, mountpoint: Path, local_url: str, number: int
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        writer = start_slow_writer(mountpoint)
+        writer.send_signal(number)
+        writer.wait(20)
+        end(writer)
+        shell("test $(stat -c %s {d}/old) = 9000000; test ! -e {d}/new", d=mountpoint)
+        # A process that exits without closing its files has finished them.
+        shell("sh -c 'head -c 9000000 /dev/zero; exit 3' > {d}/done || true", d=mountpoint)
+        shell("test $(stat -c %s {d}/done) = 9000000; rm {d}/done", d=mountpoint)
+        mount.close()
+    assert_only_the_old_file(tmp_path, local_url)
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0], "the server's end")
+
+
+def test_sigterm_unmounts(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        os.kill(mount.pid, signal.SIGTERM)
+        wait_until_gone(mount.pid)
+        assert not os.path.ismount(mountpoint)
+
+
+def test_a_save_that_does_not_end_after_sigterm_leaves_the_old_file(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url, shutdown_s=0.5) as mount:
+        writer = start_slow_writer(mountpoint)
+        os.kill(mount.pid, signal.SIGTERM)
+        wait_until_gone(mount.pid)
+        assert not os.path.ismount(mountpoint)
+        end(writer)
+    assert_only_the_old_file(tmp_path, local_url)
+
+
+def test_the_mount_ends_with_the_process_it_is_for(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    job = subprocess.Popen(["sleep", "60"])
+    try:
+        with checkpoints(tmp_path, mountpoint, local_url, lifetime_pid=job.pid) as mount:
+            assert os.path.ismount(mountpoint)
+            job.kill()
+            wait_until_gone(mount.pid)
+            assert not os.path.ismount(mountpoint)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_read_only(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "f").write_bytes(b"content")
+    with checkpoints(tmp_path, mountpoint, local_url, read_only=True):
+        code = (
+            "import errno, sys\n"
+            "assert open(sys.argv[1] + '/f').read() == 'content'\n"
+            "try: open(sys.argv[1] + '/g', 'w')\n"
+            "except OSError as error: assert error.errno == errno.EROFS\n"
+            "else: raise AssertionError\n"
+        )
+        check_python(code, mountpoint)
+
+
+def test_warming_reads_the_newest_checkpoint(
+    tmp_path: Path, mountpoint: Path, local_url: str, big: Path
+) -> None:
+    with open_storage(settings_in(tmp_path), local_url) as storage:
+        copy_in(storage, big, "step-1/model")
+        copy_in(storage, big, "step-2/model")
+        storage.backend.create("latest").close()
+    (tmp_path / "stored" / "latest").write_text("step-1\n")
+    with checkpoints(tmp_path, mountpoint, local_url, warm=True) as mount:
+        wait_for(lambda: "of the newest checkpoint ahead" in mount.log.read_text())
+        assert f"read {BIG} bytes of the newest checkpoint ahead" in mount.log.read_text()
+        shell("cmp {b} {d}/step-1/model; cmp {b} {d}/step-2/model", b=big, d=mountpoint)
+
+
+def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) -> None:
+    settings = settings_in(tmp_path)
+    with pytest.raises(NotFoundError, match="absent"):
+        mount_checkpoints(
+            mount_spec(settings, (tmp_path / "absent").as_uri(), mountpoint, read_only=True)
+        )
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match="is a file"):
+        mount_checkpoints(mount_spec(settings, str(tmp_path / "file"), mountpoint))
+    with pytest.raises(InvalidInputError, match="stripe unit"):
+        mount_checkpoints(mount_spec(settings, str(tmp_path), mountpoint, stripe_unit_bytes=100))
+    with pytest.raises(NotFoundError):
+        mount_checkpoints(mount_spec(settings, str(tmp_path / "stored"), tmp_path / "nowhere"))
+    assert not os.path.ismount(mountpoint)
+
+
+def test_the_command_line(tmp_path: Path, mountpoint: Path) -> None:
+    command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run")]
+    for name in ("mount", "unmount"):
+        assert "Example:" in run([*command, name, "--help"]).stdout
+    bad = run([*command, "mount", "--stripe-unit", "many", str(tmp_path / "s"), str(mountpoint)])
+    assert bad.returncode == 2
+    assert "not a size" in bad.stderr
+    missing = run([*command, "mount", "--read-only", str(tmp_path / "absent"), str(mountpoint)])
+    assert missing.returncode == 10
+    done = run(
+        [*command, "mount", "--json", "--stripe-unit", "1MiB", str(tmp_path / "s"), str(mountpoint)]
+    )
+    try:
+        assert done.returncode == 0, done.stderr
+        assert '"pid"' in done.stdout
+        shell("echo hello > {d}/f; grep hello {d}/f", d=mountpoint)
+        twice = run([*command, "mount", str(tmp_path / "s"), str(mountpoint)])
+        assert twice.returncode == 19
+    finally:
+        ended = run([*command, "unmount", "--json", str(mountpoint)])
+    assert ended.returncode == 0, ended.stderr
+    assert '"unwritten": []' in ended.stdout
+    assert (tmp_path / "s" / "f").read_text() == "hello\n"
+
+
+# ---- a storage that hangs -----------------------------------------------------------------
+
+
+def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
+    tmp_path: Path, mountpoint: Path
+) -> None:
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "f").write_bytes(bytes(20 * MIB))
+    released = threading.Event()
+    backend = FaultyBackend(LocalBackend(stored))
+    driver = Driver(storage_on(backend, unit=MIB, deadline_s=3.0))
+    try:
+        with mounted(driver.fs, mountpoint):
+            backend.rules.append(hanging("read", released))
+            code = (
+                "import errno, sys\n"
+                "try: open(sys.argv[1] + '/f', 'rb').read()\n"
+                "except OSError as error: assert error.errno == errno.ETIMEDOUT, error\n"
+                "else: raise AssertionError\n"
+            )
+            check_python(code, mountpoint, deadline_s=30)
+            reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
+            time.sleep(0.3)
+            reader.kill()
+            # Not by the deadline: the kernel's INTERRUPT ends the wait.
+            assert reader.wait(20) == -signal.SIGKILL
+            released.set()
+    finally:
+        released.set()
+        driver.storage.close()
+
+
+LOAD = """
+import errno, os, sys, threading
+# By its path it would go on in what lies beneath the mount.
+os.chdir(sys.argv[1])
+seen = []
+def work(name):
+    try:
+        while True:
+            with open(name, "wb") as file:
+                for _ in range(9):
+                    file.write(bytes(1_000_000))
+            assert len(open(name, "rb").read()) == 9_000_000
+    except OSError as error:
+        seen.append(error.errno)
+threads = [threading.Thread(target=work, args=(f"f{n}",)) for n in range(4)]
+for thread in threads:
+    thread.start()
+print("running", flush=True)
+for thread in threads:
+    thread.join()
+allowed = {errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.EIO, errno.ENODEV}
+assert len(seen) == 4 and set(seen) <= allowed, [errno.errorcode[code] for code in seen]
+"""
+
+
+def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        load = subprocess.Popen(
+            [sys.executable, "-c", LOAD, str(mountpoint)], stdout=subprocess.PIPE
+        )
+        try:
+            assert load.stdout is not None
+            assert load.stdout.readline() == b"running\n"
+            time.sleep(0.5)
+            mount.close(0.3)
+            assert load.wait(60) == 0
+        finally:
+            end(load)
+    with open_storage(settings_in(tmp_path), local_url) as storage:
+        for info in storage.tree.stored.entries(""):
+            assert storage.tree.stored.view(info.path).size_bytes == 9_000_000
+            copy_out(storage, info.path, tmp_path / "out")
+            assert (tmp_path / "out").stat().st_size == 9_000_000

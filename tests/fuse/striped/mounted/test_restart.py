@@ -1,0 +1,235 @@
+"""One process of a mount's server after another: who has a file open notices a pause."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BusyError, CorruptError, NotFoundError
+from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.fuse.striped.mounted.life.mount_spec import journal_path
+from bootseer.fuse.striped.mounted.life.status import mount_status
+from tests.fuse.striped.support.mounting import checkpoints, end, shell
+from tests.support.mounts.fuse_mount import check_python, run
+from tests.support.waiting import wait_for
+
+BIG = 20_000_000
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture(autouse=True)
+def _kernel() -> None:
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    if release < (6, 9):
+        pytest.skip("this kernel cannot repeat a mount's requests to another process (6.9 can)")
+
+
+def kill_the_worker(mount: MountedCheckpoints) -> None:
+    """And wait until another one answers."""
+    before = mount.worker_pid
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: mount.worker_pid != before, "another worker")
+
+
+READERS = """
+import hashlib, mmap, os, random, sys, threading
+folder, size = sys.argv[1], int(sys.argv[2])
+data = random.Random(7).randbytes(size)
+model = os.open(folder + "/model", os.O_RDONLY)
+gone = os.open(folder + "/gone", os.O_RDONLY)
+replaced = os.open(folder + "/replaced", os.O_RDONLY)
+os.unlink(folder + "/gone")
+open(folder + "/new", "wb").write(b"new" * 4_000_000)
+os.rename(folder + "/new", folder + "/replaced")
+mapped = mmap.mmap(model, 0, prot=mmap.PROT_READ)
+assert mapped[:5] == data[:5]
+names = os.scandir(folder + "/many")
+seen = [next(names).name]
+print("open", flush=True)
+whole = hashlib.sha256()
+for at in range(0, size, 300_000):
+    whole.update(os.pread(model, 300_000, at))
+assert whole.digest() == hashlib.sha256(data).digest()
+print("read", flush=True)
+sys.stdin.readline()
+assert mapped[:] == data
+assert os.pread(gone, size, 0) == data[:9_000_000]
+assert os.pread(replaced, size, 0) == data[:9_000_000]
+assert open(folder + "/replaced", "rb").read() == b"new" * 4_000_000
+seen += [entry.name for entry in names]
+assert sorted(seen) == sorted(os.listdir(folder + "/many")) and len(seen) == 60, len(seen)
+for fd in (model, gone, replaced):
+    os.close(fd)
+print("done", flush=True)
+"""
+
+
+def test_kill_9_of_the_worker_while_reading(tmp_path: Path, mountpoint: Path, url: str) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(random.Random(7).randbytes(BIG))
+    with checkpoints(tmp_path, mountpoint, url) as mount:
+        shell("cp {b} {d}/model", b=big, d=mountpoint)
+        shell("for f in gone replaced; do head -c 9000000 {b} > {d}/$f; done", b=big, d=mountpoint)
+        shell("mkdir {d}/many; cd {d}/many; touch $(seq 60)", d=mountpoint)
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READERS, str(mountpoint), str(BIG)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert reader.stdout is not None
+        assert reader.stdin is not None
+        try:
+            assert reader.stdout.readline() == "open\n"
+            for _ in range(3):
+                kill_the_worker(mount)
+                time.sleep(0.1)
+            assert reader.stdout.readline() == "read\n"
+            kill_the_worker(mount)
+            out, _ = reader.communicate("\n", 60)
+            assert out == "done\n"
+        finally:
+            reader.kill()
+            reader.wait(20)
+        # Nothing of the old readers is left in the tables.
+        status = mount_status(mount.run_dir, mountpoint)
+        assert status["files_open"] == 0
+        assert status["pid"] == mount.pid
+
+
+WRITERS = """
+import errno, os, sys
+folder = sys.argv[1]
+open(folder + "/old", "wb").write(b"old" * 3_000_000)
+doomed = os.open(folder + "/old", os.O_WRONLY | os.O_TRUNC)
+os.write(doomed, bytes(9_000_000))
+log = os.open(folder + "/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.write(log, b"before\\n")
+os.fsync(log)
+empty = os.open(folder + "/later", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+print("written", flush=True)
+sys.stdin.readline()
+for attempt in range(2):
+    try:
+        os.write(doomed, b"more")
+    except OSError as error:
+        assert error.errno == errno.EIO, error
+    else:
+        raise AssertionError("a writer must hear of what was lost")
+try:
+    os.close(doomed)
+except OSError as error:
+    assert error.errno == errno.EIO, error
+else:
+    raise AssertionError("and once more when it closes")
+os.write(log, b"after\\n")
+os.close(log)
+os.write(empty, b"content")
+assert os.pread(empty, 10, 0) == b"content"
+os.close(empty)
+assert open(folder + "/log").read() == "before\\nafter\\n"
+assert open(folder + "/later").read() == "content"
+assert open(folder + "/old", "rb").read() == b"old" * 3_000_000
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+def test_a_worker_that_ends_in_a_save_fails_that_file_alone(
+    tmp_path: Path, mountpoint: Path, local_url: str, how: str
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITERS, str(mountpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert writer.stdout is not None
+        assert writer.stdin is not None
+        try:
+            assert writer.stdout.readline() == "written\n"
+            if how == "killed":
+                kill_the_worker(mount)
+            else:
+                with pytest.raises(BusyError, match="old is being written"):
+                    restart_checkpoints(mount.run_dir, mountpoint, timeout_s=0.0)
+                restart_checkpoints(mount.run_dir, mountpoint, timeout_s=0.0, force=True)
+            out, _ = writer.communicate("\n", 60)
+            assert out == "done\n"
+        finally:
+            writer.kill()
+            writer.wait(20)
+        shell("cp {d}/old {d}/again; cmp {d}/old {d}/again", d=mountpoint)
+        assert mount.close() == ()
+
+
+def test_restart_with_newer_code_under_load(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(random.Random(7).randbytes(20_000_000))
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        shell("cp {b} {d}/model", b=big, d=mountpoint)
+        reader = subprocess.Popen(["cmp", big, mountpoint / "model"])
+        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir), "mount"]
+        before = mount.worker_pid
+        try:
+            done = run([*command, "--restart", "--json", mountpoint])
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["worker_pid"] == mount.worker_pid != before
+            assert reader.wait(100) == 0
+        finally:
+            end(reader)
+        # The one that holds the mount became new code, too, and keeps its id.
+        assert b"--resume" in Path(f"/proc/{mount.pid}/cmdline").read_bytes()
+        assert run([*command, "--restart", mountpoint, "x"]).returncode == 2
+        kill_the_worker(mount)
+        shell("cmp {b} {d}/model", b=big, d=mountpoint)
+        assert mount.close() == ()
+        assert not os.path.ismount(mountpoint)
+        with pytest.raises(NotFoundError):
+            restart_checkpoints(mount.run_dir, mountpoint, timeout_s=0.0)
+
+
+def test_a_damaged_journal_costs_what_is_open_and_not_the_mount(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        shell("mkdir {d}/sub; echo content > {d}/sub/f", d=mountpoint)
+        journal_path(mount.run_dir, mountpoint).write_text("nonsense\n")
+        kill_the_worker(mount)
+        time.sleep(1.1)
+        check_python(
+            "import sys; assert open(sys.argv[1]).read() == 'content\\n'", mountpoint / "sub" / "f"
+        )
+
+
+def test_a_journal_grows_no_further_than_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "x.journal"
+    journal = Journal(path)
+    with journal.anew():
+        journal.add({"node": 2})
+    assert read_journal(path) == [{"node": 2}]
+    while not journal.is_outgrown:
+        journal.add({"node": 3, "name": "x" * 10_000})
+    assert path.stat().st_size < 5 * 2**20
+    with journal.anew():
+        journal.add({"node": 4})
+    assert read_journal(path) == [{"node": 4}]
+    with path.open("ab") as file:
+        file.write(b'{"node": 5')
+    # Cut short: nobody was told of it.
+    assert read_journal(path) == [{"node": 4}]
+    path.write_text('{"version": 99}\n')
+    with pytest.raises(CorruptError, match="version"):
+        read_journal(path)
+    assert read_journal(tmp_path / "none") == []

@@ -1,0 +1,71 @@
+"""What a new server of a mount makes of files that its predecessor had open; without a mount."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.striped.support.harness import CALLER, UNIT, Restartable, refused_with
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("size", [100, 3 * UNIT], ids=["plain", "striped"])
+def test_a_log_is_written_on_through_any_number_of_restarts(
+    tmp_path: Path, size: int, is_read: bool
+) -> None:
+    """Found by the state machine. A file that is read, or may be for all that a new server knows,
+    gets a new node with each `fsync`: the next server took that for the end of its name."""
+    here = Restartable(tmp_path)
+    file = here.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    written = b""
+    for number in range(3):
+        piece = bytes([65 + number]) * size
+        here.pwrite(file, len(written), piece)
+        here.fs.fsync(CALLER, *file, False)
+        written += piece
+        if is_read:
+            assert here.read("log") == written
+        here.journal.close()
+        here = Restartable(tmp_path)
+    here.pwrite(file, len(written), b"end")
+    here.close(file)
+    assert here.read("log") == written + b"end"
+    here.fs.destroyed()
+
+
+def test_what_is_written_to_an_unlinked_log_goes_nowhere_after_a_restart(tmp_path: Path) -> None:
+    here = Restartable(tmp_path)
+    file = here.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    here.pwrite(file, 0, b"first")
+    here.fs.fsync(CALLER, *file, False)
+    here.unlink("log")
+    here.journal.close()
+    here = Restartable(tmp_path)
+    with refused_with(errno.ESTALE):
+        here.pwrite(file, 5, b"second")
+    assert here.names("") == []
+    here.fs.destroyed()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """Found by the state machine: what has the name now could not be renamed."""
+    here = Restartable(tmp_path)
+    here.write("a", b"other")
+    file = here.open("b", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    here.pwrite(file, 0, b"lost")
+    here.journal.close()
+    here = Restartable(tmp_path)
+    here.rename("a", "b")
+    if is_restarted:
+        here.journal.close()
+        here = Restartable(tmp_path)
+    here.rename("b", "c")
+    assert here.names("") == ["c"]
+    assert here.read("c") == b"other"
+    with refused_with(errno.EIO):
+        here.fs.fsync(CALLER, *file, False)
+    here.fs.destroyed()

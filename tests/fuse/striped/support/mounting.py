@@ -1,0 +1,64 @@
+"""Helpers for tests that mount a checkpoint tree with its own server process."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.striped.mounted.life.mount import (
+    MountedCheckpoints,
+    mount_checkpoints,
+    mount_spec,
+)
+from bootseer.settings.config import Settings, load_config
+from tests.support.mounts.fuse_mount import clear_mount, run
+
+MIB = 2**20
+BIG = 40 * MIB + 12_345
+
+
+def settings_in(folder: Path) -> Settings:
+    environ = {
+        "HOME": str(folder),
+        "BOOTSEER_RUN_DIR": str(folder / "run"),
+        "BOOTSEER_MEMORY": "128MiB",
+        "BOOTSEER_DEADLINE": "20",
+    }
+    return load_config(environ=environ).settings
+
+
+@contextlib.contextmanager
+def checkpoints(
+    folder: Path, mountpoint: Path, url: str, **options: object
+) -> Iterator[MountedCheckpoints]:
+    """Mounted, and unmounted in the end, whatever happens; the server never outlives this."""
+    made = mount_checkpoints(mount_spec(settings_in(folder), url, mountpoint, **options))  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(BootseerError):
+            made.close(2.0)
+        clear_mount(mountpoint)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(made.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(made.pid, 0)
+
+
+def shell(command: str, **paths: Path) -> str:
+    """Run a shell command that must succeed."""
+    text = command.format(**{name: shlex.quote(str(path)) for name, path in paths.items()})
+    done = run(["bash", "-euo", "pipefail", "-c", text])
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait(20)
+    if process.stdout is not None:
+        process.stdout.close()

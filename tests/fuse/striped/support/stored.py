@@ -1,0 +1,37 @@
+"""Files of a striped tree, saved and loaded without a mount, and the parts they are made of."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from bootseer.checkpoints import read_into
+from bootseer.fuse.striped.doors import fsck
+from bootseer.fuse.striped.doors.fsck import check_tree
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.storage import StripedStorage
+from tests.fuse.striped.support.harness import UNIT
+
+DATA = random.Random(3).randbytes(7 * UNIT + 77)
+
+
+def save(storage: StripedStorage, path: str, data: bytes = DATA) -> None:
+    writer = storage.writer(path)
+    writer.append(data)
+    writer.publish()
+    writer.close()
+
+
+def load(storage: StripedStorage, path: str) -> bytes:
+    buffer = bytearray(storage.tree.stored.status(path).size_bytes)
+    assert read_into(storage, path, buffer) == len(buffer)
+    return bytes(buffer)
+
+
+def part_of(root: Path, name: str) -> Path:
+    (found,) = root.glob(f"**/{PARTS_FOLDER}/*/{name}")
+    return found
+
+
+def garbage_of(storage: StripedStorage) -> Iterator[fsck.Garbage]:
+    for report in check_tree(storage):
+        yield from report.garbage

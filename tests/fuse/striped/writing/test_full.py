@@ -1,0 +1,101 @@
+"""A storage that is full, or a quota that is used up: the writer is told, and nothing is left."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UnavailableError
+from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.store import open_backend
+from bootseer.store.hdfs.rpc.name_node import FoundNameNode
+from bootseer.store.hdfs.space import HdfsSpace
+from tests.fuse.striped.support.mounting import checkpoints, shell
+from tests.hdfs.classpath import CannotAssembleError
+from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.quota import set_space_quota
+from tests.support.mounts.fuse_mount import check_python, run
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
+MIB = 2**20
+
+# The mount is left by a process of its own. The old file stays, and every later call on the
+# descriptor tells the same.
+TOLD = """
+import errno, os, sys
+folder, wanted = sys.argv[1], getattr(errno, sys.argv[2])
+for what in sys.argv[3:]:
+    name, _, size = what.partition(":")
+    fd = os.open(folder + "/" + name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    told = []
+    calls = [lambda: os.write(fd, bytes(1 << 20))] * int(size) + [lambda: os.fsync(fd)]
+    for call in [*calls, lambda: os.close(fd)]:
+        try:
+            call()
+            assert not told, "a call after the failure succeeded"
+        except OSError as error:
+            told.append(error.errno)
+    assert set(told) == {wanted}, (what, told)
+assert os.listdir(folder) == ["f"]
+assert open(folder + "/f").read() == "old"
+"""
+
+
+def assert_nothing_is_left(url: str) -> None:
+    """Threads of parts clean up by themselves: give them a moment."""
+    with contextlib.closing(open_backend(url)) as backend:
+        wait_for(lambda: not list(find_garbage(backend, "")), "the end of the parts")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[MiniHdfs]:
+    """An HDFS whose only DataNode has a disk of 40 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    disk = tmp_path / "tiny" / "datanode0"
+    disk.mkdir(parents=True)
+    done = run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk])
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr}")
+    try:
+        conf = {"dfs.blocksize": "1m"}
+        with MiniHdfs(tmp_path / "tiny", datanode_count=1, conf=conf) as cluster:
+            yield cluster
+    except CannotAssembleError as error:
+        pytest.skip(f"no HDFS here: {error}")
+    finally:
+        run(["umount", "-l", disk])
+
+
+def test_full_datanodes_are_told_to_the_writer(
+    tiny: MiniHdfs, tmp_path: Path, mountpoint: Path
+) -> None:
+    """Found by filling one: it was EIO, and tried again as if the DataNode were dead."""
+    url = tiny.url + "/x"
+    with checkpoints(tmp_path, mountpoint, url):
+        shell("printf old > {d}/f", d=mountpoint)
+        check_python(TOLD, mountpoint, "ENOSPC", "new:60")
+        assert_nothing_is_left(url)
+    # A DataNode that has room and is dead is another matter.
+    with contextlib.closing(open_backend(url, deadline_s=20)) as backend:
+
+        def has_room() -> bool:
+            # What the save had written is removed by and by.
+            space = HdfsSpace(FoundNameNode(tiny.url, 20.0)).space("/x")
+            return space is not None and space.free_bytes > 20 * MIB
+
+        wait_for(has_room, "room")
+        tiny.kill_datanode(0)
+        with pytest.raises(UnavailableError), backend.create("g") as writer:
+            writer.write(b"x")
+
+
+def test_a_quota_is_told_to_the_writer(hdfs_url: str, tmp_path: Path, mountpoint: Path) -> None:
+    with checkpoints(tmp_path, mountpoint, hdfs_url):
+        shell("printf old > {d}/f", d=mountpoint)
+        set_space_quota(hdfs_url, 10 * MIB)  # less than a block
+        check_python(TOLD, mountpoint, "EDQUOT", "f:12", "new:3")
+        assert_nothing_is_left(hdfs_url)

@@ -1,0 +1,249 @@
+"""Writing past failures: a part is written again, from memory or from what the storage has."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import PermissionDeniedError, UnavailableError
+from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
+from bootseer.store.backend import Piece
+from bootseer.store.local.backend import LocalBackend
+from bootseer.store.local.writer import LocalWriter
+from tests.fuse.striped.support.faulty import FaultyBackend, failing
+from tests.fuse.striped.support.harness import UNIT, Driver, refused_with, storage_on
+
+DATA = random.Random(4).randbytes(40 * UNIT + 77)
+
+
+class Saving:
+    """A driver over a faulty local folder."""
+
+    def __init__(self, root: Path, memory_units: int = 24) -> None:
+        self.root = root
+        self.backend = FaultyBackend(LocalBackend(root))
+        self.storage = storage_on(self.backend, memory_bytes=memory_units * UNIT)
+        self.driver = Driver(self.storage)
+
+    def fails(self, operation: str, after: int, error: Callable[[], BaseException]) -> None:
+        """The operation on a part fails once, when it was done `after` times."""
+        left = [after]
+        lock = threading.Lock()
+        once = failing(operation, error, within=PARTS_FOLDER, times=1)
+
+        def rule(name: str, path: str) -> None:
+            with lock:
+                left[0] -= name == operation and PARTS_FOLDER in path
+                due = left[0] < 0
+            if due:
+                once(name, path)
+
+        self.backend.rules.append(rule)
+
+    def retry_count(self) -> int:
+        return self.storage.counters.look().write_retry_count
+
+    def assert_stored_whole(self) -> None:
+        self.backend.rules.clear()
+        with storage_on(self.root) as elsewhere:
+            assert Driver(elsewhere).read("f", step=50_000) == DATA
+        assert list(find_garbage(self.backend.inner, "")) == []
+        (folder,) = (self.root / PARTS_FOLDER).iterdir()
+        assert len([each for each in folder.iterdir() if each.name != "layout"]) == 3
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Saving]:
+    made = Saving(tmp_path / "backend")
+    yield made
+    made.driver.fs.destroyed()
+    made.storage.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: UnavailableError("reset"),
+        lambda: OSError(errno.EIO, "5"),
+        lambda: OSError(errno.EOVERFLOW, "75"),
+        lambda: OSError(errno.ENOTCONN, "107"),
+        lambda: BaseException("a panic"),  # as hdfs-native's are no Exception
+    ],
+)
+@pytest.mark.parametrize(("operation", "after"), [("create", 1), ("write", 9), ("close", 2)])
+def test_a_part_that_fails_once_is_written_again(
+    saving: Saving, operation: str, after: int, error: Callable[[], BaseException]
+) -> None:
+    saving.fails(operation, after, error)
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    saving.assert_stored_whole()
+
+
+@pytest.mark.parametrize(("operation", "after"), [("write", 30), ("close", 0)])
+def test_what_memory_has_not_kept_is_read_back_from_the_failed_part(
+    saving: Saving, operation: str, after: int
+) -> None:
+    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.fails(operation, after, lambda: UnavailableError("reset"))
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    read = [path for name, path in saving.backend.calls if name == "read"]
+    assert any(path.rpartition("/")[2] in ("00", "01", "02") for path in read)
+    saving.assert_stored_whole()
+
+
+def test_what_is_read_back_is_checked(saving: Saving) -> None:
+    def flip(path: str, offset: int, data: memoryview) -> None:
+        if PARTS_FOLDER in path and len(data):
+            data[0] ^= 1
+
+    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.fails("write", 30, lambda: OSError(errno.ENOTCONN, "107"))
+    saving.backend.corrupt = flip
+    with refused_with(errno.ENOTCONN):
+        saving.driver.write("f", DATA)
+    saving.backend.rules.clear()
+    assert saving.driver.names("") == []
+
+
+def test_a_part_that_goes_on_failing_is_given_up(saving: Saving) -> None:
+    saving.backend.rules.append(
+        failing("write", lambda: UnavailableError("down"), within=PARTS_FOLDER)
+    )
+    with pytest.raises(UnavailableError):
+        saving.driver.write("f", DATA)
+    # Each of three parts is begun at most four times.
+    assert sum(name == "create" for name, _ in saving.backend.calls) <= 12
+
+
+def test_a_refusal_is_not_tried_again(saving: Saving) -> None:
+    saving.fails("create", 0, lambda: PermissionDeniedError("no"))
+    with pytest.raises(PermissionDeniedError):
+        saving.driver.write("f", DATA)
+    assert saving.retry_count() == 0
+
+
+def test_a_short_write_is_written_again(saving: Saving) -> None:
+    """The server takes a piece of what it was given, and then fails."""
+    inner_create = saving.backend.inner.create
+    torn = [True]
+
+    def create(path: str, *, overwrite: bool = False):  # type: ignore[no-untyped-def]
+        writer = inner_create(path, overwrite=overwrite)
+        whole = writer.write
+
+        def write(data: Piece) -> None:
+            if PARTS_FOLDER in path and torn:
+                torn.pop()
+                whole(data[: len(data) // 2])
+                raise OSError(errno.EIO, "short")
+            whole(data)
+
+        writer.write = write  # type: ignore[method-assign]
+        return writer
+
+    saving.backend.inner.create = create  # type: ignore[method-assign]
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 1
+    saving.assert_stored_whole()
+
+
+def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
+    budget = MemoryBudget(1000)
+    kept = KeptUnits(budget)
+    units = [Unit([b"x" * 100], 100, 0) for _ in range(8)]
+    for unit in units[:4]:
+        budget.take(100, 1.0, lambda: False)
+        kept.keep(unit)
+    # At most half of the budget is kept at all.
+    for unit in units[4:]:
+        budget.take(100, 1.0, lambda: False)
+        kept.keep(unit)
+    assert [unit.pieces is None for unit in units] == [True] * 3 + [False] * 5
+    assert budget.used_bytes == 500
+    # One that somebody took back is not given up; the others go when memory is short.
+    assert kept.take(units[3])
+    assert not kept.take(units[0])
+    assert budget.try_take(900)
+    assert [unit.pieces is None for unit in units] == [True] * 3 + [False] + [True] * 4
+    kept.release(units[3])
+    budget.give(900)
+    assert budget.used_bytes == 0
+
+
+class Buffering(LocalBackend):
+    writer_bytes = 13 * UNIT
+
+
+def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) -> None:
+    """Eight files, written at once, took twice the memory of their mount."""
+    with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
+        driver, budget = Driver(storage), storage.budget
+        files = [driver.open(f"f{number}", os.O_WRONLY | os.O_CREAT) for number in range(8)]
+        data = bytes(UNIT)
+        for at in range(24):
+            for file in files:
+                driver.pwrite(file, at * UNIT, data)
+        # Four have room for a part; the others have one all the same.
+        assert budget.used_bytes >= 4 * Buffering.writer_bytes
+        for file in files:
+            driver.close(file)
+        assert budget.peak_bytes <= budget.limit_bytes
+        layouts = [decode_layout((tmp_path / f"f{n}").read_bytes(), "") for n in range(8)]
+        assert {len(layout.segments[0].parts) for layout in layouts} == {1}
+        # Alone, a file has as many as there is memory for.
+        driver.write("alone", data * 24, step=UNIT)
+        layout = decode_layout((tmp_path / "alone").read_bytes(), "")
+        assert len(layout.segments[0].parts) == 3
+        storage.tree.kept.reclaim(budget.limit_bytes)
+        assert budget.used_bytes == 0
+
+
+class Straight(LocalWriter):
+    is_buffered = False
+
+
+def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.store.local.backend.LocalWriter", Straight)
+    with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
+        Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
+        layout = decode_layout((tmp_path / "f").read_bytes(), "")
+        assert len(layout.segments[0].parts) == 8
+        storage.tree.kept.reclaim(storage.budget.limit_bytes)
+        assert storage.budget.used_bytes == 0
+
+
+def test_a_part_whose_client_holds_it_after_all_is_charged_then(tmp_path: Path) -> None:
+    budget = MemoryBudget(104 * UNIT)
+    parts = OpenParts(Buffering(tmp_path), budget, KeptUnits(budget))
+    charges = [parts.begin(number, UNIT, 1.0, lambda: False) or 0 for number in range(2)]
+    charges[0] = parts.settle(charges[0], UNIT, is_buffered=False)
+    assert charges[0] == UNIT
+    assert budget.used_bytes == UNIT + charges[1] == UNIT + Buffering.writer_bytes
+    # It fails, and is written again by the client.
+    charges[0] = parts.settle(charges[0], UNIT, is_buffered=True)
+    assert budget.used_bytes == sum(charges) == 2 * Buffering.writer_bytes
+    assert parts.settle(charges[0], UNIT, is_buffered=True) == charges[0]
+    for charge_bytes in charges:
+        parts.end(charge_bytes)
+    assert budget.used_bytes == 0
+
+
+def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
+    """Found by thought: parts that each wait for the next unit held all the memory there was."""
+    kept = KeptUnits(MemoryBudget(1000))
+    assert kept.hold(300)
+    assert not kept.hold(300)
+    kept.let_go(300)
+    assert kept.hold(500)

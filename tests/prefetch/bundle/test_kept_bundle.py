@@ -1,0 +1,83 @@
+"""A node that has all of a bundle starts with it although the store cannot be asked."""
+
+import hashlib
+import io
+from pathlib import Path
+
+import pytest
+
+from bootseer.prefetch.bundle.format import BundleExtent, write_bundle
+from bootseer.prefetch.bundle.hot_store import HotPointer
+from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.start_server import begin_serving
+from bootseer.prefetch.resolve.mount import unmount_image
+from tests.support.mounts.image_mounts import (
+    index,
+    mounted,
+    outside,
+    settings_at,
+    skip_unless_fuse,
+    sweep_everything,
+)
+from tests.support.waiting import wait_for
+
+READ = "import sys; [open(p, 'rb').read() for p in sys.argv[1:]]"
+
+
+@pytest.mark.fuse
+def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path) -> None:
+    skip_unless_fuse()
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("one", "two"):
+        (root / name).write_bytes(name.encode() * 100_000)
+    settings = settings_at(tmp_path)
+    record = index(settings, root, "image:1")
+    directory = tmp_path / "mnt"
+    with mounted(settings, "image:1", directory) as image:
+        outside(READ, directory / "one")
+        image.ready()
+    sweep_everything(settings)
+    with mounted(settings, "image:1", directory) as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        outside(READ, directory / "one", directory / "two")
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    try:
+        served = begin_serving(settings, "image:1", record.index_digest, directory).wait()
+        wait_for(lambda: ask(served.state_dir, "status")["prefetch"] is not None)
+        outside(READ, directory / "one", directory / "two")
+        status = ask(served.state_dir, "status")
+        assert status["faults"]["fault_count"] == 0
+        assert status["prefetch"]["used_bytes"] > 0
+        assert status["prefetch"]["error"] is None
+        unmount_image(settings, directory)
+    finally:
+        sweep_everything(settings)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
+@pytest.mark.parametrize("name", ["json", "header"])
+def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: str) -> None:
+
+    digest = "sha256:" + "7" * 64
+    header = write_bundle(
+        digest, [(BundleExtent(0, 0, 512),)], lambda *place: bytes(512), [io.BytesIO()]
+    )
+    bundle_digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+    pointer = HotPointer(digest, bundle_digest, len(header), len(header), digest, 1, 1)
+    settings = settings_at(tmp_path)
+    keep_bundle(settings, "work", pointer, header)
+    found = kept_bundle(settings, digest, "work", [512])
+    assert found is not None
+    assert found[0] == pointer
+    assert kept_bundle(settings, digest, "other", [512]) is None
+    assert kept_bundle(settings, digest, "work", [511]) is None
+    (path,) = (settings.cache_dir / "catalogue/hot").glob(f"*.{name}")
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(
+        {"cut": bytes(data[:-9]), "empty": b"", "foreign": b"{}"}.get(damage, bytes(data))
+    )
+    assert kept_bundle(settings, digest, "work", [512]) is None

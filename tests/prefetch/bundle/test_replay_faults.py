@@ -1,0 +1,273 @@
+"""Replay while things go wrong: slow, dying, lying and hanging stores, and several servers."""
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.blob.keys import blob_key
+from bootseer.errors import UnavailableError
+from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.streams.streams import BlobStreams
+from tests.support.images.stored_image import Image, stored_image
+from tests.support.waiting import wait_for
+
+HOT = [(offset, 4096) for offset in range(0, 2_900_000, 20_000)]
+WORKERS = 8
+WARNING = "not used any further"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return stored_image(tmp_path)
+
+
+@pytest.fixture
+def bundle(image: Image) -> tuple[str, bytes]:
+    return image.publish_bundle([image.place("big", *piece) for piece in HOT])
+
+
+@pytest.fixture
+def streams(image: Image, tmp_path: Path) -> Iterator[BlobStreams]:
+    opened = image.streams(tmp_path / "cache", deadline_s=60)
+    yield opened
+    opened.close()
+
+
+def check(image: Image, streams: BlobStreams, pieces: list[tuple[int, int]]) -> None:
+    for offset, length in pieces:
+        found = streams.read(*image.place("big", offset, length))
+        assert bytes(found) == image.contents["big"][offset : offset + length]
+
+
+def is_bundle(key: str) -> bool:
+    return key.startswith("bundles/")
+
+
+class Gate:
+    """Holds each read of a bundle until it is let through, and keeps what arrived."""
+
+    def __init__(self, image: Image) -> None:
+        self._image = image
+        self._permits = threading.Semaphore(0)
+        image.before_read = self._wait
+
+    def _wait(self, key: str) -> None:
+        if is_bundle(key):
+            assert self._permits.acquire(timeout=60)
+
+    def let(self, count: int) -> None:
+        self._permits.release(count)
+
+
+def held_back(image: Image, streams: BlobStreams, bundle: tuple[str, bytes]) -> tuple[Gate, Replay]:
+    """A replay all of whose workers wait for the store, and what lets them go on."""
+    gate = Gate(image)
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    wait_for(lambda: len(image.reads) == WORKERS)
+    return gate, replay
+
+
+def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    gate, replay = held_back(image, streams, bundle)
+    # Nothing of the bundle comes, and nothing waits for it.
+    found = streams.read(*image.place("middle", 5, 9))
+    assert bytes(found) == image.contents["middle"][5:14]
+    assert [is_bundle(key) for key, _, _ in image.reads] == [True] * WORKERS + [False]
+    gate.let(10**6)
+    check(image, streams, HOT)
+    wait_for(lambda: replay.is_over)
+
+
+def test_faults_on_the_bundle_go_before_all_that_is_queued(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    gate, replay = held_back(image, streams, bundle)
+    # What is wanted last of all is read at once.
+    piece = HOT[-1]
+    (number,) = replay._placement.frames_for(*image.place("big", *piece))
+    chunk = replay._chunks[number]
+    thread = threading.Thread(target=check, args=(image, streams, [piece]))
+    thread.start()
+    wait_for(lambda: len(image.reads) > WORKERS)
+    key, offset, length = image.reads[WORKERS]
+    assert key == chunk.key
+    assert offset <= chunk.offset < chunk.end <= offset + length
+    gate.let(10**6)
+    thread.join(60)
+    assert not thread.is_alive()
+    wait_for(lambda: replay.is_over)
+    assert replay.error is None
+
+
+def test_faults_are_not_starved_by_a_slow_store(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    """Between a fault and its read, no more is read for the prefetch than was under way."""
+    gate, replay = held_back(image, streams, bundle)
+    # One in each frame of the blob.
+    for offset in (50, 140_000, 280_000):
+        before = len(image.reads)
+        streams.read(*image.place("middle", offset, 9))
+        since = [is_bundle(key) for key, _, _ in image.reads[before:]]
+        assert since.index(False) <= WORKERS
+        gate.let(1)
+    gate.let(10**6)
+    wait_for(lambda: replay.is_over)
+
+
+def test_the_bundle_s_store_dies_in_the_middle(
+    image: Image,
+    streams: BlobStreams,
+    bundle: tuple[str, bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def die(key: str) -> None:
+        if is_bundle(key) and len(image.reads) > 5:
+            raise UnavailableError("the connection was reset")
+
+    image.before_read = die
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    check(image, streams, HOT)
+    wait_for(lambda: replay.error is not None)
+    assert sum(WARNING in message for message in caplog.messages) == 1
+    assert any(key == blob_key(image.tree.blobs[0].digest) for key, _, _ in image.reads)
+
+
+def test_a_short_outage_costs_nothing_but_time(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    failures = threading.Semaphore(6)
+
+    def fail(key: str) -> None:
+        if len(image.reads) > 5 and failures.acquire(blocking=False):
+            raise UnavailableError("the connection was reset")
+
+    image.before_read = fail
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    check(image, streams, HOT)
+    wait_for(lambda: replay.is_over)
+    assert replay.error is None
+    assert all(is_bundle(key) for key, _, _ in image.reads)
+
+
+@pytest.mark.parametrize("every", [3, 1], ids=["some", "all"])
+def test_flipped_bytes_are_never_served(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], every: int
+) -> None:
+    generator = random.Random(4)
+
+    def flip(key: str, data: bytes) -> bytes:
+        if is_bundle(key) and generator.randrange(every) == 0:
+            position = generator.randrange(len(data))
+            return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
+        return data
+
+    image.change = flip
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    check(image, streams, HOT)
+    assert streams.statistics().corrupt_count > 0
+    wait_for(lambda: replay.is_over)
+    if every == 1:
+        assert replay.error is not None
+    whole = len(image.contents["big"])
+    check(image, streams, [(offset, 100_000) for offset in range(0, whole - 100_000, 100_000)])
+
+
+def test_a_bundle_that_hangs_is_left_for_the_blobs(
+    image: Image, bundle: tuple[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = image.streams(tmp_path / "cache", deadline_s=4)
+    release = threading.Event()
+
+    def hang(key: str) -> None:
+        if is_bundle(key):
+            release.wait(60)
+
+    image.before_read = hang
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    check(image, streams, HOT[:3])
+    assert replay.error is not None
+    assert sum(WARNING in message for message in caplog.messages) == 1
+    # Every later fault goes to the blobs at once.
+    assert streams.figures().bundle_wait_count == 1
+    check(image, streams, HOT[3:])
+    assert streams.figures().bundle_wait_count == 1
+    release.set()
+    streams.close()
+
+
+def begin_two(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
+) -> tuple[Gate, Replay, Replay, BlobStreams]:
+    """Two servers of a node begin to replay: the gate, the leader, the follower and its streams."""
+    gate = Gate(image)
+    first = image.replay(streams, *bundle, lock)
+    first.start()
+    other = image.streams(cache_dir, deadline_s=60)
+    second = image.replay(other, *bundle, lock)
+    second.start()
+    return gate, first, second, other
+
+
+def test_of_two_servers_one_fetches_and_the_other_follows(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
+) -> None:
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
+    gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
+    gate.let(10**6)
+    check(image, other, HOT)
+    wait_for(lambda: first.is_over and second.is_over)
+    assert second.fetched_bytes == 0
+    assert first.fetched_bytes == first.bundle.stream_bytes
+    assert second.remaining_count == 0
+    assert not lock.exists()
+    other.close()
+
+
+def test_a_follower_goes_on_where_the_leader_stopped(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
+) -> None:
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
+    gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
+    gate.let(3)
+    wait_for(lambda: first.fetched_bytes > 0 and len(image.reads) == WORKERS + 3)
+    # A fault of the follower is not held up for long by a leader that gets nothing.
+    thread = threading.Thread(target=check, args=(image, other, HOT[-1:]))
+    thread.start()
+    wait_for(lambda: len(image.reads) > WORKERS + 3)
+    # The leader ends, with its reads still under way.
+    streams.close()
+    gate.let(10**6)
+    thread.join(60)
+    assert not thread.is_alive()
+    wait_for(lambda: second.is_over)
+    assert second.error is None
+    check(image, other, HOT)
+    assert second.fetched_bytes > 0
+    other.close()
+
+
+def test_closing_while_following_ends_quietly(
+    image: Image,
+    streams: BlobStreams,
+    bundle: tuple[str, bytes],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
+    gate, _, _, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
+    other.close()
+    gate.let(10**6)
+    streams.close()
+    assert not any(WARNING in message for message in caplog.messages)

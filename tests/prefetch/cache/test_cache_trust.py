@@ -1,0 +1,296 @@
+"""What others may write of an image or a bundle never reaches another image through the cache."""
+
+import logging
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.pack.packing import pack_directory
+from bootseer.blob.tree import Blob, Tree
+from bootseer.errors import CorruptError
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.catalogue import find_image, load_tree
+from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.store import Store, open_store
+from tests.support.images.building import Layout, Member, write_layout
+from tests.support.images.pulled import Node, objects
+from tests.support.images.stored_image import INDEX, Image, stored_image
+from tests.support.waiting import wait_for
+
+CODE = b"print('the code of the image')\n" * 4000
+
+
+def packed(base: Path, content: bytes) -> tuple[Tree, Store]:
+    """An image of one file, in a store of its own."""
+    (base / "root").mkdir(parents=True)
+    (base / "root" / "code").write_bytes(content)
+    with (base / "blob").open("wb") as sink:
+        tree = pack_directory(base / "root", sink)
+    store = open_store((base / "store").as_uri())
+    store.publish(blob_key(tree.blobs[0].digest), base / "blob")
+    return tree, store
+
+
+def read_code(blobs: Sequence[Blob], tree: Tree, store: Store, cache: Path) -> bytes:
+    number = tree.resolve(b"code")
+    assert number is not None
+    (extent,) = tree.inode(number).extents
+    streams = BlobStreams(blobs, store.read, NodeCache(cache), deadline_s=10)
+    try:
+        return bytes(streams.read(0, extent.blob_offset, extent.length))
+    finally:
+        streams.close()
+
+
+@pytest.fixture
+def honest(tmp_path: Path) -> tuple[Tree, Store]:
+    return packed(tmp_path / "honest", CODE)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> tuple[Tree, Store]:
+    return packed(tmp_path / "hostile", CODE.replace(b"print", b"wrong"))
+
+
+def lying(hostile: Tree, honest: Tree) -> list[Blob]:
+    """The hostile image's frames, called as the honest one's stream."""
+    (own,), (other,) = hostile.blobs, honest.blobs
+    assert own.stream_length == other.stream_length
+    return [replace(own, stream_digest=other.stream_digest)]
+
+
+def test_a_lying_index_puts_nothing_into_another_image(
+    tmp_path: Path, honest: tuple[Tree, Store], hostile: tuple[Tree, Store]
+) -> None:
+    blobs = lying(hostile[0], honest[0])
+    assert b"wrong" in read_code(blobs, *hostile, tmp_path / "cache")
+    assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
+
+
+def test_a_lying_index_reads_nothing_of_another_image(
+    tmp_path: Path, honest: tuple[Tree, Store], hostile: tuple[Tree, Store]
+) -> None:
+    assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
+    blobs = lying(hostile[0], honest[0])
+    assert b"wrong" in read_code(blobs, *hostile, tmp_path / "cache")
+    # As what a node has pulled is named: stored nowhere.
+    without_frames = [replace(honest[0].blobs[0], frames=(), size_bytes=0)]
+    with pytest.raises(CorruptError, match="stored nowhere"):
+        read_code(without_frames, *honest, tmp_path / "cache")
+
+
+def test_a_wrong_length_keeps_no_other_image_from_starting(
+    tmp_path: Path, honest: tuple[Tree, Store], hostile: tuple[Tree, Store]
+) -> None:
+    length = honest[0].blobs[0].stream_length
+    blobs = [replace(lying(hostile[0], honest[0])[0], stream_length=2 * length)]
+    streams = BlobStreams(blobs, hostile[1].read, NodeCache(tmp_path / "cache"))
+    try:
+        assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
+    finally:
+        streams.close()
+
+
+# ---- what was pulled ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    words = random.Random(5).choices([b"layer ", b"frame ", b"digest ", b"stream "], k=50_000)
+    return write_layout(tmp_path / "image", [[Member("file", data=b"".join(words))]])
+
+
+def fetched_bytes(node: Node, layout: Layout) -> int:
+    """What it takes to read all of the image, as the store has it."""
+    with open_store(node.settings.store_url) as store:
+        record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
+        tree = load_tree(store, record, node.settings.cache_dir)
+        streams = BlobStreams(tree.blobs, store.read, NodeCache(node.settings.cache_dir))
+        try:
+            assert all(len(blob.frames) for blob in tree.blobs)
+            streams.fill()
+            return streams.statistics().fetched_bytes
+        finally:
+            streams.close()
+
+
+def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: Layout) -> None:
+    nodes = [Node(tmp_path / name, tmp_path / "store") for name in ("packs", "waits", "lacks")]
+    indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes[:2]]
+    for node, index in zip(nodes, indexes, strict=False):
+        publish_node_image(node.settings, index)
+    # The second one finds the layer in the store, and that it has just these frames.
+    assert [fetched_bytes(node, layout) > 0 for node in nodes] == [False, False, True]
+
+
+def test_frames_of_another_packer_are_fetched(tmp_path: Path, layout: Layout) -> None:
+    first, second = (Node(tmp_path / name, tmp_path / "store") for name in ("first", "second"))
+    indexes = [
+        node.start(f"oci:{layout.directory}")[0].record.index_digest for node in (first, second)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bootseer.prefetch.sources.layer_tar.LEVEL", 7)
+        publish_node_image(first.settings, indexes[0])
+    publish_node_image(second.settings, indexes[1])
+    assert fetched_bytes(second, layout) > 0
+    assert objects(tmp_path / "store")
+
+
+def test_what_an_older_release_kept_is_not_believed_and_goes(tmp_path: Path) -> None:
+    older = tmp_path / "streams" / f"sha256-{'ab' * 32}"
+    older.mkdir(parents=True)
+    for name in ("data", "present", "sums", "lock"):
+        (older / name).write_bytes(b"x" * 5000)
+    (older.parent / f"sha256-{'ab' * 32}.pull").touch()
+    cache = NodeCache(tmp_path)
+    assert cache.open_whole("sha256:" + "ab" * 32) is None
+    assert cache.streams() == []
+    cache.trim(10**12)
+    assert not older.parent.exists()
+
+
+# ---- bundles ------------------------------------------------------------------------------
+
+HOT = [(offset, 4096) for offset in range(0, 1_000_000, 50_000)]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return stored_image(tmp_path)
+
+
+def wrong_bundle(image: Image, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes]:
+    """A bundle whose pages are not the image's, but which is right by its own digests."""
+    with monkeypatch.context() as patch:
+        read = BlobStreams.read
+        patch.setattr(
+            BlobStreams,
+            "read",
+            lambda *arguments, **options: b"wrong" + bytes(read(*arguments, **options))[5:],
+        )
+        return image.publish_bundle([image.place("big", *piece) for piece in HOT])
+
+
+def read_big(image: Image, streams: BlobStreams, offset: int, length: int) -> bytes:
+    return bytes(streams.read(*image.place("big", offset, length)))
+
+
+def test_a_wrong_bundle_serves_its_own_image_alone(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = wrong_bundle(image, monkeypatch)
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    wait_for(lambda: replay.is_over)
+    assert replay.error is None
+    # As another image with the same layer, and whoever builds a bundle, read it.
+    others = BlobStreams(image.tree.blobs, image.store.read, NodeCache(tmp_path / "cache"))
+    for offset, length in HOT:
+        right = image.contents["big"][offset : offset + length]
+        assert read_big(image, others, offset, length) == right
+    others.close()
+    streams.close()
+
+
+def test_a_wrong_bundle_is_found_as_its_frames_come(
+    image: Image,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bundle = wrong_bundle(image, monkeypatch)
+    streams = image.streams(tmp_path / "cache")
+    follower = image.streams(tmp_path / "cache")
+    for opened in (streams, follower):
+        replay = image.replay(opened, *bundle)
+        replay.start()
+        wait_for(lambda replay=replay: replay.is_over)  # type: ignore[misc]
+    assert read_big(image, streams, *HOT[0]) != image.contents["big"][:4096]
+    with caplog.at_level(logging.ERROR):
+        # A fault beside a hot page brings the frame that holds both.
+        assert read_big(image, streams, 8192, 100) == image.contents["big"][8192:8292]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "not those of the image" in caplog.text
+    # Also where the same was believed by another process.
+    for opened in (streams, follower):
+        for offset, length in HOT:
+            right = image.contents["big"][offset : offset + length]
+            assert read_big(image, opened, offset, length) == right
+    streams.close()
+    follower.close()
+
+
+def test_the_fill_compares_what_a_bundle_brought(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(
+        streams, *image.publish_bundle([image.place("big", *piece) for piece in HOT])
+    )
+    replay.start()
+    wait_for(lambda: replay.is_over)
+    claimed = sum(length for _, _, length in streams.claims.unproven())
+    assert claimed >= 4096 * len(HOT)
+    assert (streams.proven_bytes, streams.cached_bytes) == (0, claimed)
+    streams.fill(streams.fill_fetches(streams.claims.unproven()))
+    assert streams.claims.unproven() == []
+    assert replay.error is None
+    streams.close()
+    # Nothing of it is needed any more.
+    cache = NodeCache(tmp_path / "cache")
+    assert len(cache.streams()) == 2
+    cache.make_durable(image.tree.blobs, INDEX)
+    assert len(cache.streams()) == 1
+
+
+# ---- the disk -----------------------------------------------------------------------------
+
+
+def test_what_the_disk_changed_is_fetched_again(image: Image, tmp_path: Path) -> None:
+    streams = image.streams(tmp_path / "cache")
+    streams.fill()
+    streams.close()
+    flips = random.Random(3)
+    (data,) = tmp_path.glob("cache/streams*/*/data")
+    content = bytearray(data.read_bytes())
+    for _ in range(200):
+        content[flips.randrange(len(content))] ^= 1 << flips.randrange(8)
+    data.write_bytes(content)
+    again = image.streams(tmp_path / "cache")
+    image.reads.clear()
+    for name, right in image.contents.items():
+        found = b"".join(
+            bytes(again.read(*image.place(name, start, min(32768, len(right) - start))))
+            for start in range(0, len(right), 32768)
+        )
+        assert found == right
+    assert image.reads
+    again.close()
+
+
+@pytest.mark.parametrize("file", ["present", "sums"])
+def test_a_damaged_map_or_log_is_no_wrong_byte(image: Image, tmp_path: Path, file: str) -> None:
+    streams = image.streams(tmp_path / "cache")
+    for offset in range(0, 2_900_000, 300_000):
+        read_big(image, streams, offset, 4096)
+    streams.close()
+    (path,) = tmp_path.glob(f"cache/streams*/*/{file}")
+    content = bytearray(path.read_bytes())
+    if file == "present":
+        # Everything is called present.
+        content[64:] = b"\1" * (len(content) - 64)
+    else:
+        content[: len(content) // 2] = bytes(len(content) // 2)
+    path.write_bytes(content)
+    again = image.streams(tmp_path / "cache")
+    for offset in range(0, 2_900_000, 50_000):
+        assert read_big(image, again, offset, 4096) == image.contents["big"][offset : offset + 4096]
+    again.close()
+    shutil.rmtree(tmp_path / "cache")

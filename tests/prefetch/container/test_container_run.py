@@ -1,0 +1,325 @@
+"""Running commands in images: both runtimes, users, binds, signals, kills, and a job that execs."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from bootseer.errors import NotFoundError
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.prefetch.mounts.mount_state import live_mounts, mounts_dir
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
+from tests.support.images.rootfs import python_root
+from tests.support.mounts.image_mounts import (
+    Completed,
+    bootseer,
+    drop_cache,
+    index,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+    start_bootseer,
+    sweep_everything,
+)
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+RUNTIMES = ("chroot", "runc")
+
+
+@dataclass
+class Node:
+    """A node whose store has a small Python image."""
+
+    settings: Settings
+    root: Path
+
+    def run(self, *arguments: object) -> Completed:
+        return bootseer(self.settings, "image", "run", *arguments)
+
+    def python(self, runtime: str, code: str, *options: object) -> Completed:
+        return self.run("--runtime", runtime, *options, "py:1", "--", "python3", "-c", code)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    skip_unless_fuse()
+    skip_unless_root()
+    base = tmp_path_factory.mktemp("containers")
+    settings = settings_at(base)
+    root = python_root(base / "root")
+    with (root / "etc/passwd").open("a") as file:
+        file.write("worker:x:1000:1001::/home/worker:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\nextra:x:1002:worker\n")
+    (root / "etc/hosts").symlink_to("../../../../elsewhere/hosts")
+    index(settings, root, "py:1")
+    yield Node(settings, root)
+    sweep_everything(settings)
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest) -> str:
+    if request.param == "runc" and shutil.which("runc") is None:
+        pytest.skip("runc is not installed")
+    found: str = request.param
+    return found
+
+
+def test_files_are_the_images_and_writes_are_thrown_away(node: Node, runtime: str) -> None:
+    code = """
+import hashlib, json, os, sys
+print(json.dumps([hashlib.sha256(open(json.__file__, "rb").read()).hexdigest(), json.__file__,
+                  os.listdir("/"), os.stat("/").st_mode & 0o777]))
+open("/written", "w").write("x")
+os.unlink("/etc/passwd")
+os.mkdir("/usr/new")
+"""
+    for _ in range(2):
+        done = node.python(runtime, code)
+        assert done.returncode == 0, done.stderr
+        digest, path, names, mode = json.loads(done.stdout)
+        assert path.startswith(str(Path(json.__file__).parent))
+        assert "written" not in names
+        assert mode == node.root.stat().st_mode & 0o777
+        assert len(digest) == 64
+    assert (node.root / "etc/passwd").exists()
+    assert list(live_mounts(node.settings)) == []
+
+
+def test_exit_codes(node: Node, runtime: str) -> None:
+    assert node.python(runtime, "raise SystemExit(7)").returncode == 7
+    killed = node.python(runtime, "import os; os.abort()")
+    # The first process of a PID namespace gets no SIGABRT: abort() then faults, as under docker.
+    expected = signal.SIGSEGV if runtime == "runc" else signal.SIGABRT
+    assert killed.returncode == 128 + expected
+
+
+def test_no_folder_waits_for_an_image_that_is_still_being_pulled(node: Node) -> None:
+    # A sweep would take one without a server for left over, and a pull may take minutes.
+    before = list(mounts_dir(node.settings).glob("*"))
+    with pytest.raises(NotFoundError):
+        prepare_container(node.settings, "no-such-image")
+    assert list(mounts_dir(node.settings).glob("*")) == before
+
+
+def test_a_command_that_cannot_be_started(node: Node, runtime: str, tmp_path: Path) -> None:
+    missing = node.run("--runtime", runtime, "py:1", "--", "no-such-program")
+    assert missing.returncode == 127
+    assert "no-such-program" in missing.stderr
+    refused = node.run("--runtime", runtime, "py:1", "--", "/etc/passwd")
+    assert refused.returncode == 126
+    empty = node.run("--runtime", runtime, "py:1")
+    assert empty.returncode == 2
+    assert "--" in empty.stderr
+    (tmp_path / "script").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "script").chmod(0o755)
+    (tmp_path / "other-machine").write_bytes(b"\x7fELF" + bytes(100))
+    (tmp_path / "other-machine").chmod(0o755)
+    (tmp_path / "for-root").write_text("#!/bin/sh\n")
+    (tmp_path / "for-root").chmod(0o700)
+    for program, options, code in (
+        ("no-such-program", (), 127),
+        ("script", (), 126),
+        ("other-machine", (), 126),
+        ("for-root", ("--user", "worker"), 126),
+        ("", (), 126),
+    ):
+        bind = ("--bind", f"{tmp_path}:/programs", *options)
+        done = node.run("--runtime", runtime, *bind, "py:1", "--", f"/programs/{program}")
+        assert done.returncode == code, (program, done.stderr)
+        # One sentence of ours, and nothing of runc's log.
+        (line,) = done.stderr.splitlines()
+        assert f"/programs/{program}" in line
+        assert "level=" not in line
+
+
+def test_environment_user_and_folder(node: Node, runtime: str) -> None:
+    code = "import json, os; print(json.dumps([os.getuid(), os.getgid(), os.getgroups(), "
+    code += "dict(os.environ), os.getcwd()]))"
+    done = node.python(runtime, code, "--user", "worker", "-e", "A=b", "-e", "HOSTS_OWN")
+    assert done.returncode == 0, done.stderr
+    uid, gid, groups, environment, folder = json.loads(done.stdout)
+    assert (uid, gid, folder) == (1000, 1001, "/")
+    assert 1002 in groups
+    assert environment["A"] == "b"
+    assert environment["HOME"] == "/home/worker"
+    assert environment["PATH"].startswith("/usr/local/sbin")
+    assert environment["BOOTSEER_READY_SOCKETS"].startswith("bootseer-ready-")
+    assert "HOSTS_OWN" not in environment
+    assert not any(name.startswith(("PYTHONPATH", "VIRTUAL")) for name in environment)
+    assert node.python(runtime, "", "--user", "nobody-here").returncode == 2
+
+
+def test_binds_show_paths_of_the_host(node: Node, runtime: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/file").write_text("from the host")
+    (tmp_path / "out").mkdir()
+    code = """
+import errno
+print(open("/data/in/file").read())
+try:
+    open("/data/in/new", "w")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+open("/out/new", "w").write("from the container")
+"""
+    binds = ("--bind", f"{tmp_path}/in:/data/in:ro", "--bind", f"{tmp_path}/out:/out")
+    done = node.python(runtime, code, *binds)
+    assert done.stdout == "from the host\nEROFS\n", done.stderr
+    assert (tmp_path / "out/new").read_text() == "from the container"
+    assert node.python(runtime, "", "--bind", "/no/such:/x").returncode == 10
+    assert node.python(runtime, "", "--bind", "relative").returncode == 2
+
+
+def test_what_programs_expect_is_there(node: Node, runtime: str) -> None:
+    code = """
+import os, socket
+assert open("/proc/self/stat").read()
+assert os.listdir("/sys/class")
+open("/dev/null", "w").write("x")
+assert len(os.urandom(4)) == 4
+assert os.stat("/tmp").st_mode & 0o7777 == 0o1777
+assert socket.gethostname() != ""
+# The image's own link leads out of its root: the host's file must not have been touched.
+assert open("/etc/hosts").read() is not None
+print(len([name for name in os.listdir("/proc") if name.isdigit()]))
+"""
+    done = node.python(runtime, code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 3
+    assert not Path("/elsewhere").exists()
+
+
+def test_signals_are_passed_on(node: Node, runtime: str) -> None:
+    code = """
+import os, signal, sys, time
+def stop(number, frame):
+    os.write(1, b"got %d\\n" % number)
+    sys.exit(9)
+signal.signal(signal.SIGTERM, stop)
+os.write(1, b"up\\n")
+time.sleep(60)
+"""
+    with start_bootseer(
+        node.settings, "image", "run", "--runtime", runtime, "py:1", "--", "python3", "-c", code
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (out, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 9), err
+
+
+def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
+    code = "import os, time; print('up', flush=True); time.sleep(600)"
+    with start_bootseer(
+        node.settings, "image", "run", "--runtime", runtime, "py:1", "--", "python3", "-c", code
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        ((state_dir, _),) = live_mounts(node.settings)
+        process.kill()
+    wait_for(lambda: not state_dir.exists())
+    assert list((node.settings.cache_dir / "containers").iterdir()) == []
+    assert node.python(runtime, "print(1)").stdout == "1\n"
+
+
+def test_second_run_replays(node: Node) -> None:
+    node = dataclasses.replace(node, settings=structs.replace(node.settings, workload="replayed"))
+    drop_cache(node.settings)
+    code = "import json, decimal, email.message"
+    assert node.python("chroot", code).returncode == 0
+    waited = bootseer(node.settings, "image", "status", "--wait", 60, "--json")
+    assert waited.returncode == 0, waited.stderr
+    drop_cache(node.settings)
+    code += "; print('up', flush=True); import time; time.sleep(600)"
+    with start_bootseer(
+        node.settings, "image", "run", "--runtime", "chroot", "py:1", "--", "python3", "-c", code
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        (status,) = json.loads(bootseer(node.settings, "image", "status", "--json").stdout)
+        process.terminate()
+        process.wait(30)
+    assert status["prefetch"]["recall"] > 0.9
+    assert status["moved"]["fetched_bytes"] < status["image_bytes"] / 4
+    assert status["faults"]["fault_frame_count"] < 20
+
+
+EXEC = """
+import json, os, sys
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.settings.settings_json import settings_from_json
+settings = settings_from_json(json.loads(sys.argv[1]))
+container = prepare_container(settings, "py:1")
+container.bind(container.scratch.parent, "/seen")
+container.enter()
+done = container.run(["python3", "-c", "import os; print(os.listdir('/seen') != [], flush=True)"])
+assert done.returncode == 0
+environment = container.job_environment({**os.environ, "RANK": "3", "PYTHONPATH": "/host"})
+container.exec(["python3", "-c", sys.argv[2]], environment)
+"""
+
+
+def start_exec(node: Node, code: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", EXEC, json.dumps(settings_to_json(node.settings)), code],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_exec_keeps_the_process_and_the_mounts_last_as_long(node: Node) -> None:
+    code = """
+import os, sys, time
+print(os.getpid(), os.environ["RANK"], "PYTHONPATH" in os.environ, os.path.exists("/etc/shadow"),
+      flush=True)
+child = os.fork()
+if child:
+    print(child, flush=True)
+    os._exit(5)
+# The job's own process is gone; what it left goes on reading.
+time.sleep(1)
+import decimal
+open("/seen/still-there", "w").close()
+time.sleep(600)
+"""
+    with start_exec(node, code) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        assert process.stdout.readline() == f"{process.pid} 3 False False\n"
+        left = int(process.stdout.readline())
+        assert process.wait(30) == 5
+        mark = node.settings.cache_dir / "containers/still-there"
+        wait_for(mark.exists)
+        mark.unlink()
+        ((state_dir, state),) = live_mounts(node.settings)
+        os.kill(left, signal.SIGKILL)
+    wait_for(lambda: not state_dir.exists())
+    assert not Path(state.scratch).exists()
+
+
+def test_what_a_container_wrote_is_removed_however_deep_it_is(node: Node, runtime: str) -> None:
+    """Deeper than Python recurses, and longer than any path may be."""
+    code = """
+import os
+for _ in range(1500):
+    os.mkdir("deep")
+    os.chdir("deep")
+"""
+    done = node.python(runtime, code)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: list(mounts_dir(node.settings).iterdir()) == [])
+    assert list((node.settings.cache_dir / "containers").iterdir()) == []
+    assert node.python(runtime, "print(1)").stdout == "1\n"

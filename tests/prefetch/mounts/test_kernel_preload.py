@@ -1,0 +1,40 @@
+"""Names and pages of a bundle are the kernel's before they are asked for."""
+
+import pytest
+
+from bootseer.prefetch.publish.publishing import wait_published
+from tests.prefetch.mounts.conftest import Node, digest_of
+from tests.support.mounts.image_mounts import checksums_outside, drop_cache, mounted
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def recorded(node: Node) -> Node:
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        checksums_outside([image.directory / name for name in ("hot-2", "hot-1")])
+    assert wait_published(node.settings, 30)
+    drop_cache(node.settings)
+    return node
+
+
+def test_one_file_read_brings_the_next_one(recorded: Node) -> None:
+    with mounted(recorded.settings, "image:1", recorded.base / "mnt") as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        checksums_outside([image.directory / "hot-2"])
+        # What the kernel was given is noted as read: a frame's part of the file that comes next.
+        wait_for(lambda: image.status()["prefetch"]["precision"] > 0.5)
+        before = image.status()["sources"]["cache_bytes"]
+        one = image.directory / "hot-1"
+        assert checksums_outside([one]) == [digest_of(recorded.source / "hot-1")]
+        assert image.status()["sources"]["cache_bytes"] - before < 300_000
+        image.ready()
+        assert image.status()["record"] == "not needed"
+
+
+def test_a_record_that_was_asked_for_says_only_what_was_read(recorded: Node) -> None:
+    with mounted(recorded.settings, "image:1", recorded.base / "mnt", record="always") as image:
+        wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
+        checksums_outside([image.directory / "hot-2"])
+        assert image.status()["prefetch"]["precision"] < 0.5

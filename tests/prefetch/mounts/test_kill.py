@@ -1,0 +1,298 @@
+"""What a killed server, worker, publisher or machine leaves, and what comes after."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import NotFoundError, UnavailableError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import namespaces
+from bootseer.prefetch.mounts.mount_state import (
+    MountState,
+    is_alive,
+    live_mounts,
+    lock_new,
+    mounts_dir,
+    new_mount_dir,
+    sweep,
+    take_lock,
+    write_state,
+)
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.resolve.mount import (
+    MountedImage,
+    find_live_mount,
+    mount_image,
+    unmount_image,
+)
+from bootseer.settings.settings_json import settings_to_json
+from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
+from tests.support.freezing import frozen
+from tests.support.mounts.image_mounts import (
+    bootseer,
+    checksums_outside,
+    mounted,
+    settings_at,
+    start_outside,
+)
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.fuse
+
+
+def test_kill_9_of_the_worker_while_reading(node: Node) -> None:
+    if not mount_can_resend():
+        pytest.skip("handing requests to another worker needs Linux 6.9")
+    code = """
+import hashlib, sys
+h = hashlib.sha256()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    print("go", flush=True)
+    while data := file.read(65536):
+        h.update(data)
+print(h.hexdigest())
+"""
+    slow = f"limit+{node.settings.store_url}?node_bytes_per_s={4 * 2**20}"
+    slow += f"&account={node.base}/account"
+    settings = replace(node.settings, store_url=slow)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        reader = start_outside(code, image.directory / "big")
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "go\n"
+        workers = set()
+        for _ in range(3):
+            workers.add(kill_worker(image.status()["worker_pid"]))
+            wait_for(lambda: worker_of(image) not in workers | {None})
+        assert reader.communicate_checked() == digest_of(node.source / "big") + "\n"
+        # What earlier workers recorded is not lost.
+        assert image.status()["access_count"] >= BIG_BYTES // (1 << 20)
+
+
+def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
+    if not mount_can_resend():
+        pytest.skip("handing requests to another worker needs Linux 6.9")
+    settings = replace(node.settings, deadline_s=20.0)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        worker = image.status()["worker_pid"]
+        with frozen(worker):
+            assert checksums_outside([image.directory / "big"]) == [digest_of(node.source / "big")]
+        assert image.status()["worker_pid"] != worker
+
+
+def mount_can_resend() -> bool:
+    release = os.uname().release.split(".")
+    return (int(release[0]), int("".join(c for c in release[1] if c.isdigit()))) >= (6, 9)
+
+
+def kill_worker(pid: int) -> int:
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def worker_of(image: MountedImage) -> int | None:
+    try:
+        status = image.status()
+    except UnavailableError:
+        return None
+    worker: int = status["worker_pid"]
+    return worker
+
+
+def test_kill_9_of_everything_then_again(node: Node) -> None:
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory)
+    checksums_outside([directory / "hot-1"])
+    state = find_live_mount(node.settings, directory)[1]
+    worker = image.status()["worker_pid"]
+    os.kill(state.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    assert list(live_mounts(node.settings)) == []
+    for arguments in ((), (directory,)):
+        shown = bootseer(node.settings, "image", "status", *arguments).stdout
+        assert "its server died" in shown
+        # A table cuts what is longer than the line.
+        assert str(directory)[:40] in shown
+    assert sweep(node.settings) == 1
+    assert mounts.find_mount(directory) is None
+    assert not image.state_dir.exists()
+    with mounted(node.settings, "image:1", directory) as again:
+        assert again.status()["cached_bytes"] > 700_000
+        read_hot(node, directory)
+
+
+def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
+    """Also between the creation of its lock and the locking, while others look at it."""
+    settings = settings_at(tmp_path)
+    state_dir = new_mount_dir(settings)
+    (state_dir / "lock").touch()
+    assert sweep(settings) == 0
+    looking = take_lock(state_dir)
+    timer = threading.Timer(0.05, os.close, [looking])
+    timer.start()
+    lock = lock_new(state_dir)
+    timer.join()
+    assert is_alive(state_dir)
+    os.close(lock)
+    an_hour_ago_s = time.time() - 3600
+    os.utime(state_dir, (an_hour_ago_s, an_hour_ago_s))
+    assert sweep(settings) == 1
+
+
+@pytest.mark.root
+def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_at(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    scratches = []
+    for number in range(3):
+        state_dir = new_mount_dir(settings)
+        os.close(lock_new(state_dir))
+        scratch = settings.cache_dir / "containers" / state_dir.name
+        (scratch / "upper/folder").mkdir(parents=True)
+        write_state(
+            state_dir,
+            MountState(
+                id=state_dir.name,
+                reference="image:1",
+                index_digest="",
+                workload="",
+                directory=str(tmp_path / f"nothing-{number}"),
+                pid=0,
+                started_ns=number,
+                purpose="run",
+                scratch=str(scratch),
+            ),
+        )
+        scratches.append(scratch)
+    point = scratches[1] / "upper/folder"
+    namespaces.mount(kept, point, flags=namespaces.MS_BIND)
+    try:
+        assert sweep(settings) == 3
+        assert [path.exists() for path in scratches] == [False, True, False]
+        assert os.listdir(point) == ["file"]
+        (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert str(scratches[1]) in said.getMessage()
+        assert sweep(settings) == 0
+        assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
+    finally:
+        namespaces.unmount(point)
+
+
+def test_a_crash_of_the_machine(node: Node) -> None:
+    """What was lost of the cache is fetched again; what is intact is not."""
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory, ServeOptions(record="never"))
+    right = [digest_of(node.source / name) for name in ("big", "hot-1")]
+    assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+    for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    sweep(node.settings)
+    (stream,) = (node.settings.cache_dir / "streams-3").glob("*-*")
+    with (stream / "present").open("r+b") as file:
+        file.seek(16)
+        file.write(b"another boot id!")
+    with (stream / "data").open("r+b") as file:
+        file.seek(3 * 2**20)
+        file.write(bytes(300_000))
+    with mounted(node.settings, "image:1", directory, record="never") as again:
+        assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+        fetched = again.status()["moved"]["fetched_bytes"]
+        assert 300_000 <= fetched < 1_500_000
+
+
+def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
+    left = node.settings.run_dir / "publishing" / "0123-4567"
+    left.mkdir(parents=True)
+    (left / "job.json").write_text("{}")
+    an_hour_ago_s = time.time() - 3600
+    os.utime(left, (an_hour_ago_s, an_hour_ago_s))
+    with mounted(node.settings, "image:1", node.base / "mnt", record="never"):
+        wait_for(lambda: not left.exists())
+
+
+def _with_a_dead_server(node: Node) -> Path:
+    """Where an image was mounted whose server and worker have been killed."""
+    directory = node.base / "mnt"
+    directory.mkdir()
+    image = mount_image(node.settings, "image:1", directory)
+    worker = image.status()["worker_pid"]
+    os.kill(find_live_mount(node.settings, directory)[1].pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not is_alive(image.state_dir))
+    return directory
+
+
+def test_unmount_of_a_dead_server(node: Node) -> None:
+    directory = _with_a_dead_server(node)
+    unmount_image(node.settings, directory)
+    assert mounts.find_mount(directory) is None
+
+
+def test_unmount_where_only_its_state_is_left(node: Node) -> None:
+    """A container's tree is mounted in a namespace of its own, which ends with the container: the
+    command that `image status` names for what is left found no mount, and refused."""
+    directory = _with_a_dead_server(node)
+    mounts.detach(directory, lazy=True)
+    unmount_image(node.settings, directory)
+    assert not list(mounts_dir(node.settings).iterdir())
+    with pytest.raises(NotFoundError):
+        unmount_image(node.settings, directory)
+
+
+def test_mounting_again_where_a_server_died(node: Node) -> None:
+    directory = _with_a_dead_server(node)
+    with mount_image(node.settings, "image:1", directory):
+        read_hot(node, directory)
+    assert mounts.find_mount(directory) is None
+
+
+def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        directory = node.base / "mnt"
+        directory.mkdir()
+        options = ServeOptions(watch_pid=process.pid)
+        image = mount_image(node.settings, "image:1", directory, options)
+        process.kill()
+    wait_for(lambda: not image.state_dir.exists())
+    assert mounts.find_mount(directory) is None
+
+
+def test_nobody_waits_for_the_mount(node: Node) -> None:
+    """Whoever asked for a mount was killed before it was ready: it must not stay."""
+    directory = node.base / "mnt"
+    directory.mkdir()
+    code = """
+import json, os, sys, threading, time
+from pathlib import Path
+from bootseer.fuse.kernel import control, mounts
+from bootseer.prefetch.resolve.mount import mount_image
+from bootseer.settings.settings_json import settings_from_json
+directory = Path(sys.argv[2])
+def kill():
+    while mounts.find_mount(directory) is None:
+        time.sleep(0.001)
+    os.kill(os.getpid(), 9)
+threading.Thread(target=kill, daemon=True).start()
+mount_image(settings_from_json(json.loads(sys.argv[1])), "image:1", directory)
+time.sleep(10)
+"""
+    process = start_outside(code, json.dumps(settings_to_json(node.settings)), directory)
+    process.communicate(timeout=60)
+    # Ready in the same instant is fine, too: then it is mounted and known.
+    wait_for(
+        lambda: (mounts.find_mount(directory) is None) == (list(live_mounts(node.settings)) == [])
+    )

@@ -1,0 +1,114 @@
+"""Mounted images whose store, cache or place fails: an error, in words, and all else is served."""
+
+import subprocess
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.blob.keys import blob_key
+from bootseer.errors import BusyError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.mounts.serve_plan import ServeOptions
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.prefetch.resolve.mount import mount_image, unmount_image
+from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
+from tests.support.mounts.image_mounts import (
+    checksums_outside,
+    drop_cache,
+    mounted,
+    skip_unless_root,
+)
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.fuse
+
+
+def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
+    path = node.stored(blob_key(node.record.layers[0].blob_digest))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        names = ["big", "hot-1", "hot-2", "cold"]
+        found = checksums_outside([image.directory / name for name in names])
+        right = [digest_of(node.source / name) for name in names]
+        wrong = [f for f, r in zip(found, right, strict=True) if f != r]
+        assert wrong == ["EIO"]
+
+
+def test_store_goes_away_under_a_reader(node: Node) -> None:
+    settings = replace(node.settings, deadline_s=3.0)
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+        (node.base / "store").rename(node.base / "elsewhere")
+        try:
+            assert checksums_outside([image.directory / "cold"])[0].startswith("E")
+            # What is here stays readable.
+            read_hot(node, image.directory)
+        finally:
+            (node.base / "elsewhere").rename(node.base / "store")
+        # What a read has waited for in vain is not waited for again for a moment.
+        right = [digest_of(node.source / "cold")]
+        wait_for(lambda: checksums_outside([image.directory / "cold"]) == right)
+
+
+def test_full_disk_still_serves(node: Node) -> None:
+    skip_unless_root()
+    small = node.base / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], check=True)
+    try:
+        settings = replace(node.settings, cache_dir=small)
+        with mounted(settings, "image:1", node.base / "mnt", record="never") as image:
+            names = ["big", "hot-1", "hot-2", "cold"]
+            found = checksums_outside([image.directory / name for name in names])
+            assert found == [digest_of(node.source / name) for name in names]
+            assert image.status()["cache_is_full"]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_what_cannot_be_mounted_says_so(node: Node) -> None:
+    directory = node.base / "mnt"
+    with pytest.raises(NotFoundError, match="create it"):
+        mount_image(node.settings, "image:1", directory)
+    directory.mkdir()
+    with pytest.raises(NotFoundError, match="no image"):
+        mount_image(node.settings, "image:9", directory)
+    with pytest.raises(InvalidInputError, match="record"):
+        mount_image(node.settings, "image:1", directory, ServeOptions(record="sometimes"))
+    with pytest.raises(NotFoundError, match="no image is mounted"):
+        unmount_image(node.settings, directory)
+    with (
+        mounted(node.settings, "image:1", directory),
+        pytest.raises(BusyError, match="mounted there"),
+    ):
+        mount_image(node.settings, "image:1", directory)
+    index_path = node.stored("indexes/" + node.record.index_digest.replace(":", "/"))
+    index_path.write_bytes(b"damaged")
+    drop_cache(node.settings)
+    with pytest.raises(CorruptError, match="digest"):
+        mount_image(node.settings, "image:1", directory)
+    assert list(live_mounts(node.settings)) == []
+    assert mounts.find_mount(directory) is None
+
+
+def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
+    node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    (node.settings.cache_dir / "streams-3").write_text("in the way")
+    (node.base / "mnt").mkdir()
+    with pytest.raises(NotFoundError, match="cache"):
+        mount_image(node.settings, "image:1", node.base / "mnt")
+    assert mounts.find_mount(node.base / "mnt") is None
+
+
+def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:
+    (blob,) = node.record.layers
+    node.stored("blobs/" + blob.blob_digest.replace(":", "/")).unlink()
+    settings = replace(node.settings, deadline_s=3.0)
+    with mounted(settings, "image:1", node.base / "mnt", prefetch=False) as image:
+        assert checksums_outside([image.directory / "big"]) == ["EIO"]
+        log = log_path(settings, image.state.id).read_text()
+    assert "cannot read bytes" in log
+    assert "/big" in log

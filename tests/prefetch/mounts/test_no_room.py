@@ -1,0 +1,85 @@
+"""Starts of images whose cache's disk takes nothing at all: full to the last byte, or read-only."""
+
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.settings.config import Settings
+from tests.prefetch.mounts.conftest import Node, digest_of
+from tests.support.images.building import Member, write_layout
+from tests.support.mounts.image_mounts import (
+    bootseer,
+    checksums_outside,
+    mounted,
+    skip_unless_root,
+    sweep_everything,
+)
+
+pytestmark = pytest.mark.fuse
+NAMES = ["big", "hot-1", "hot-2", "cold"]
+
+
+@pytest.fixture(params=["full", "no inodes", "read-only"])
+def settings(node: Node, request: pytest.FixtureRequest) -> Iterator[Settings]:
+    """Of a node whose cache's disk is so."""
+    skip_unless_root()
+    disk = node.base / "disk"
+    disk.mkdir()
+    inodes = ",nr_inodes=3" if request.param == "no inodes" else ""
+    options = f"size=1m{inodes},mode=700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+    try:
+        (disk / "cache").mkdir(mode=0o700)
+        if request.param == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        elif request.param == "no inodes":
+            (disk / "last").touch()
+        else:
+            fill(disk)
+        # Where mounts are is memory, as `/run` is.
+        yield replace(node.settings, cache_dir=disk / "cache")
+        sweep_everything(node.settings)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    """To the last page."""
+    with (disk / "full").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def test_an_image_is_mounted_without_a_cache(node: Node, settings: Settings) -> None:
+    with mounted(settings, "image:1", node.base / "mnt") as image:
+        found = checksums_outside([image.directory / name for name in NAMES])
+        assert found == [digest_of(node.source / name) for name in NAMES]
+        assert image.status()["cache_is_full"]
+    assert wait_published(settings, 60)
+
+
+def test_a_container_runs_without_a_cache(node: Node, settings: Settings) -> None:
+    done = bootseer(settings, "image", "run", "image:1", "--", "/nothing")
+    # The image has no program: it got as far as starting one.
+    assert done.returncode == 127, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_indexed_image_is_not_pulled_for_want_of_a_cache(node: Node, settings: Settings) -> None:
+    content = b"of the layer" * 100_000
+    layout = write_layout(node.base / "layout", [[Member("file", data=content)]])
+    source = f"oci:{layout.directory}"
+    done = bootseer(node.settings, "image", "index", source)
+    assert done.returncode == 0, done.stderr
+    with mounted(settings, source, node.base / "mnt") as image:
+        assert image.record.layers
+        (found,) = checksums_outside([image.directory / "file"])
+        assert found == hashlib.sha256(content).hexdigest()

@@ -1,0 +1,164 @@
+"""A server that is begun before anybody knows what it will serve."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.linux.waiting import wait_readable
+from bootseer.prefetch.container.container_start import prepare_container
+from bootseer.prefetch.mounts.mount_state import mounts_dir, read_state
+from bootseer.prefetch.mounts.server_process import begin_server, log_path
+from tests.support.mounts.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
+from tests.support.waiting import wait_for
+
+_END_S = 30.0
+
+
+def _children() -> set[int]:
+    # Each thread has its own, and some are of other tests and end meanwhile.
+    found: set[int] = set()
+    for one in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found.update(map(int, one.read_text().split()))
+    return found
+
+
+def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
+    settings, before = settings_at(tmp_path), _children()
+    with begin_server(settings) as process:
+        assert _children() - before
+    assert not _children() - before
+    assert log_path(settings, process.identity).stat().st_mode & 0o777 == 0o600
+    assert not mounts_dir(settings).exists()
+
+
+def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
+    """It has no plan then, and nothing to say."""
+    settings = settings_at(tmp_path)
+    code = f"""
+import os, signal
+from bootseer.prefetch.mounts.server_process import begin_server
+from tests.support.mounts.image_mounts import settings_at
+from pathlib import Path
+process = begin_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
+print(process._starting.process.pid, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        watched = os.pidfd_open(int(one.stdout.readline()))
+        one.send_signal(signal.SIGKILL)
+    try:
+        assert wait_readable([watched], _END_S)
+    finally:
+        os.close(watched)
+    assert log_path(settings, "orphan").read_text() == ""
+
+
+def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path: Path) -> None:
+    """It is nobody's child by then."""
+    skip_unless_fuse()
+    settings = settings_at(tmp_path)
+    code = f"""
+import signal
+from bootseer.prefetch.mounts.start_server import begin_serving
+from tests.support.mounts.image_mounts import settings_at
+from pathlib import Path
+here = Path({str(tmp_path)!r})
+(here / "tree").mkdir()
+serving = begin_serving(settings_at(here), "image:1", "sha256:" + "0" * 64, here / "tree")
+print(serving.plan.state_dir, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        state_dir = Path(one.stdout.readline().strip())
+        wait_for(lambda: read_state(state_dir), "the server's state")
+        one.send_signal(signal.SIGKILL)
+    wait_for(lambda: not state_dir.exists(), "the server's end")
+    log = log_path(settings, state_dir.name)
+    wait_for(lambda: "read the index" in log.read_text(), "the reason in its log")
+    assert "NotFoundError" not in log.read_text()
+
+
+_AHEAD = """
+import sys
+from pathlib import Path
+from bootseer.prefetch.mounts import server_process
+from bootseer.prefetch.mounts.server_process import begin_ahead, begin_server, end_ahead
+
+def children():
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+
+begin_ahead()
+assert len(children()) == 1
+end_ahead()
+end_ahead()
+assert not children()
+begin_ahead()
+begun = children()
+# Only now is anything loaded that knows of settings.
+from tests.support.mounts.image_mounts import settings_at
+settings = settings_at(Path(sys.argv[1]))
+with begin_server(settings) as first:
+    assert children() == begun
+    with begin_server(settings) as second:
+        assert len(children() - begun) == 1 and first.identity != second.identity
+assert not children()
+"""
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_who_begins_a_server_first_gets_the_one_that_was_begun_ahead(tmp_path: Path) -> None:
+    skip_unless_root()
+    skip_unless_fuse()
+    code = [sys.executable, "-c", _AHEAD, str(tmp_path)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
+    settings, before = settings_at(tmp_path), _children()
+    with pytest.raises(NotFoundError):
+        prepare_container(settings, "nobody:1")
+    assert not _children() - before
+    assert not mounts_dir(settings).exists()
+
+
+def test_no_folder_for_its_log(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    settings.run_dir.write_text("a file")
+    with pytest.raises(BootseerError, match="run"):
+        begin_server(settings)
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        (
+            "bootseer.prefetch.container.run",
+            ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack"),
+        ),
+        (
+            "bootseer.prefetch.mounts.server_process",
+            ("fuse", "blob", "store", "prefetch.start_server"),
+        ),
+        ("bootseer.prefetch.mounts.start_server", ("fuse.kernel.server", "blob", "store")),
+    ],
+)
+def test_a_start_loads_no_more_than_it_needs(module: str, unwanted: tuple[str, ...]) -> None:
+    """Every start of a container pays for each module."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    assert module in loaded
+    for name in unwanted:
+        assert not [one for one in loaded if f"{one}.".startswith(f"bootseer.{name}.")]

@@ -1,0 +1,233 @@
+"""Nasty images show what containerd unpacks, and umoci: name by name, attribute by attribute.
+
+Containerd counts as it ordinarily unpacks, for overlayfs; its other snapshotter, which unpacks each
+layer on a copy of those below, is asked where overlayfs refuses an image. Whatever differs is
+named here, and explained in docs/format/image.md under "Merging".
+"""
+
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from bootseer.blob.extract.extraction import extract
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Tree
+from bootseer.prefetch.index.catalogue import find_image, load_tree
+from bootseer.store import Store, open_store
+from tests.support.containers.containerd_unpack import Containerd, RefusedError, umoci_unpacked
+from tests.support.images.odd_tars import END, block, pax
+from tests.support.images.zoo import ZOO, write_zoo_layout
+from tests.support.mounts.image_mounts import (
+    index,
+    mounted,
+    outside,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+    tree_outside,
+)
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+Shown: TypeAlias = Mapping[bytes, tuple[object, ...]]
+Differences: TypeAlias = set[tuple[str, str]]
+"""Of (path, attribute), where "name" means that only one of the two has it."""
+
+_FIELDS = (
+    "mode", "owner", "links", "size", "time", "device", "target", "xattrs", "content", "inode",
+)  # fmt: skip
+_ATTRIBUTES = ("mode", "owner")
+_ALL = ("mode", "size", "target", "time")
+
+
+def differing(*paths: str, fields: tuple[str, ...] = ("name",)) -> Differences:
+    return {(path, field) for path in paths for field in fields}
+
+
+PEERS: Sequence[str] = ("overlayfs", "native", "umoci")
+
+REFUSED = {
+    ("overlayfs", "links-below"): "no such file or directory",
+    ("umoci", "global-headers"): "unknown typeflag",
+    # A folder that a layer only implies, in the place of a lower layer's file.
+    ("umoci", "random-stacks"): "not a directory",
+}
+"""What a peer does not unpack at all, and what it says."""
+
+DIFFERENT: Mapping[tuple[str, str], Differences] = {
+    # A folder that replaces a whiteout is not made opaque, nor is a root.
+    ("overlayfs", "opaque-root"): differing("old", "folder", "folder/old"),
+    ("overlayfs", "contested"): (
+        differing("again/old", "aufs/.wh..wh.plnk", "aufs/.wh..wh.plnk/1.2")
+        # An implied folder gets the attributes that a lower layer has at its path, also where an
+        # opaque mark hides those, and where they belong to what a link leads to.
+        | differing("opaque/sub", fields=("mode",))
+        | differing("link", "way", fields=_ATTRIBUTES)
+    ),
+    ("overlayfs", "changes"): differing("opaque/sub", fields=("mode",)),
+    # It unpacks in place, so it follows links that lower layers have.
+    ("umoci", "contested"): (
+        differing("absent", "aufs/.wh..wh.plnk", "aufs/.wh..wh.plnk/1.2")
+        | differing("link/new", "real/new", "real/old")
+        | differing("link", "way", fields=_ALL)
+    ),
+    # It keeps the root's attributes and times before 1970, but no empty xattrs.
+    ("umoci", "attributes"): (
+        differing("", fields=("mode", "owner"))
+        | differing(
+            *(f"time{kind}-{n}" for kind in ("", "-link", "-dir") for n in (3, 7, 8)),
+            *("time-4", "time-link-4"),
+            fields=("time",),
+        )
+        | differing("xattrs", fields=("xattrs",))
+    ),
+    ("umoci", "dialects"): differing("pax/owner", fields=("time",)),
+    # It does not set a link's attributes.
+    ("umoci", "links"): differing("plain", "brings", fields=("mode", "owner", "time", "xattrs")),
+}
+
+
+@pytest.fixture(scope="module")
+def containerd() -> Iterator[Containerd]:
+    skip_unless_root()
+    with Containerd() as running:
+        yield running
+
+
+def differences(ours: Shown, theirs: Shown, unpacked_ns: int, time_unit_ns: int = 1) -> Differences:
+    """Which attributes of which names differ, apart from what unpacking itself leaves behind."""
+    found: Differences = set()
+    for path in ours.keys() | theirs.keys():
+        shown = path.decode(errors="backslashreplace")
+        if path not in ours or path not in theirs:
+            found.add((shown, "name"))
+            continue
+        both = zip(_FIELDS, ours[path], theirs[path], strict=True)
+        for field, our, their in both:
+            if field == "time":
+                assert isinstance(our, int)
+                assert isinstance(their, int)
+                # A folder that the image has no entry for, or that was changed afterwards.
+                if their >= unpacked_ns and stat.S_ISDIR(_mode(ours[path])):
+                    continue
+                our, their = our // time_unit_ns, their // time_unit_ns
+            # Their count includes names that another layer hides; names of one inode are compared.
+            if our != their and field != "links":
+                found.add((shown, field))
+    return found
+
+
+def _mode(shown: tuple[object, ...]) -> int:
+    mode = shown[0]
+    assert isinstance(mode, int)
+    return mode
+
+
+def check_links(shown: Shown) -> None:
+    """The link count of what is no folder is the number of its names."""
+    names: dict[object, int] = {}
+    for attributes in shown.values():
+        names[attributes[-1]] = names.get(attributes[-1], 0) + 1
+    for path, attributes in shown.items():
+        if not stat.S_ISDIR(_mode(attributes)):
+            assert attributes[2] == names[attributes[-1]], path
+
+
+def without_link_counts_of_folders(shown: Shown) -> Shown:
+    return {path: (*a[:2], 0, *a[3:]) if stat.S_ISDIR(_mode(a)) else a for path, a in shown.items()}
+
+
+def extracted(tree: Tree, store: Store, target: Path) -> Shown:
+    keys = [blob_key(blob.digest) for blob in tree.blobs]
+    extract(
+        tree,
+        lambda blob, offset, length: store.read(keys[blob], offset, length),
+        target,
+        allow_devices=True,
+    )
+    return tree_outside(target)
+
+
+def peer_shows(peer: str, containerd: Containerd, work: Path) -> Shown:
+    """Raises: RefusedError."""
+    if peer == "umoci":
+        return tree_outside(umoci_unpacked(work / "gzip-layout", work / "bundle"))
+    with containerd.unpacked(work / "layout", work / peer, peer) as root:
+        return tree_outside(root)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_an_image_of_the_zoo(name: str, containerd: Containerd, tmp_path: Path) -> None:
+    skip_unless_fuse()
+    settings = settings_at(tmp_path / "node")
+    layers = ZOO[name](tmp_path)
+    layout = write_zoo_layout(tmp_path / "layout", layers)
+    # This umoci reads no zstd; the tree must be the same.
+    write_zoo_layout(tmp_path / "gzip-layout", layers, gzip_only=True)
+    index(settings, layout, "zoo")
+    with mounted(settings, "zoo", tmp_path / "mount") as image:
+        ours = tree_outside(image.directory)
+    check_links(ours)
+    peers = PEERS
+    with open_store(settings.store_url) as store:
+        tree = load_tree(store, find_image(store, "zoo"), settings.cache_dir)
+        assert ours.keys() == {path for path, _ in tree.walk()}
+        if name == "many-files":
+            # It takes long; one answer is enough.
+            peers = ("overlayfs",)
+        else:
+            unpacked = extracted(tree, store, tmp_path / "extracted")
+            assert without_link_counts_of_folders(unpacked) == without_link_counts_of_folders(ours)
+    started_ns = time.time_ns() - 10**9
+    asked = 0
+    for peer in peers:
+        # A copy for each layer: only where the answer is needed.
+        if peer == "native" and ("overlayfs", name) not in REFUSED:
+            continue
+        if (peer, name) in REFUSED:
+            with pytest.raises(RefusedError, match=REFUSED[peer, name]):
+                peer_shows(peer, containerd, tmp_path)
+            continue
+        theirs = peer_shows(peer, containerd, tmp_path)
+        unit_ns = 100 if peer == "umoci" else 1
+        found = differences(ours, theirs, started_ns, unit_ns)
+        assert found == DIFFERENT.get((peer, name), set()), peer
+        asked += 1
+    assert asked
+
+
+def test_a_file_of_more_than_8_gib(tmp_path: Path) -> None:
+    """Sparse, in PAX 1.0 form; the peers would write every zero of it."""
+    skip_unless_root()
+    skip_unless_fuse()
+    size = 9 * 2**30 + 5
+    segments = ((0, b"first"), (2**33 + 1, b"beyond 8 GiB"), (size - 4, b"last"))
+    numbers = [len(segments), *(n for offset, data in segments for n in (offset, len(data)))]
+    content = b"".join(b"%d\n" % n for n in numbers).ljust(512, b"\0")
+    content += b"".join(data for _, data in segments)
+    records = {
+        b"GNU.sparse.major": b"1",
+        b"GNU.sparse.minor": b"0",
+        b"GNU.sparse.name": b"big",
+        b"GNU.sparse.realsize": b"%d" % size,
+    }
+    tar = pax(records) + block(b"GNUSparseFile.0/big", data=content) + END
+    settings = settings_at(tmp_path / "node")
+    index(settings, write_zoo_layout(tmp_path / "layout", [(tar, "gzip")]), "big")
+    with mounted(settings, "big", tmp_path / "mount") as image:
+        program = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print(os.fstat(fd).st_size)
+for offset in map(int, sys.argv[2:]):
+    print(os.pread(fd, 12, offset))
+"""
+        found = outside(
+            program, image.directory / "big", *(offset for offset, _ in segments), 2**32
+        )
+    expected = [b"first".ljust(12, b"\0"), b"beyond 8 GiB", b"last", bytes(12)]
+    assert found.splitlines() == [str(size), *map(repr, expected)]

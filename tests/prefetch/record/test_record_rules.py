@@ -1,0 +1,73 @@
+"""Which starts are recorded once there is a bundle: real mounts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.linux.private_files import make_private_directory
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.mounts.mount_state import take_lock
+from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
+from bootseer.store import open_store
+from tests.support.mounts.image_mounts import (
+    checksums_outside,
+    index,
+    mounted,
+    settings_at,
+    skip_unless_fuse,
+    sweep_everything,
+)
+
+pytestmark = pytest.mark.fuse
+
+FILE_BYTES = 40_960
+
+
+def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
+    skip_unless_fuse()
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(10):
+        (source / str(number)).write_bytes(os.urandom(FILE_BYTES))
+    settings = settings_at(tmp_path)
+    digest = index(settings, source, "image:1").index_digest
+
+    def start(count: int, *, ready: bool) -> tuple[int, int]:
+        """Reads some files; (traces in the bundle, its bytes) afterwards."""
+        with mounted(settings, "image:1", tmp_path / "mnt") as image:
+            checksums_outside([image.directory / str(number) for number in range(count)])
+            if ready:
+                image.ready()
+        assert wait_published(settings, 30)
+        with open_store(settings.store_url) as store:
+            pointer = hot_store.read_pointer(store, digest, "train")
+        assert pointer is not None
+        return pointer.trace_count, pointer.size_bytes
+
+    try:
+        count, size_bytes = start(10, ready=True)
+        assert (count, size_bytes > 9 * FILE_BYTES) == (1, True)
+        # It may have failed half-way: no reason to think that the rest is not needed.
+        assert start(2, ready=False) == (1, size_bytes)
+        # The kernel's cache is gone with each mount, so every start reads what it reads.
+        assert start(2, ready=True)[0] == 2
+        count, size_bytes = start(2, ready=True)
+        assert (count, size_bytes < 3 * FILE_BYTES) == (3, True)
+        # Now the bundle fits, and nothing is recorded any more.
+        assert start(2, ready=True) == (3, size_bytes)
+    finally:
+        sweep_everything(settings)
+
+
+def test_a_publisher_that_ends_meanwhile_does_not_hide_another_one(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    busy = publishing_dir(settings) / "busy"
+    make_private_directory(busy)
+    lock = take_lock(busy)
+    # Names of folders that have gone: what a look at one finds that ended after the listing.
+    for number in range(20):
+        (publishing_dir(settings) / f"gone-{number}").symlink_to(tmp_path / "gone")
+    assert not wait_published(settings, 0)
+    os.close(lock)
+    assert wait_published(settings, 0)

@@ -1,0 +1,46 @@
+"""A node, an image of odd layers, and how both ways into the store are walked."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.sources import open_source
+from bootseer.store import open_store
+from tests.support.images.building import NASTY, Layout, Member, tar_of, write_layout
+from tests.support.images.pulled import Node
+
+TARS = [tar_of(members) for members in NASTY]
+TAG = "latest"
+
+
+def big(name: str, size_bytes: int = 3_000_000) -> bytes:
+    """A layer that does not compress."""
+    return tar_of([Member(f"{name}/{i}", data=os.urandom(size_bytes // 3)) for i in range(3)])
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return write_layout(tmp_path / "image", NASTY, compression="gzip")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path / "node", tmp_path / "store")
+
+
+def source_of(layout: Layout) -> str:
+    return f"oci:{layout.directory}:{TAG}"
+
+
+def index(source: str, store: Path, work_dir: Path, reference: str | None = None) -> ImageRecord:
+    with open_source(source, work_dir) as opened, open_store(str(store)) as target:
+        return index_image(opened, target, work_dir, reference=reference)
+
+
+def indexed_contents(source: str, base: Path) -> tuple[ImageRecord, dict[str, bytes]]:
+    """The same by way of the store, read by a node that has nothing."""
+    record = index(source, base / "store", base / "work")
+    return record, Node(base / "node", base / "store").start(record.reference)[1]

@@ -1,0 +1,182 @@
+"""Images are started from what was pulled, and published as if they had been indexed before."""
+
+import hashlib
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.prefetch.bundle.relatives import name_of
+from bootseer.prefetch.index.catalogue import find_image, publish_image, publish_layer, read_layer
+from bootseer.prefetch.publish.indexing import change_time_ns
+from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.resolve.resolve_source import _changed_since
+from bootseer.prefetch.sources import open_source
+from bootseer.store import open_store
+from tests.prefetch.resolve.conftest import TARS, index, indexed_contents, source_of
+from tests.support.images.building import NASTY, Layout, Member, tar_of, write_layout
+from tests.support.images.pulled import Node, objects
+from tests.support.images.rootfs import odd_tree
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compression: str) -> None:
+    layout = write_layout(tmp_path / "image", NASTY, compression=compression)
+    obtained, contents = node.start(source_of(layout))
+    assert not obtained.image.is_published
+    assert ["pulling it whole" in line for line in node.said] == [True]
+    record, expected = indexed_contents(source_of(layout), tmp_path / "other")
+    assert contents == expected
+    assert obtained.record.identity == record.identity
+    pulled = node.tree(obtained)
+    other = Node(tmp_path / "other" / "node", tmp_path / "other" / "store")
+    indexed = other.tree(other.obtain(record.reference))
+    # The numbers are what a trace goes by.
+    assert list(pulled.walk()) == list(indexed.walk())
+    for number in range(pulled.inode_count):
+        assert pulled.extents(number) == indexed.extents(number)
+    assert [blob.stream_digest for blob in pulled.blobs] == [
+        blob.stream_digest for blob in indexed.blobs
+    ]
+    assert not any(blob.frames for blob in pulled.blobs)
+
+
+def test_it_is_published_byte_for_byte_as_if_indexed(
+    node: Node, layout: Layout, tmp_path: Path
+) -> None:
+    obtained = node.obtain(source_of(layout))
+    obtained.release()
+    published = publish_node_image(node.settings, obtained.record.index_digest)
+    assert published != obtained.record.index_digest
+    record = index(source_of(layout), tmp_path / "other", tmp_path / "work")
+    assert objects(tmp_path / "store") == objects(tmp_path / "other")
+    assert published == record.index_digest
+    # Again, and by another process: nothing is left to do.
+    assert publish_node_image(node.settings, obtained.record.index_digest) == published
+    assert publish_node_image(node.settings, published) == published
+    again = node.obtain(source_of(layout))
+    assert (again.record.index_digest, node.said) == (published, [])
+    # The published image reads what was pulled: nothing but small records comes from the store.
+    shutil.rmtree(tmp_path / "store" / "blobs")
+    assert node.contents(again) == indexed_contents(source_of(layout), tmp_path / "third")[1]
+
+
+def unchanged(root: Path) -> Path:
+    """Once the clock of change times has gone on since the last change."""
+    while change_time_ns() <= max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*"))):
+        time.sleep(0.005)
+    return root
+
+
+def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> None:
+    root = unchanged(odd_tree(tmp_path / "root"))
+    obtained, contents = node.start(root)
+    assert contents["deep/er/file"] == (root / "deep/er/file").read_bytes()
+    published = publish_node_image(node.settings, obtained.record.index_digest)
+    record = index(str(root), tmp_path / "other", tmp_path / "work", obtained.record.reference)
+    assert objects(tmp_path / "store") == objects(tmp_path / "other")
+    assert (record.index_digest, record.identity) == (published, obtained.record.identity)
+    again, now = node.start(root)
+    assert (again.record.index_digest, node.said, now) == (published, [], contents)
+    (root / "deep/new").write_text("new")
+    changed, now = node.start(root)
+    assert now == {**contents, "deep/new": b"new"}
+    assert not changed.image.is_published
+    assert "has changed" in node.said[0]
+
+
+def test_a_directory_is_not_read_again_before_it_is_published(node: Node, tmp_path: Path) -> None:
+    root = unchanged(odd_tree(tmp_path / "root"))
+    first, contents = node.start(root)
+    second, again = node.start(root)
+    assert (second.record, again, node.said) == (first.record, contents, [])
+
+
+def test_a_directory_of_another_node_is_another_one(node: Node, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "file").write_text("here")
+    obtained, _ = node.start(root)
+    publish_node_image(node.settings, obtained.record.index_digest)
+    # The same path on a node with disks of its own, where all was written before.
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    (root / "file").write_text("there")
+    with open_store(str(tmp_path / "store")) as store:
+        record = find_image(store, obtained.record.reference)
+        publish_image(store, replace(record, created_ns=2**62))
+    other, contents = Node(tmp_path / "other", tmp_path / "store").start(root)
+    assert contents == {"file": b"there"}
+    # A record of the one may help the other nevertheless.
+    assert name_of(other.record.reference) == name_of(record.reference)
+
+
+def test_what_changes_while_a_directory_is_read_has_changed(tmp_path: Path) -> None:
+    for number in range(300):
+        before_ns = change_time_ns()
+        (tmp_path / str(number)).touch()
+        assert (tmp_path / str(number)).stat().st_ctime_ns >= before_ns
+
+
+def test_what_vanishes_while_a_directory_is_compared_has_changed(tmp_path: Path) -> None:
+    assert _changed_since(tmp_path / "gone", 2**62)
+    (tmp_path / "there").mkdir()
+    assert not _changed_since(tmp_path / "there", 2**62)
+
+
+def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -> None:
+    """The cache knows streams by SHA-256 and BLAKE3 only."""
+    layout = Layout(tmp_path / "image")
+    diff_ids = [f"sha512:{hashlib.sha512(tar).hexdigest()}" for tar in TARS]
+    layout.add_image(TARS, diff_ids=diff_ids)
+    obtained, contents = node.start(source_of(layout))
+    second, again = node.start(source_of(layout))
+    assert (second.image, again, node.said) == (obtained.image, contents, [])
+    publish_node_image(node.settings, obtained.record.index_digest)
+    index(source_of(layout), tmp_path / "other", tmp_path / "work")
+    assert objects(tmp_path / "store") == objects(tmp_path / "other")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Layout:
+    """Two images of one layer each, `good` and `evil`, in the store."""
+    layout = Layout(tmp_path / "image")
+    for name in ("good", "evil"):
+        layout.add_image([tar_of([Member("name", data=name.encode())])], tag=name)
+        index(f"oci:{layout.directory}:{name}", tmp_path / "store", tmp_path / "work", name)
+    return layout
+
+
+def test_a_record_that_names_another_images_index_is_not_used(
+    node: Node, tmp_path: Path, two: Layout
+) -> None:
+    source = f"oci:{two.directory}:good"
+    with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
+        assert opened.identity is not None
+        evil = find_image(s, "evil")
+        publish_image(s, replace(evil, reference=opened.reference, identity=opened.identity))
+    obtained, contents = node.start(source)
+    assert contents == {"name": b"good"}
+    assert [blob.frames != () for blob in node.tree(obtained).blobs] == [True]
+
+
+def test_a_layers_record_that_names_another_layers_index_is_not_used(
+    node: Node, tmp_path: Path, two: Layout
+) -> None:
+    with open_store(str(tmp_path / "store")) as store:
+        good, evil = (find_image(store, name).layers[0].digest for name in ("good", "evil"))
+        record = read_layer(store, evil)
+        assert record is not None
+        publish_layer(store, replace(record, digest=good))
+    assert node.start(f"oci:{two.directory}:good")[1] == {"name": b"good"}
+
+
+def test_what_starts_is_for_the_source_to_say(node: Node, tmp_path: Path, two: Layout) -> None:
+    source = f"oci:{two.directory}:good"
+    with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
+        good = replace(find_image(s, "good"), reference=opened.reference)
+        publish_image(s, replace(good, config=replace(good.config, entrypoint=("/evil",))))
+    obtained, _ = node.start(source)
+    assert (obtained.image.is_published, obtained.record.config) == (True, good.config)

@@ -1,0 +1,78 @@
+"""Images that take a login are started: by a helper, and with tokens that expire meanwhile."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from bootseer.errors import PermissionDeniedError
+from bootseer.prefetch.resolve.resolve import obtain_image
+from tests.support.images.building import Layout, Member, tar_of
+from tests.support.images.pulled import Node
+from tests.support.servers.faulty_relay import Fault, FaultyRelay
+from tests.support.servers.registry import TokenServer, running_registry
+
+USER, PASSWORD = "me", "s3cret-pass"
+HELPER = f"""#!/bin/sh
+read host
+echo "$1 $host" >> "$0.asked"
+[ -e "$0.locked" ] && exit 1
+echo '{{"Username": "{USER}", "Secret": "{PASSWORD}"}}'
+"""
+
+
+def test_a_token_expires_while_layers_are_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
+    helper = tmp_path / "docker-credential-tests"
+    helper.write_text(HELPER)
+    helper.chmod(0o755)
+    (tmp_path / "config.json").write_text(json.dumps({"credsStore": "tests"}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    layers = [tar_of([Member(f"{n}/file", data=b"%d" % n * 400_000)]) for n in range(3)]
+    layout = Layout(tmp_path / "layout")
+    layout.add_image(layers)
+    with (
+        contextlib.closing(TokenServer(tmp_path / "tokens", USER, PASSWORD)) as tokens,
+        running_registry(tmp_path / "registry", tokens.auth) as registry,
+        FaultyRelay(registry.host) as relay,
+    ):
+        registry.push_layout(layout.directory, "latest", "team/train:1", f"{USER}:{PASSWORD}")
+        relay.challenge = (
+            f'Bearer realm="{tokens.url}",service="tests",scope="repository:team/train:pull"'
+        )
+        relay.faults = [Fault("GET .*blobs", 1, cut_after_bytes=100), Fault("GET .*blobs", 1, 500)]
+        node = Node(tmp_path / "node", tmp_path / "store")
+        image = f"registry://{relay.host}/team/train:1"
+        said = []
+
+        def say(sentence: str) -> None:
+            # The manifest has been read, and now the layers are.
+            relay.revoke()
+            tokens.requests.clear()
+            said.append(sentence)
+
+        obtained = obtain_image(node.settings, image, say=say)
+        assert len(node.contents(obtained)) == len(layers)
+        obtained.release()
+        assert len(said) == 1
+        assert tokens.requests
+        assert set(asked(helper)) == {f"get {relay.host}"}
+        # Who cannot log in gets nothing from the registry, whatever this node has.
+        Path(f"{helper}.locked").touch()
+        with pytest.raises(PermissionDeniedError, match="docker login"):
+            node.obtain(image)
+        other = Node(tmp_path / "other", tmp_path / "other-store")
+        other.settings = structs.replace(other.settings, deadline_s=3.0)
+        with pytest.raises(PermissionDeniedError, match="docker login"):
+            other.obtain(image)
+        assert other.left_behind() == []
+
+
+def asked(helper: Path) -> list[str]:
+    return Path(f"{helper}.asked").read_text().splitlines()

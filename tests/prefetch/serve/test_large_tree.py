@@ -1,0 +1,96 @@
+"""A large tree is read while its worker is killed again and again."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UnavailableError
+from bootseer.prefetch.resolve.mount import MountedImage
+from tests.support.mounts.image_mounts import (
+    index,
+    mounted,
+    settings_at,
+    skip_unless_fuse,
+    start_outside,
+)
+
+_MIB = 1 << 20
+_FILE_COUNT = 16
+_FILE_MIB = 32
+_TIMEOUT_S = 100.0
+READ = """
+import sys
+from pathlib import Path
+from tests.prefetch.serve.test_large_tree import read_tree
+read_tree(Path(sys.argv[1]))
+"""
+
+
+_FILLING = b"0123456789abcdef" * (_MIB // 16)
+
+
+def block_of(number: int) -> bytes:
+    """The mebibyte of this number: none is like another, and all compress well."""
+    label = b"%08d" % number
+    return label + _FILLING[len(label) :]
+
+
+def _write_tree(root: Path) -> None:
+    """512 MiB, mebibyte by mebibyte."""
+    root.mkdir()
+    for number in range(_FILE_COUNT):
+        with (root / f"part-{number:02}").open("wb") as file:
+            for block in range(number * _FILE_MIB, (number + 1) * _FILE_MIB):
+                file.write(block_of(block))
+
+
+def read_tree(root: Path) -> None:
+    """Says each file that was right in every mebibyte, which costs less than digests."""
+    for number, path in enumerate(sorted(root.iterdir())):
+        with path.open("rb") as file:
+            for block in range(number * _FILE_MIB, (number + 1) * _FILE_MIB):
+                assert file.read(_MIB) == block_of(block), f"mebibyte {block} is wrong"
+            assert not file.read(1)
+        os.write(1, f"{path.name}\n".encode())
+
+
+def _worker_of(image: MountedImage) -> int | None:
+    try:
+        worker = image.status().get("worker_pid")
+    except UnavailableError:
+        # Between one worker and the next.
+        return None
+    return worker if isinstance(worker, int) else None
+
+
+def test_half_a_gib_survives_kill_9_of_the_worker(tmp_path: Path) -> None:
+    skip_unless_fuse()
+    release = os.uname().release.split(".")
+    if (int(release[0]), int(release[1])) < (6, 9):
+        pytest.skip("handing requests to another worker needs Linux 6.9")
+    free_bytes = shutil.disk_usage(tmp_path).free
+    if free_bytes < 2 << 30:
+        pytest.skip(f"needs 2 GiB of disk; {tmp_path} has {free_bytes >> 30}")
+    settings = settings_at(tmp_path)
+    _write_tree(tmp_path / "tree")
+    index(settings, tmp_path / "tree", "large:1")
+    shutil.rmtree(tmp_path / "tree")
+    try:
+        with mounted(settings, "large:1", tmp_path / "mnt", record="never") as image:
+            reader = start_outside(READ, image.directory)
+            assert reader.stdout is not None
+            killed: set[int] = set()
+            for number in range(_FILE_COUNT):
+                assert reader.stdout.readline() == f"part-{number:02}\n"
+                worker = _worker_of(image)
+                if number % 2 == 0 and worker is not None:
+                    os.kill(worker, signal.SIGKILL)
+                    killed.add(worker)
+            reader.communicate_checked(_TIMEOUT_S)
+            assert len(killed) > 4
+    finally:
+        # Not for pytest to keep.
+        shutil.rmtree(settings.cache_dir, ignore_errors=True)

@@ -1,0 +1,40 @@
+"""Create and restore, killed or left without their store at many steps: nothing half visible, the
+set-up's result in place, and the next run works."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.snapshots.support.driving import driven
+from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+
+
+@pytest.mark.parametrize(
+    ("scenario", "points"),
+    [
+        ("restore_whole", 16),
+        ("restore_difference", 16),
+        ("restore_hardlinked", 6),
+        ("restore_mounted", 8),
+        ("restore_held", 4),
+        ("capture_and_publish", 2),
+    ],
+)
+def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
+    if scenario in ("restore_mounted", "restore_held"):
+        skip_unless_root()
+        skip_unless_fuse()
+    lines = driven("crash_driver.py", scenario, tmp_path, points)
+    assert len(lines) >= points - 1
+    assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2
+
+
+@pytest.mark.parametrize(
+    ("scenario", "points"), [("restore", 4), ("restore_hardlinked", 4), ("capture", 4)]
+)
+def test_a_store_that_vanishes_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
+    """One warning at most; what is in place is what the set-up makes, and it ran once at most."""
+    lines = driven("vanishing_driver.py", scenario, tmp_path, points)
+    assert len(lines) == points
+    ways = {line.rpartition(" ")[2] for line in lines}
+    assert ways == {"ran", "captured" if scenario == "capture" else "restored"}

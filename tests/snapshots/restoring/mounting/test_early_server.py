@@ -1,0 +1,151 @@
+"""A command that begins a mount's server before it knows whether it needs one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.__main__ import is_mounting
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.settings.config import Settings
+from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+from tests.bootseer.cli.conftest import REPOSITORY
+from tests.snapshots.conftest import MakeNode
+from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from tests.support.mounts.snapshot_mounts import end_everything
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+# What runs a set-up has no other child then. Each thread has its own, and may end meanwhile.
+_SET_UP = (
+    'mkdir "$0" && echo $$ > "$0/shell" && '
+    '{ cat /proc/$PPID/task/*/children > "$0/children" 2> /dev/null || true; }'
+)
+
+
+# What is for other commands, other modes or a server alone: a start waits for all that it loads.
+_UNWANTED = (
+    *(
+        "asyncio",
+        "concurrent",
+        "getpass",
+        "hmac",
+        "http",
+        "secrets",
+        "statistics",
+        "tomllib",
+        "xml",
+    ),
+    *("bootseer.blob.extract.extraction", "bootseer.cli.snapshot.snapshot_archive_commands"),
+    *(
+        "bootseer.cli.snapshot.snapshot_check_commands",
+        "bootseer.cli.snapshot.snapshot_run_commands",
+    ),
+    *(
+        "bootseer.fuse.kernel.server",
+        "bootseer.prefetch.serve.worker",
+        "bootseer.snapshots.capture.capture",
+    ),
+    *("bootseer.snapshots.relocation", "bootseer.snapshots.setup.execute", "bootseer.transfer"),
+)
+_TELLING = """
+import sys
+from bootseer.prefetch.mounts.server_process import ServerProcess
+wait = ServerProcess.wait
+def tell(self):
+    print(*sys.modules)
+    wait(self)
+ServerProcess.wait = tell
+from bootseer.__main__ import main
+main()
+"""
+
+
+def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") -> str:
+    """What a command prints."""
+    start = ["-c", code] if code else ["-m", "bootseer"]
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(REPOSITORY),
+            "BOOTSEER_STORE": node.store_url,
+            "BOOTSEER_CACHE_DIR": str(node.cache_dir),
+            "BOOTSEER_RUN_DIR": str(node.run_dir),
+        },
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    skip_unless_root()
+    skip_unless_fuse()
+    node, target = make_node("a"), tmp_path / "env"
+    target.mkdir()
+    (target / "file").write_text("content")
+    key = create_snapshot(node, [str(target)]).fingerprint
+    shutil.rmtree(target)
+    try:
+        restore = ("snapshot", "restore", key, "--mode", "mount")
+        loaded = _bootseer(node, tmp_path, *restore, code=_TELLING).split()
+        ((_, state),) = live_mounts(node)
+        log = log_path(node, state.id)
+        assert (target / "file").read_text() == "content"
+        assert "serve: " in log.read_text(), "it found its log once it was told"
+        assert log.stat().st_mode & 0o777 == 0o600
+        unmount_snapshot(node, target)
+    finally:
+        end_everything(tmp_path, node)
+    assert "bootseer.snapshots.commands" in loaded
+    assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{u}." for u in _UNWANTED))]
+
+
+def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node: MakeNode) -> None:
+    """Whoever ends processes by the command line of a start must not end its server."""
+    skip_unless_root()
+    skip_unless_fuse()
+    node, target = make_node("a"), tmp_path / "env"
+
+    def run() -> None:
+        command = ["snapshot", "run", "--mode", "mount", "--target", str(target), "--"]
+        _bootseer(node, tmp_path, *command, "sh", "-c", _SET_UP, str(target))
+
+    try:
+        run()
+        assert (target / "children").read_text().split() == [(target / "shell").read_text().strip()]
+        shutil.rmtree(target)
+        run()
+        ((_, state),) = live_mounts(node)
+        shown = Path(f"/proc/{state.pid}/cmdline").read_text().rstrip("\0").split("\0")
+        assert shown[:3] == ["python", "-m", "bootseer.prefetch.serve.server"]
+        assert (target / "shell").exists()
+        unmount_snapshot(node, target)
+    finally:
+        end_everything(tmp_path, node)
+
+
+@pytest.mark.parametrize(
+    ("line", "mounts"),
+    [
+        ("bootseer snapshot restore KEY", True),
+        ("bootseer --workload train snapshot restore KEY --mode mount", True),
+        ("bootseer snapshot restore KEY --mode extract", False),
+        ("bootseer snapshot restore KEY --mode hardlink", False),
+        ("bootseer snapshot list", False),
+        ("bootseer run -- image run", False),
+        ("bootseer image run IMAGE", True),
+    ],
+)
+def test_only_what_will_probably_mount_begins_one(line: str, mounts: bool) -> None:
+    assert is_mounting(line.split()) is mounts

@@ -1,0 +1,66 @@
+"""A mount of a snapshot whose index was made by somebody with bad intentions."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.blob.columns import Columns
+from bootseer.blob.index import codec as index
+from bootseer.blob.keys import index_key
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Stored
+from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.store import open_store
+from tests.snapshots.conftest import MakeNode
+from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from tests.support.mounts.snapshot_mounts import end_everything
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [(b"fi/e", "contains"), (b".bootseer-", "reserved name")]
+)
+def test_hostile_names_are_never_shown(
+    tmp_path: Path, make_node: MakeNode, name: bytes, problem: str
+) -> None:
+    """The names are checked while the server begins: it must not outlive what they are found
+    to be."""
+    skip_unless_root()
+    skip_unless_fuse()
+    target = tmp_path / "env"
+    target.mkdir()
+    (target / ("f" * len(name))).write_text("content")
+    node = replace(make_node("a"), restore_mode="mount")
+    manifest = create_snapshot(node, [str(target)])
+    shutil.rmtree(target)
+    with open_store(node.store_url) as store:
+        (wanted,) = manifest.targets
+        tree = catalogue.load_tree(store, wanted)
+        columns = Columns(
+            tree.inode_count,
+            tree.name_count,
+            lambda section: name + b"\0" if section == "names" else tree.columns.load(section),
+        )
+        encoded = index.encode(Tree(columns, tree.blobs))
+        forged = Stored(index.digest(encoded), len(encoded))
+        store.publish(index_key(forged.digest), encoded)
+        catalogue.publish(
+            store, replace(manifest, targets=(replace(wanted, index=forged),)), replace=True
+        )
+    try:
+        with pytest.raises(CorruptError, match=problem):
+            restore_snapshot(node, manifest.fingerprint)
+        assert cover_at(target) is None
+        assert not target.exists()
+        # The server removes its folder at last, when it is known to end already.
+        wait_for(lambda: not list(mounts_dir(node).iterdir()), "the folder's end")
+    finally:
+        end_everything(tmp_path, node)

@@ -1,0 +1,147 @@
+"""Where a snapshot cannot be mounted, or not as it is: another way, and it is said."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+from bootseer.snapshots.run import run_setup
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.support.mounted_jobs import (
+    captured,
+    done_by,
+    environment_of,
+    runs,
+    small,
+    snapshot_run,
+)
+from tests.support.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = mounting("b")
+    # What is at /dev/fuse can be opened, and does not mount.
+    hide = 'mount --bind /dev/null /dev/fuse; exec "$@"'
+    done = done_by(
+        ["unshare", "--mount", "sh", "-ec", hide, "sh", *snapshot_run(request)],
+        environment_of(node),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: extracted: ") == 1
+    assert (target / "d/file").read_text() == "hello\n"
+    assert runs(tmp_path) == 1
+    assert servers(node) == []
+
+
+def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
+    """As in most containers: it cannot take what is written, so that goes to memory."""
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = mounting("b")
+    script = (
+        "mkdir lower upper work merged; "
+        "mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work overlay merged; "
+        'BOOTSEER_CACHE_DIR=$PWD/merged/cache; export BOOTSEER_CACHE_DIR; "$@"; '
+        f"echo written > {target}/new; cat {target}/d/file {target}/new; "
+        f"{sys.executable} -m bootseer snapshot unmount {target}; ls -A {target}"
+    )
+    (tmp_path / "place").mkdir()
+    command = ["unshare", "--mount", "sh", "-ec", f"cd {tmp_path}/place; {script}", "sh"]
+    done = done_by([*command, *snapshot_run(request)], environment_of(node))
+    assert done.returncode == 0, done.stderr
+    assert "mounted: it was asked for" in done.stderr
+    assert done.stdout == "hello\nwritten\n"
+    wait_gone(node)
+
+
+def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv to be another user")
+    node = mounting("b")
+    # Not below pytest's own folder, which others may not enter.
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        os.chown(home, 65534, 65534)
+        request, target = small(home)
+        environment = {**environment_of(node), "HOME": name}
+        for folder in ("STORE", "CACHE_DIR", "RUN_DIR"):
+            environment[f"BOOTSEER_{folder}"] = str(home / folder)
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]
+        command += snapshot_run(request)
+
+        def run() -> "subprocess.CompletedProcess[str]":
+            return done_by(command, environment)
+
+        first = run()
+        assert first.returncode == 0, first.stderr
+        shutil.rmtree(target)
+        second = run()
+        assert "mounting needs root (CAP_SYS_ADMIN)" in second.stderr
+        assert "restored" in second.stderr
+        assert (target / "d/file").read_text() == "hello\n"
+        assert runs(home) == 1
+
+
+def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, mounting: MakeNode) -> None:
+    """A named bug: it was taken for a damaged snapshot, and the set-up ran anew."""
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = mounting("b")
+    run_setup(node, request)
+    unmount_snapshot(node, target)
+    (copy,) = (node.cache_dir / "indexes").iterdir()
+    copy.write_bytes(b"damaged")
+    again = run_setup(node, request)
+    assert (again.how, again.mode, runs(tmp_path)) == ("restored", "mount", 1)
+
+
+def test_a_snapshot_whose_blob_is_gone_is_made_anew(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    for path in (tmp_path / "store/blobs").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+    assert run_setup(mounting("b"), request).how == "captured"
+    assert cover_at(target) is None
+    shutil.rmtree(target)
+    assert run_setup(mounting("c"), request).mode == "mount"
+
+
+def test_a_target_with_a_mount_inside_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = small(tmp_path)
+    inner = target / "inner"
+    inner.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(inner)], check=True, timeout=WAIT_S)
+    try:
+        (inner / "data").write_text("not the set-up's")
+        run_setup(mounting("a"), request)
+        shutil.rmtree(target / "d")
+        said: list[str] = []
+        result = run_setup(mounting("b"), request, report=said.append)
+        assert (result.how, result.mode) == ("restored", "extract")
+        assert sum("something else is mounted inside" in line for line in said) == 2
+        assert (inner / "data").read_text() == "not the set-up's"
+        assert (target / "d/file").read_text() == "hello\n"
+    finally:
+        subprocess.run(["umount", str(inner)], check=True, timeout=WAIT_S)
+
+
+def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = replace(mounting("b"), restore_mode="auto")
+    result = run_setup(node, request)
+    assert (result.mode, result.mode_reason) == ("extract", "it is small")
+    assert not mounts_dir(node).exists()

@@ -1,0 +1,110 @@
+"""Several set-ups of one job on one folder: their mounts lie on each other, and go together."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.prefetch.mounts.cover_users import add_user, leave
+from bootseer.prefetch.mounts.covers import covers, parse_covers
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.settings.config import Settings
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.support.mounted_jobs import environment_of
+from tests.support.mounts.snapshot_mounts import WAIT_S, wait_gone
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+def _job(node: Settings, target: Path, count: int) -> "subprocess.Popen[str]":
+    """`bootseer run` with `count` set-ups of one folder, which then waits for its input's end."""
+    words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
+    for number in range(count):
+        words += ["--setup", f"mkdir -p {target}; echo {number} > {target}/file{number}"]
+    return subprocess.Popen(
+        [*words, "--", "sh", "-c", "echo ready; cat"],
+        env=environment_of(node),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _wait_ready(job: "subprocess.Popen[str]") -> None:
+    assert job.stdout is not None
+    assert job.stderr is not None
+    if job.stdout.readline() != "ready\n":
+        pytest.fail(job.stderr.read())
+
+
+def _captured(node: Settings, target: Path, count: int) -> None:
+    """All snapshots are in the store, and the target is gone."""
+    with _job(node, target, count) as job:
+        _wait_ready(job)
+        job.communicate("", WAIT_S)
+    shutil.rmtree(target)
+
+
+def _is_left(target: Path) -> bool:
+    return any(cover.path == target for cover in covers())
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_nothing_is_left_of_several_set_ups_on_one_folder(
+    tmp_path: Path, covering: MakeNode, end: str, count: int
+) -> None:
+    """A named bug: the lower mount stayed for ever, and its server with it."""
+    target = tmp_path / "env"
+    _captured(covering("a"), target, count)
+    node = covering("b")
+    with _job(node, target, count) as job:
+        assert job.stdin is not None
+        _wait_ready(job)
+        assert len(list(target.iterdir())) == count
+        assert sum(cover.path == target for cover in covers()) >= 2
+        if end == "kill":
+            job.kill()
+        job.stdin.close()
+        assert job.wait(WAIT_S) == (0 if end == "exit" else -signal.SIGKILL)
+    wait_for(lambda: not _is_left(target), "the end of all mounts of the job")
+    wait_gone(node)
+    wait_for(
+        lambda: not list(mounts_dir(node).iterdir()), "the removal of the folders of all mounts"
+    )
+    assert list(target.iterdir()) == []
+
+
+def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: MakeNode) -> None:
+    """Its server waits for who uses the upper one, since it cannot be taken off before."""
+    target = tmp_path / "env"
+    _captured(covering("a"), target, 2)
+    node = covering("b")
+    with _job(node, target, 2) as job, subprocess.Popen(["sleep", "600"]) as other:
+        _wait_ready(job)
+        lower, upper = (cover for cover in covers() if cover.path == target)
+        assert (lower.is_topmost, upper.is_topmost) == (False, True)
+        add_user(mounts_dir(node) / upper.id, other.pid)
+        job.kill()
+        job.wait(WAIT_S)
+        assert leave(mounts_dir(node) / lower.id) == other.pid
+        assert (target / "file1").read_text() == "1\n"
+        other.kill()
+        other.wait(WAIT_S)
+    wait_for(lambda: not _is_left(target), "the end of both mounts")
+    wait_gone(node)
+
+
+def test_what_lies_on_top_is_told_by_the_mounts_numbers() -> None:
+    """What another namespace mounts comes in below what is there, and is listed last."""
+    line = "%d %d 0:40 / /env rw - overlay bootseer-cover:%s rw\n"
+    table = (line % (12, 20, "first") + line % (20, 1, "came-in-later")).encode()
+    assert [(one.id, one.is_topmost) for one in parse_covers(table)] == [
+        ("first", True),
+        ("came-in-later", False),
+    ]

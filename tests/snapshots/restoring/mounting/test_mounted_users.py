@@ -1,0 +1,160 @@
+"""Who keeps a mounted snapshot, who ends it, and what kills leave."""
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.linux.processes import start_time
+from bootseer.prefetch.mounts.control import ask
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.restoring.linking import linked_mount as held
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
+from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
+from bootseer.snapshots.run import SetupResult, run_setup
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.support.mounted_jobs import (
+    Job,
+    captured,
+    done_by,
+    environment_of,
+    runs,
+    small,
+    snapshot_run,
+    wait_uncovered,
+)
+from tests.support.mounts.image_mounts import outside
+from tests.support.mounts.snapshot_mounts import servers, wait_gone
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+    with Job(node, request) as one, Job(node, request) as other:
+        assert (one.how, other.how) == ("restored", "in place")
+        assert other.ready_name_count == (node.restore_mode == "mount")
+        assert len(servers(node)) == 1
+        one.end()
+        # Long enough for a server that made a mistake.
+        time.sleep(0.5)
+        assert (target / "d/file").read_text() == "hello\n"
+        other.end()
+    wait_uncovered(target)
+    wait_gone(node)
+    with Job(node, request) as third:
+        assert third.how == "restored"
+        third.end()
+
+
+def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
+    tmp_path: Path, mounting: MakeNode
+) -> None:
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = mounting("b")
+    with Job(node, request) as job:
+        assert run_setup(node, request).how == "in place"
+        job.end()
+    ((state_dir, _),) = live_mounts(node)
+    # Neither does a new worker, which finds its first user gone.
+    os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
+    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert cover_at(target) is not None
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def test_nodes_that_start_at_once_share_one_mount(tmp_path: Path, covering: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+
+    def start(_: int) -> SetupResult:
+        return run_setup(node, request)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(start, range(3)))
+    assert sorted(result.how for result in results) == ["in place", "in place", "restored"]
+    assert len(servers(node)) == 1
+
+
+def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -> None:
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+    run_setup(node, request)
+    ((state_dir, state),) = live_mounts(node)
+    pids = [state.pid]
+    if node.restore_mode == "mount":
+        # Nobody is to be left who could serve.
+        pids.append(int(ask(state_dir, "status")["worker_pid"]))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    while any(start_time(pid) for pid in pids):
+        time.sleep(0.01)
+    again = run_setup(node, request)
+    assert (again.how, again.mode) == ("restored", node.restore_mode)
+    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert not state_dir.exists()
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
+    tmp_path: Path, mounting: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ended at once was gone when it was looked for, and what it had linked with it."""
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = replace(mounting("b"), restore_mode="link")
+    if can_reflink(tmp_path):
+        pytest.skip("files here can share their blocks: nobody keeps a tree to link them")
+    opened: list[str] = []
+
+    def look(settings: Settings, manifest: Manifest, *arguments: Any, **options: Any) -> None:
+        for state in servers(node):
+            opened.extend(map(os.readlink, Path(f"/proc/{state.pid}/fd").iterdir()))
+        cover_all(settings, manifest, *arguments, **options)
+
+    monkeypatch.setattr(held, "cover_all", look)
+    assert run_setup(node, request).mode == "link"
+    assert any("pidfd" in name for name in opened), opened
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+@pytest.mark.parametrize("step", ["served", "covered"])
+def test_a_run_that_is_killed_leaves_nothing_mounted(
+    tmp_path: Path, covering: MakeNode, step: str
+) -> None:
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+    before = {"served": "_cover", "covered": "add_user"}[step]
+    code = (
+        "import os, signal\n"
+        "from bootseer.cli import main\n"
+        "from bootseer.snapshots.restoring.mounting import mounted\n"
+        f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main()"
+    )
+    killed = done_by([sys.executable, "-c", code, *snapshot_run(request)[3:]], environment_of(node))
+    assert killed.returncode == -signal.SIGKILL
+    # The next run need not wait for the server to see it.
+    again = run_setup(node, request)
+    assert (again.how, again.mode, runs(tmp_path)) == ("restored", node.restore_mode, 1)
+    assert (target / "d/file").read_text() == "hello\n"
+    unmount_snapshot(node, target)
+    wait_gone(node)

@@ -1,0 +1,163 @@
+"""The window of frames between store and extraction."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.restoring import fetch
+from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
+from bootseer.snapshots.restoring.linking import local_blobs as near
+from bootseer.snapshots.restoring.restore import fetch_tree
+from bootseer.store import Store, open_store
+from bootseer.store.backend import Backend
+from tests.bootseer.blob.trees import state
+from tests.snapshots.conftest import MakeNode
+
+
+class _DamagingBackend:
+    """Flips bits in all that is read without the storage's own checks, or in all."""
+
+    def __init__(self, backend: Backend, *, always: bool = False) -> None:
+        self._backend = backend
+        self._always = always
+        self.unchecked_count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "open_reader":
+            raise AttributeError(name)
+        return getattr(self._backend, name)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        data = bytearray(self._backend.read(path, offset, length))
+        if self._always:
+            _damage(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        self.unchecked_count += 1
+        count = self._backend.read_into(path, offset, buffer)
+        _damage(buffer)
+        return count
+
+
+def _damage(data: memoryview) -> None:
+    data[::1000] = bytes(byte ^ 1 for byte in data[::1000])
+
+
+def _read(source: FrameSource, offset: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        data += source.read(0, offset + len(data), length - len(data))
+    return data
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Settings:
+    return make_node("a")
+
+
+@pytest.fixture
+def packed(tmp_path: Path, node: Settings) -> Iterator[tuple[Store, str, Tree, bytes]]:
+    """(store, key, tree, content) of a blob with many frames."""
+    source = tmp_path / "source"
+    source.mkdir()
+    generator = random.Random(7)
+    for number in range(20):
+        (source / str(number)).write_bytes(generator.randbytes(300_000))
+    (source / "large").write_bytes(generator.randbytes(20_000_000))
+    manifest = create_snapshot(node, [str(source)])
+    with open_store(node.store_url) as store:
+        (target,) = manifest.targets
+        key = blob_key(target.blob.digest)
+        yield store, key, catalogue.load_tree(store, target), store.read(key)
+
+
+def test_any_range_in_any_order(packed: tuple[Store, str, Tree, bytes]) -> None:
+    store, _, tree, content = packed
+    generator = random.Random(11)
+    end = tree.blobs[0].frames[-1].offset
+    with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
+        for _ in range(100):
+            offset = generator.randrange(end)
+            length = generator.randrange(1, 400_000)
+            length = min(length, end - offset)
+            assert _read(source, offset, length) == content[offset : offset + length]
+        for frame in tree.blobs[0].frames:
+            data = _read(source, frame.offset, frame.length)
+            assert data == content[frame.offset : frame.offset + frame.length]
+        with pytest.raises(CorruptError):
+            source.read(1, 0, 10)
+
+
+def test_frames_that_no_run_has_are_read_one_by_one(
+    packed: tuple[Store, str, Tree, bytes],
+) -> None:
+    store, _, tree, content = packed
+    plan = plan_frames(tree)
+    end = tree.blobs[0].frames[-1].offset
+    with FrameSource(store, replace(plan, runs=plan.runs[1::2]), deadline_s=20) as source:
+        assert _read(source, 0, end) == content[:end]
+
+
+def test_what_was_consumed_long_ago_can_be_read_again(
+    packed: tuple[Store, str, Tree, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory has been used for others meanwhile."""
+    store, _, tree, content = packed
+    monkeypatch.setattr(fetch, "_KEPT_BYTES", 2**20)
+    monkeypatch.setattr(fetch, "_WINDOW_BYTES", 2**22)
+    end = tree.blobs[0].frames[-1].offset
+    with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
+        for _ in range(2):
+            assert _read(source, 0, end) == content[:end]
+
+
+def test_what_came_damaged_is_read_with_the_storages_checks(
+    packed: tuple[Store, str, Tree, bytes],
+) -> None:
+    store, _, tree, content = packed
+    damaging = _DamagingBackend(store.backend)
+    end = tree.blobs[0].frames[-1].offset
+    plan = plan_frames(tree)
+    with FrameSource(Store(damaging), plan, deadline_s=20) as source:
+        assert _read(source, 0, end) == content[:end]
+    assert 0 < damaging.unchecked_count < len(plan.runs)
+
+
+def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> None:
+    store, _, tree, _ = packed
+    damaging = Store(_DamagingBackend(store.backend, always=True))
+    with (
+        FrameSource(damaging, plan_frames(tree), deadline_s=5) as source,
+        pytest.raises(CorruptError),
+    ):
+        source.read(0, 0, 1)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_store_on_a_disk_of_this_node_is_read_as_files(
+    packed: tuple[Store, str, Tree, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_near: bool,
+) -> None:
+    store, _, tree, _ = packed
+    if not is_near:
+        monkeypatch.setattr(near, "_LOCAL", frozenset())
+    elif near.near_blobs(store, tree) is None:
+        pytest.skip("the tests' folder is on a file system that counts as far")
+    (manifest,) = catalogue.list_all(store)
+    (target,) = manifest.targets
+    moved_bytes = fetch_tree(store, target, tree, tmp_path / "out", 20.0).moved_bytes
+    assert tree.blobs[0].size_bytes * 0.9 < moved_bytes <= tree.blobs[0].size_bytes
+    assert state(tmp_path / "out") == state(tmp_path / "source")

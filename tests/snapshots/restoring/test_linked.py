@@ -1,0 +1,193 @@
+"""Snapshots that are linked from the node's extracted trees: reflinks, hard links; the trees."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import BusyError
+from bootseer.settings.config import Settings, load_settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.restoring.linking import hard_links
+from bootseer.snapshots.restoring.linking.node_trees import NodeTrees, is_whole
+from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
+from bootseer.store import open_store
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.support.crash_driver import DELTA, make_base
+from tests.snapshots.support.driving import driven
+from tests.support.trees import describe, differences, make_zoo
+
+_TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def reflinking(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system whose files can share blocks."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount XFS")
+    if not shutil.which("mkfs.xfs"):
+        pytest.skip("needs mkfs.xfs")
+    image, top = tmp_path / "xfs", tmp_path / "mnt"
+    top.mkdir()
+    with image.open("wb") as file:
+        file.truncate(320 * 2**20)
+    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True, timeout=_TIMEOUT_S)
+    done = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(top)], check=False, timeout=_TIMEOUT_S
+    )
+    if done.returncode != 0:
+        pytest.skip("cannot mount an XFS image here")
+    try:
+        yield top
+    finally:
+        subprocess.run(["umount", "--lazy", str(top)], check=True, timeout=_TIMEOUT_S)
+
+
+def _node(top: Path, name: str, mode: str) -> Settings:
+    settings = load_settings(
+        {
+            "store_url": (top / "store").as_uri(),
+            "cache_dir": str(top / name / "cache"),
+            "run_dir": str(top / name / "run"),
+            "node": name,
+        }
+    )
+    return replace(settings, restore_mode=mode)
+
+
+def _zoo(top: Path) -> tuple[Request, Path]:
+    target = top / "work/env"
+    make_zoo(top / "zoo")
+    target.parent.mkdir()
+    return Request(
+        command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)]
+    ), target
+
+
+def _tree_digest(node: Settings) -> str:
+    with open_store(node.store_url) as store:
+        (manifest,) = catalogue.list_all(store)
+    return manifest.targets[0].index.digest
+
+
+def test_reflinks_are_the_original_and_writes_stay_out_of_the_cache(reflinking: Path) -> None:
+    request, target = _zoo(reflinking)
+    original = describe(reflinking / "zoo")
+    node = _node(reflinking, "a", "link")
+    run_setup(node, request)
+    for _ in range(2):
+        shutil.rmtree(target)
+        result = run_setup(node, request)
+        assert (result.how, result.mode) == ("restored", "link")
+        assert "share their blocks" in result.mode_reason
+        assert differences(original, describe(target)) == []
+        (target / "small").write_text("written by a job")
+        with (target / "large").open("r+b") as file:
+            file.write(b"written in place")
+    # The second came from the tree: only the index was fetched.
+    assert result.moved_bytes < 100_000
+    assert differences(original, describe(NodeTrees(node).path(_tree_digest(node)))) == []
+    # Now that the tree is here, linking is what is chosen.
+    shutil.rmtree(target)
+    assert run_setup(replace(node, restore_mode="auto"), request).mode == "link"
+
+
+def test_a_reflinked_difference_is_the_original(reflinking: Path) -> None:
+    target = reflinking / "work/env"
+    make_base(target)
+    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    node = _node(reflinking, "a", "link")
+    run_setup(node, request)
+    original = describe(target)
+    shutil.rmtree(target)
+    make_base(target)
+    assert run_setup(node, request).mode == "link"
+    assert differences(original, describe(target)) == []
+
+
+def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
+    lines = driven("crash_driver.py", "restore_linked", reflinking, 3)
+    assert sum(line.endswith("killed") for line in lines) >= 2
+
+
+def test_of_a_large_tree_another_process_links_to_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hard_links, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(hard_links, "may_fork", lambda: True)
+    files = [(b"", [0, 1]), (b"a", [4]), (b"b", list(range(5, 8)))]
+    assert hard_links._halves(files) == (files, [])
+    monkeypatch.setattr(hard_links, "_SHARED_NAMES", 6)
+    assert hard_links._halves(files) == (files[:2], files[2:])
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["one-process", "another-process"])
+def test_hard_links_and_a_tree_that_was_written_to(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, is_other: bool
+) -> None:
+    if is_other:
+        monkeypatch.setattr(hard_links, "_halves", lambda files: ([], files))
+    request, target = _zoo(tmp_path)
+    original = describe(tmp_path / "zoo")
+    node = replace(make_node("a"), restore_mode="hardlink")
+    run_setup(node, request)
+    shutil.rmtree(target)
+    first = run_setup(node, request)
+    assert (first.how, first.mode) == ("restored", "hardlink")
+    tree = NodeTrees(node).path(_tree_digest(node))
+    assert (target / "large").stat().st_ino == (tree / "large").stat().st_ino
+    linked = describe(target)
+    for one in (original, linked):
+        for attributes in one.values():
+            # Files have another name in the cache.
+            attributes.pop("links", None)
+    assert differences(original, linked) == []
+    # What is written in place reaches the cache, which is found out before the next use.
+    with (target / "large").open("r+b") as file:
+        file.write(b"written in place")
+    shutil.rmtree(target)
+    again = run_setup(node, request)
+    assert (again.mode, again.moved_bytes > 3_000_000) == ("hardlink", True)
+    shutil.rmtree(target)
+    restored = run_setup(replace(node, restore_mode="extract"), request)
+    assert restored.mode == "extract"
+
+
+def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> None:
+    node = replace(make_node("a"), restore_mode="hardlink")
+    trees = NodeTrees(node)
+    digests = []
+    for name in ("one", "two", "three"):
+        target = tmp_path / name
+        text = f"mkdir {target}; head -c 50000 /dev/zero > {target}/file"
+        request = Request(command=["sh", "-ec", text], targets=[str(target)], salt=name)
+        run_setup(node, request)
+        shutil.rmtree(target)
+        run_setup(node, request)
+        with open_store(node.store_url) as store:
+            newest = next(iter(catalogue.list_all(store)))
+            tree = catalogue.load_tree(store, newest.targets[0])
+        digests.append(newest.targets[0].index.digest)
+        lock = trees.path(digests[-1]).with_suffix(".lock")
+        os.utime(lock, ns=(len(digests), len(digests)))
+
+    def build(path: Path) -> None:
+        pytest.fail("the tree is whole")
+
+    with trees.using(digests[2], tree, build) as (path, _):
+        # As if it was the longest unused.
+        os.utime(path.with_suffix(".lock"), ns=(0, 0))
+        assert trees.trim(60_000) == 2
+        assert [trees.has(digest) for digest in digests] == [False, False, True]
+        # Nor is a damaged one made anew under its user.
+        (path / "file").write_bytes(b"")
+        assert not is_whole(path, tree)
+        impatient = NodeTrees(replace(node, deadline_s=0.1))
+        with contextlib.ExitStack() as stack, pytest.raises(BusyError, match="in use"):
+            stack.enter_context(impatient.using(digests[2], tree, build))
+    assert trees.trim(0) == 1
+    assert list(trees.directory.iterdir()) == []

@@ -1,0 +1,236 @@
+"""Two jobs of one node that want different things in one directory: neither takes it from the
+other."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.errors import BusyError, exit_code_of
+from bootseer.prefetch.mounts.covers import covers
+from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.settings.config import Settings
+from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
+from tests.snapshots.conftest import MakeNode
+from tests.snapshots.support.mounted_jobs import (
+    Job,
+    done_by,
+    environment_of,
+    runs,
+    small,
+    snapshot_run,
+)
+from tests.support.mounts.snapshot_mounts import wait_gone
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+def _other(tmp_path: Path) -> Request:
+    """Another set-up of the same directory."""
+    target = tmp_path / "env"
+    text = f"mkdir -p {target}/d; echo other > {target}/d/file; echo x > {target}/more"
+    return Request(command=["sh", "-ec", text], targets=[str(target)])
+
+
+def _seen_by(job: "subprocess.Popen[str]", path: Path) -> str:
+    """What a file holds in the mount namespace of a job."""
+    return Path(f"/proc/{job.pid}/root{path}").read_text()
+
+
+@pytest.fixture(params=["mount", "link", "hardlink", "extract"])
+def node(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
+    return replace(mounting("b"), restore_mode=request.param)
+
+
+def _publish(node: Settings, *requests: Request) -> None:
+    """All of their snapshots are in the store, and the target is gone."""
+    for request in requests:
+        maker = replace(node, cache_dir=node.cache_dir / "maker", run_dir=node.run_dir / "maker")
+        assert run_setup(maker, request).how == "captured"
+        shutil.rmtree(request.targets[0])
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_jobs_with_different_set_ups_have_their_own(
+    tmp_path: Path, node: Settings, is_stored: bool
+) -> None:
+    """A named bug: the first one got what the second had asked for, and the second lost it when
+    the first ended."""
+    request, target = small(tmp_path)
+    other = _other(tmp_path)
+    _publish(node, request, *([other] if is_stored else []))
+    with Job(node, request) as one:
+        assert one.how == "restored"
+        with Job(node, other) as two:
+            assert two.how == ("restored" if is_stored else "captured")
+            assert _seen_by(two, target / "d/file") == "other\n"
+            assert _seen_by(one, target / "d/file") == "hello\n"
+            assert not Path(f"/proc/{one.pid}/root{target}/more").exists()
+            one.end()
+            assert _seen_by(two, target / "d/file") == "other\n"
+            two.end()
+    wait_gone(node)
+    assert not any(cover.path == target for cover in covers())
+    assert list(mounts_dir(node).iterdir()) == []
+    # What the second wrote was for itself.
+    assert not (target / "more").exists()
+    assert runs(tmp_path) == 1
+
+
+@pytest.mark.parametrize("inner", ["the first", "the second"])
+def test_jobs_whose_directories_lie_in_one_another(
+    tmp_path: Path, node: Settings, inner: str
+) -> None:
+    """A named fault: only jobs with the very same directory were kept from one another."""
+    outer, deep = tmp_path / "env", tmp_path / "env/deep"
+    targets = (deep, outer) if inner == "the first" else (outer, deep)
+    one_text, two_text = (
+        f"mkdir -p {deep}; echo {number} > {deep}/file; echo > {deep}/{number}" for number in (1, 2)
+    )
+    first = Request(command=["sh", "-ec", one_text], targets=[str(targets[0])])
+    second = Request(command=["sh", "-ec", two_text], targets=[str(targets[1])])
+    _publish(node, first)
+    with Job(node, first) as one, Job(node, second) as two:
+        assert (one.how, two.how) == ("restored", "captured")
+        assert _seen_by(one, deep / "file") == "1\n"
+        assert not Path(f"/proc/{one.pid}/root{deep}/2").exists()
+        assert _seen_by(two, deep / "file") == "2\n"
+        one.end()
+        assert _seen_by(two, deep / "file") == "2\n"
+        two.end()
+    wait_gone(node)
+    assert not (deep / "2").exists()
+
+
+def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Settings) -> None:
+    """A named bug: the second ran its set-up on top of the first one's mount, and lost both."""
+    request, target = small(tmp_path)
+    _publish(node, request)
+    with Job(node, request) as one:
+        Path(f"/proc/{one.pid}/root{target}/written").write_text("by the first")
+        with Job(node, request) as two:
+            assert two.how == "restored"
+            assert not Path(f"/proc/{two.pid}/root{target}/written").exists()
+            assert _seen_by(one, target / "written") == "by the first"
+            one.end()
+            assert _seen_by(two, target / "d/file") == "hello\n"
+            two.end()
+    wait_gone(node)
+    assert runs(tmp_path) == 1
+
+
+def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> None:
+    request, _ = small(tmp_path)
+    _publish(node, request)
+    with Job(node, request) as one, Job(node, request) as two:
+        assert two.how == "in place"
+        for job in (one, two):
+            assert os.stat(f"/proc/{job.pid}/ns/mnt") == os.stat("/proc/self/ns/mnt")
+            job.end()
+
+
+def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
+    tmp_path: Path, node: Settings
+) -> None:
+    """As with the interpreter's own directories: both see what was there before, and no more."""
+    target = tmp_path / "env"
+    target.mkdir()
+    (target / "system").write_text("system")
+    first = Request(command=["sh", "-ec", f"echo 1 > {target}/first"], targets=[str(target)])
+    second = Request(command=["sh", "-ec", f"echo 2 > {target}/second"], targets=[str(target)])
+    with Job(node, first) as one, Job(node, second) as two:
+        assert (one.how, two.how) == ("captured", "captured")
+        assert _seen_by(two, target / "second") == "2\n"
+        assert _seen_by(two, target / "system") == "system"
+        assert not Path(f"/proc/{one.pid}/root{target}/second").exists()
+        one.end()
+        two.end()
+    wait_gone(node)
+    assert sorted(os.listdir(target)) == ["first", "system"]
+
+
+def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> None:
+    request, target = small(tmp_path)
+    _publish(node, request)
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv to be without rights")
+    words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
+    setup = ["--setup", f"mkdir -p {target}/d; echo other > {target}/d/file"]
+    weak = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    with Job(node, request) as one:
+        done = done_by([*weak, *words, *setup, "--", "true"], environment_of(node))
+        assert done.returncode == 19, done.stderr
+        assert f"{target} is in use by process {one.pid}" in done.stderr
+        assert _seen_by(one, target / "d/file") == "hello\n"
+        one.end()
+    assert done_by([*words, *setup, "--", "true"], environment_of(node)).returncode == 0
+
+
+def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node: Settings) -> None:
+    """`snapshot run` and `snapshot restore` change the node's own view."""
+    request, _ = small(tmp_path)
+    _publish(node, request)
+    source = tmp_path / "source"
+    source.mkdir()
+    key = create_snapshot(node, [str(source)]).fingerprint
+    with Job(node, request) as one:
+        done = done_by(snapshot_run(_other(tmp_path)), environment_of(node))
+        assert done.returncode == exit_code_of(BusyError())
+        assert f"in use by process {one.pid}" in done.stderr
+        one.end()
+    moved = Request(command=["true"], targets=[str(source)])
+    with Job(node, moved) as other:
+        with pytest.raises(BusyError, match=f"process {other.pid}"):
+            restore_snapshot(node, key)
+        other.end()
+
+
+def test_a_job_within_a_job_builds_on_it(tmp_path: Path, node: Settings) -> None:
+    """What the process descends from is of the same job: no view of its own."""
+    request, target = small(tmp_path)
+    _publish(node, request)
+    run = [sys.executable, "-m", "bootseer", "run", "--target", str(target), "--setup"]
+    inner = [*run, f"cat {target}/d/file > {target}/copy", "--", "cat", f"{target}/copy"]
+    code = f"import subprocess, json; subprocess.run(json.loads({json.dumps(json.dumps(inner))}))"
+    words = " ".join(request.command[:-1]) + f" '{request.command[-1]}'"
+    command = [*run, words, "--", sys.executable, "-c", code]
+    done = done_by(command, environment_of(node))
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "mount namespace" not in done.stderr
+
+
+def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
+    request, target = small(tmp_path)
+    _publish(node, request)
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote/latest").write_text("step 7")
+    words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
+    words += ["--setup", f"echo other > {target}/d/other || mkdir -p {target}/d"]
+    words += ["--checkpoint", f"{(tmp_path / 'remote').as_uri()}:{tmp_path}/ckpt"]
+    with Job(node, request) as one:
+        done = done_by([*words, "--", "cat", f"{tmp_path}/ckpt/latest"], environment_of(node))
+        assert (done.returncode, done.stdout) == (0, "step 7"), done.stderr
+        assert "a mount namespace of its own" in done.stderr
+        one.end()
+
+
+def test_what_is_merely_too_old_is_used_where_it_cannot_be_replaced(
+    tmp_path: Path, node: Settings
+) -> None:
+    """A refusal would keep a job from starting that asks for what is there."""
+    request, _ = small(tmp_path)
+    _publish(node, request)
+    strict = replace(node, snapshot_max_age_s=0.001)
+    with Job(node, request) as one:
+        said: list[str] = []
+        assert run_setup(strict, request, report=said.append).how == "in place"
+        assert any("used as it is" in line for line in said)
+        one.end()
+    assert run_setup(strict, request).how in ("captured", "restored")

@@ -1,0 +1,96 @@
+"""A small set-up that counts its runs, and processes that run it as jobs do."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_to_json
+from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.setup.request import Request
+from tests.support.mounts.snapshot_mounts import WAIT_S
+from tests.support.waiting import wait_for
+
+_JOB = """
+import json, sys
+from bootseer.settings.config import Settings
+from bootseer.settings.settings_json import settings_from_json
+from bootseer.snapshots.restoring.linking.reflink import can_reflink
+from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.run import run_setup
+settings, command, targets = json.loads(sys.argv[1])
+request = Request(command=command, targets=targets)
+result = run_setup(settings_from_json(settings), request, until_exit=True)
+print(json.dumps([result.how, len(result.ready_names)]), flush=True)
+sys.stdin.read()
+"""
+
+
+class Job(subprocess.Popen[str]):
+    """A process that runs a set-up for itself, and lives on."""
+
+    def __init__(self, node: Settings, request: Request) -> None:
+        what = json.dumps([settings_to_json(node), request.command, request.targets])
+        super().__init__(
+            [sys.executable, "-c", _JOB, what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment_of(node),
+            text=True,
+        )
+        assert self.stdout is not None
+        self.how, self.ready_name_count = json.loads(self.stdout.readline())
+
+    def end(self) -> None:
+        """With SIGKILL, as the worst end that there is."""
+        self.kill()
+        self.wait(WAIT_S)
+
+
+def wait_uncovered(target: Path) -> None:
+    wait_for(lambda: cover_at(target) is None, f"the unmounting of {target}")
+
+
+def small(tmp_path: Path) -> tuple[Request, Path]:
+    """A set-up that counts its runs in `tmp_path/runs`."""
+    target = tmp_path / "env"
+    text = f"echo run >> {tmp_path}/runs; mkdir -p {target}/d; echo hello > {target}/d/file"
+    return Request(command=["sh", "-ec", text], targets=[str(target)]), target
+
+
+def runs(tmp_path: Path) -> int:
+    return len((tmp_path / "runs").read_text().splitlines())
+
+
+def captured(node: Settings, request: Request, target: Path) -> None:
+    """Its snapshot is in the store, and the target is gone, as on another node."""
+    assert run_setup(node, request).how == "captured"
+    shutil.rmtree(target)
+
+
+def snapshot_run(request: Request) -> list[str]:
+    """As a user types it."""
+    words = [sys.executable, "-m", "bootseer", "snapshot", "run", "--target"]
+    return [*words, *request.targets, "--", *request.command]
+
+
+def done_by(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
+
+
+def environment_of(node: Settings) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
+        "BOOTSEER_STORE": node.store_url,
+        "BOOTSEER_CACHE_DIR": str(node.cache_dir),
+        "BOOTSEER_RUN_DIR": str(node.run_dir),
+        "BOOTSEER_NODE": node.node,
+        "BOOTSEER_RESTORE_MODE": node.restore_mode,
+    }

@@ -1,0 +1,26 @@
+"""The soak itself, for a few rounds: that it finds nothing, and goes on where it was stopped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.soak.site import missing_tools
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_some_rounds(tmp_path: Path) -> None:
+    if missing := missing_tools():
+        pytest.skip(f"the soak needs {', '.join(missing)}")
+    for rounds in (1, 3):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.soak", "--rounds", str(rounds), "--folder", tmp_path],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=220, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads((tmp_path / "state.json").read_text())["round"] == rounds

@@ -1,0 +1,105 @@
+"""What the tests of pulled images share: a node, what it can read of an image, what a store has."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
+from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.resolve.found_image import ObtainedImage
+from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.settings.config import Settings
+from bootseer.store import open_store
+from tests.support.mounts.image_mounts import settings_at
+
+
+class Node:
+    """A node with caches below `base`, and its share in `store`."""
+
+    def __init__(self, base: Path, store: Path | str) -> None:
+        base.mkdir(parents=True, exist_ok=True)
+        url = store if isinstance(store, str) else store.as_uri()
+        self.settings: Settings = settings_at(base, store_url=url)
+        self.said: list[str] = []
+
+    def obtain(self, image: object) -> ObtainedImage:
+        """What a start would mount; `said` is what the user would read."""
+        self.said = []
+        return obtain_image(self.settings, str(image), say=self.said.append)
+
+    def start(self, image: object) -> tuple[ObtainedImage, dict[str, bytes]]:
+        """Obtain the image and read all of it."""
+        obtained = self.obtain(image)
+        try:
+            return obtained, self.contents(obtained)
+        finally:
+            obtained.release()
+
+    def tree(self, obtained: ObtainedImage) -> Tree:
+        return read_kept_tree(self.settings.cache_dir, obtained.record.index_digest)
+
+    def contents(self, obtained: ObtainedImage) -> dict[str, bytes]:
+        """path -> content of every regular file, as the image's server would read it."""
+        tree = self.tree(obtained)
+        with open_store(self.settings.store_url) as store:
+            streams = BlobStreams(
+                tree.blobs,
+                store.read,
+                NodeCache(self.settings.cache_dir),
+                deadline_s=30,
+                is_local=not obtained.image.is_published,
+            )
+            try:
+                return {
+                    os.fsdecode(path): _content(tree, number, streams)
+                    for path, number in tree.walk()
+                    if stat.S_ISREG(tree.mode(number))
+                }
+            finally:
+                streams.close()
+
+    def left_behind(self) -> list[str]:
+        """What a pull that failed must not leave."""
+        streams = self.settings.cache_dir / STREAMS
+        catalogue = self.settings.cache_dir / "catalogue"
+        return [
+            str(path.relative_to(self.settings.cache_dir))
+            for folder in (streams, catalogue)
+            for path in folder.rglob("*")
+            if path.is_file()
+        ]
+
+
+def note_store(cache_dir: Path, store_url: str) -> None:
+    """Have all images that the node knows be known of this store: as if it had been used, and were
+    down by now."""
+    for path in (cache_dir / "catalogue").glob("*/*.json"):
+        document = json.loads(path.read_bytes())
+        if "store" in document:
+            path.write_text(json.dumps({**document, "store": store_hex(store_url)}))
+
+
+def _content(tree: Tree, number: int, streams: BlobStreams) -> bytes:
+    inode = tree.inode(number)
+    content = bytearray(inode.size_bytes)
+    for extent in inode.extents:
+        data = streams.read(extent.blob, extent.blob_offset, extent.length)
+        content[extent.file_offset : extent.file_offset + extent.length] = data
+    return bytes(content)
+
+
+def objects(store: Path) -> dict[str, bytes]:
+    """key -> content of all that a store has of images, but for when they were indexed."""
+    with open_store(str(store)) as opened:
+        return {
+            info.path: b"\n".join(
+                line
+                for line in opened.read(info.path).split(b"\n")
+                if b'"created_ns"' not in line and b'"checksum"' not in line
+            )
+            for info in opened.list()
+        }
