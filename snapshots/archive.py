@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from bootseer.base.content_digest import hasher_of
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
@@ -21,7 +22,6 @@ from bootseer.blob.read import BlobReader
 from bootseer.blob.tar.header import END
 from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.blob.tree import Inode, Tree
-from bootseer.content_digest import hasher_of
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,

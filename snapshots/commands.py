@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootseer.base.shown import quoted
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.prefetch.mounts.server_process import ServerProcess
@@ -18,7 +19,6 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Manifest, is_name
 from bootseer.snapshots.targets.lock import locked
 from bootseer.store import Store, open_own_store
-from bootseer.text.shown import quoted
 
 if TYPE_CHECKING:
     from bootseer.snapshots.restoring.restore import Placed

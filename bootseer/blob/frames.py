@@ -14,8 +14,8 @@ from typing import overload
 
 import zstandard
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.tree import Blob, Frame
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 
 FRAME_STREAM_BYTES_MAX = 64 * 1024 * 1024

@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from bootseer.base.content_digest import ContentHasher, hasher_of
+from bootseer.base.shown import quoted
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.pack.members import ZEROS_HASHED_MAX
 from bootseer.blob.tree import Inode, Tree
-from bootseer.content_digest import ContentHasher, hasher_of
 from bootseer.errors import CorruptError
-from bootseer.text.shown import quoted
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
 """`read(blob, offset, length)`: exactly these stored bytes of blob number `blob` of the tree; of a

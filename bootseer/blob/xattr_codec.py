@@ -4,8 +4,8 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from bootseer.base.shown import quoted
 from bootseer.errors import CorruptError
-from bootseer.text.shown import quoted
 
 Xattrs: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """(name, value), sorted by name."""

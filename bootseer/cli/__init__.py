@@ -13,11 +13,11 @@ import threading
 import click
 
 from bootseer import __version__
+from bootseer.base.redact import redact
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, one_line
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 from bootseer.linux.standard_files import open_standard_files
-from bootseer.text.redact import redact
 
 _log = logging.getLogger(__name__)
 

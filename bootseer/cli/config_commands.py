@@ -2,11 +2,11 @@
 
 import click
 
+from bootseer.base.redact import redact
+from bootseer.base.structs import asdict
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.settings.config import variable_of
-from bootseer.structs import asdict
-from bootseer.text.redact import redact
 
 
 @click.group(cls=LazyGroup)

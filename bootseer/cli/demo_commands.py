@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.base.structs import asdict
 from bootseer.cli.output import emit_json, emit_table, human_bytes, json_option
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
-from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.demo.comparison import Comparison, Row

@@ -2,10 +2,10 @@
 
 import click
 
+from bootseer.base.structs import asdict
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
-from bootseer.doctor import Status, examine
+from bootseer.launch.doctor import Status, examine
 from bootseer.settings.config import load_config
-from bootseer.structs import asdict
 
 
 @click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer doctor")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from bootseer.text.nearest import nearest
+from bootseer.base.nearest import nearest
 
 
 class LazyGroup(click.Group):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import Struct
 
+from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.settings.config import (
     Config,
@@ -27,7 +28,6 @@ from bootseer.settings.config import (
     parse_max_age,
     parse_size,
 )
-from bootseer.text.redact import redact
 
 if TYPE_CHECKING:
     from bootseer.store import Store

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from bootseer.base.structs import asdict
 from bootseer.cli.output import current_config, emit_json, emit_table, human_bytes, json_option
 from bootseer.errors import NotFoundError, from_oserror
-from bootseer.report.breakdown import Breakdown, StageRow, break_down
-from bootseer.report.chrome_trace import to_chrome_trace
-from bootseer.report.files import read_start
-from bootseer.structs import asdict
+from bootseer.timeline.breakdown import Breakdown, StageRow, break_down
+from bootseer.timeline.chrome_trace import to_chrome_trace
+from bootseer.timeline.files import read_start
 
 _COLUMNS = (
     *("stage", "nodes", "ranks", "begins s", "median s", "max s", "ratio", "slowest", "moved"),

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.base.shown import shown
 from bootseer.cli.lazy_group import LazyGroup, RenamedOptions
 from bootseer.cli.output import (
     Age,
@@ -15,7 +16,6 @@ from bootseer.cli.output import (
     open_current_store,
     say,
 )
-from bootseer.text.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected
@@ -80,11 +80,11 @@ def gc(
     --keep-days are given: then a snapshot stays if one of these keeps it. What was used within
     three days stays readable in any case.
     """
+    from bootseer.base.progress import Progress
     from bootseer.gc.collect import collect
     from bootseer.gc.inventory import take_inventory
     from bootseer.gc.plan import make_plan
     from bootseer.gc.retention import Rules
-    from bootseer.text.progress import Progress
 
     settings = current_settings()
     rules = Rules(keep_last, keep_days, keep, snapshots, images, grace_s)

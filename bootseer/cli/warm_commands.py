@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from bootseer.base.structs import asdict
 from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import (
     Seconds,
@@ -20,7 +21,6 @@ from bootseer.cli.output import (
 )
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.settings.config import parse_name, parse_size
-from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.prefetch.warm.record import WarmRecord
@@ -144,9 +144,9 @@ def _become(command: tuple[str, ...]) -> None:
 
 
 def _warm_now(request: "WarmRequest", as_json: bool) -> None:
+    from bootseer.base.progress import Progress
     from bootseer.prefetch.warm.launch import known_record, warm_now
     from bootseer.prefetch.warm.request import planned, shortage
-    from bootseer.text.progress import Progress
 
     known = known_record(request)
     work = planned(request, known)

@@ -19,6 +19,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer import errors
+from bootseer.base.redact import public_url, redact
+from bootseer.base.urls import check_spelling
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -31,8 +33,6 @@ from bootseer.launch.signals import STOPS
 from bootseer.linux.private_files import make_directory
 from bootseer.linux.waiting import wait_readable
 from bootseer.settings.config import Settings
-from bootseer.text.redact import public_url, redact
-from bootseer.text.urls import check_spelling
 from bootseer.timeline.recorder import Timeline
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bootseer.closing import Closing
-from bootseer.documents import is_digest
+from bootseer.base.closing import Closing
+from bootseer.base.documents import is_digest
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,

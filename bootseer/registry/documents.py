@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.bounded_json import parse_json
+from bootseer.base.bounded_json import parse_json
 from bootseer.errors import CorruptError
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bootseer
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_opener
 from bootseer.linux.waiting import wait_readable

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bootseer import errors
+from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, SetupFailedError, UnavailableError
-from bootseer.text.redact import redact
 
 # Six bytes each as JSON at worst: what a pipe takes at once, while nobody reads it yet.
 _MESSAGE_CHARS_MAX = 8000

@@ -16,13 +16,13 @@ from urllib.parse import unquote
 
 from msgspec import Struct, structs
 
+from bootseer.base.nearest import nearest
+from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
 from bootseer.linux.ownership import parse_owners
 from bootseer.settings.config_file import read_config_file
 from bootseer.settings.default_settings import default_settings
 from bootseer.settings.trusted_folders import TRUSTED, trusted_folders
-from bootseer.text.nearest import nearest
-from bootseer.text.urls import absolute_url
 
 _log = logging.getLogger(__name__)
 

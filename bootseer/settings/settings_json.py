@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bootseer.base.structs import asdict
 from bootseer.settings.config import Settings
-from bootseer.structs import asdict
 
 _PATHS = frozenset(("cache_dir", "run_dir", "timeline_dir", "registry_hosts_dir", "metrics_dir"))
 

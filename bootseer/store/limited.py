@@ -19,9 +19,9 @@ from urllib.parse import parse_qsl, urlencode
 
 from msgspec import Struct
 
+from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
-from bootseer.text.redact import public_url
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
 SLICE_BYTES = 256 << 10

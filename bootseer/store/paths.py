@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
+from bootseer.base.redact import public_url
+from bootseer.base.urls import check_spelling
 from bootseer.errors import InvalidInputError
-from bootseer.text.redact import public_url
-from bootseer.text.urls import check_spelling
 
 # NAME_MAX of every Linux file system, and the default of HDFS
 # (dfs.namenode.fs-limits.max-component-length).

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bootseer.base.redact import redact
 from bootseer.linux.private_files import open_private_directory
 from bootseer.served.ready_socket import tell_ready
-from bootseer.text.redact import redact
 from bootseer.timeline.otlp import (
     READY,
     Stage,

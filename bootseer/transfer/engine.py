@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from bootseer.content_digest import content_digest
+from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.board import Board
 from bootseer.transfer.flight import Flight, Phase, Task

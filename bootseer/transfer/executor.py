@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.transfer.engine import Engine, Reader
 from bootseer.transfer.flight import Deliver, Ticket

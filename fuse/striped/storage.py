@@ -4,7 +4,7 @@ Owns the parts' assembly and their end: backend, memory, threads, reader, tree. 
 functions and the warm-up all stand on it. Thread-safe as its parts are.
 """
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.tree import StripedTree

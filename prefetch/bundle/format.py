@@ -16,8 +16,8 @@ from typing import BinaryIO, NamedTuple
 import zstandard
 from msgspec import Struct
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.index.zstd_frame import expand
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.cache.sector_marks import SectorMarks

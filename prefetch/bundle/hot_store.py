@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.documents import Count, Count64, Form, PathBytes, Sha256
+from bootseer.base.documents import Count, Count64, Form, PathBytes, Sha256
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch.bundle.format import (
     HEADER_BYTES_MAX,

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from bootseer.base.documents import Count64, Form, Sha256
 from bootseer.blob.tree import Blob, Tree
-from bootseer.documents import Count64, Form, Sha256
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.hot_store import HotPointer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bootseer.content_digest import content_digest
+from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import write_private_file
 from bootseer.store import Store

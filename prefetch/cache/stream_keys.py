@@ -11,7 +11,7 @@ import struct
 from array import array
 from typing import TYPE_CHECKING
 
-from bootseer.text.redact import public_url
+from bootseer.base.redact import public_url
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Blob
@@ -29,8 +29,8 @@ def is_stored(blob: "Blob") -> bool:
 def frames_key(blob: "Blob") -> str:
     """`frames:<hex>`: BLAKE3 over where each frame begins in the stream, and its digest."""
     # A command that starts a server needs the names of stores only.
+    from bootseer.base.content_digest import ContentHasher
     from bootseer.blob.frames import FrameTable
-    from bootseer.content_digest import ContentHasher
 
     frames = blob.frames
     if isinstance(frames, FrameTable):

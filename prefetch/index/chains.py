@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.documents import Digest, Form, Sha256, is_digest
+from bootseer.base.documents import Digest, Form, Sha256, is_digest
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
 

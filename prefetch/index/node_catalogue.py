@@ -20,10 +20,10 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
+from bootseer.base.documents import AnyDigest, Form, Sha256
 from bootseer.blob.index.codec import decode, encode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.tree import Blob, Tree
-from bootseer.documents import AnyDigest, Form, Sha256
 from bootseer.errors import (
     BootseerError,
     CorruptError,

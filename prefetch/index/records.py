@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.documents import (
+from bootseer.base.documents import (
     AnyDigest,
     BlobDigest,
     Count,

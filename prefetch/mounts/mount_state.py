@@ -16,6 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
@@ -24,7 +25,6 @@ from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.mounts.covers import covers, uncover_all
 from bootseer.prefetch.mounts.server_process import new_identity
 from bootseer.settings.config import Settings
-from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
 

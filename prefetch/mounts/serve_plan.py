@@ -9,11 +9,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.prefetch.cache.stream_keys import claimant_of
 from bootseer.prefetch.mounts.mount_state import MountState
 from bootseer.settings.config import Settings
 from bootseer.settings.settings_json import settings_from_json, settings_to_json
-from bootseer.structs import asdict
 
 SUBTYPE = "bootseer-image"
 """Of the FUSE mount."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from bootseer.base.shown import quoted
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     BootseerError,
@@ -33,7 +34,6 @@ from bootseer.prefetch.record.trace import Trace
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.text.shown import quoted
 
 _log = logging.getLogger(__name__)
 

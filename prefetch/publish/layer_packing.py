@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from bootseer.base.content_digest import hasher_of
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
 from bootseer.blob.keys import blob_key
-from bootseer.content_digest import hasher_of
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, NotFoundError, from_oserror
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.index.catalogue import (

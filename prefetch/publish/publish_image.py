@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
+from bootseer.base.content_digest import ContentHasher
 from bootseer.blob.pack.packing import pack_tar
-from bootseer.content_digest import ContentHasher
 from bootseer.errors import (
     BootseerError,
     CorruptError,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
@@ -32,7 +33,6 @@ from bootseer.served.background import python_environment
 from bootseer.settings.config import Settings
 from bootseer.settings.settings_json import settings_from_json, settings_to_json
 from bootseer.store import open_own_store
-from bootseer.structs import asdict
 
 if TYPE_CHECKING:
     from bootseer.prefetch.bundle.hot_store import HotPointer

@@ -12,8 +12,8 @@ import msgspec
 import zstandard
 from msgspec import Struct
 
+from bootseer.base.checked_json import count_in, parse
 from bootseer.blob.index.zstd_frame import expand
-from bootseer.checked_json import count_in, parse
 from bootseer.errors import CorruptError, UnknownFormatError
 
 _DECODED_BYTES_MAX = 256 * 2**20

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from bootseer.base.checked_json import count_in
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
-from bootseer.checked_json import count_in
 from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
 from bootseer.prefetch.record.parquet_hotset import PARQUET_MAGIC, read_parquet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_files

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from bootseer.base.checked_json import count_in
 from bootseer.blob.tree import Tree
-from bootseer.checked_json import count_in
 from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
 
 _AHEAD_NS = 2**62

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import (
     BusyError,
     InvalidInputError,

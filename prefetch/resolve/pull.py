@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
-from bootseer.content_digest import ContentHasher
+from bootseer.base.content_digest import ContentHasher
 from bootseer.errors import DeadlineError, NoSpaceError
 from bootseer.prefetch.cache.new_stream import ROOM_BYTES
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache

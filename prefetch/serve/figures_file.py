@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.prefetch.serve.launch_figures import LaunchFigures
 from bootseer.prefetch.serve.prometheus import render
 

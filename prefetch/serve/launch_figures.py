@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.prefetch.bundle.bundle_accuracy import Aim
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
-from bootseer.structs import asdict
 from bootseer.transfer.statistics import Statistics
 
 

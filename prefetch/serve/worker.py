@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bootseer.base.structs import asdict
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting import mounts
@@ -40,7 +41,6 @@ from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
-from bootseer.structs import asdict
 from bootseer.timeline import stage
 from bootseer.transfer.plan import Chunk
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.documents import is_digest
+from bootseer.base.documents import is_digest
 from bootseer.errors import InvalidInputError
 
 REF_LABEL = "containerd.io/snapshot.ref"

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.checked_json import (
+from bootseer.base.checked_json import (
     check_digest,
     count_in,
     digest_in,

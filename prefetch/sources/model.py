@@ -15,10 +15,10 @@ from typing import BinaryIO, Protocol
 
 from msgspec import Struct, field
 
+from bootseer.base.closing import Closing
+from bootseer.base.content_digest import ContentHasher
 from bootseer.blob.tar.inflate import Limits
 from bootseer.blob.tar.reader import Readable
-from bootseer.closing import Closing
-from bootseer.content_digest import ContentHasher
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import ImageConfig

@@ -12,6 +12,9 @@ SHA instructions it would take a twelfth of the time that a layer takes in all.
 Threading: a stream belongs to one reader; close it from that thread.
 """
 
+import hashlib
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -20,8 +23,9 @@ from msgspec import Struct
 
 from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.ordered_hash import OrderedHash
 from bootseer.prefetch.sources.read_ahead import ReadAhead
+
+_HASHED_LATER_COUNT = 8
 
 
 class Expected(Struct, frozen=True):
@@ -102,7 +106,7 @@ def decompressed(
     Raises: CorruptError, at the end at the latest; UnsupportedError for other compressions.
     """
     stored = _Stored(source, expected, on_progress)
-    sha = OrderedHash(expected.diff_id.partition(":")[0])
+    sha = _BackgroundHash(expected.diff_id.partition(":")[0])
     try:
         count_bytes = 0
         try:
@@ -160,3 +164,44 @@ class TarStream:
         trace: TracebackType | None,
     ) -> None:
         self._ahead.close()
+
+
+class _BackgroundHash:
+    """Like an object of `hashlib`, but `update` returns before the piece is hashed.
+
+    SHA-256 takes longer than most of what happens to a layer's bytes, so it has a thread of its
+    own, which `close` ends. At most `_HASHED_LATER_COUNT` pieces wait for it. One caller.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        """Raises: ValueError where there is no such algorithm."""
+        self.name = algorithm
+        self._hash = hashlib.new(algorithm)
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_HASHED_LATER_COUNT)
+        self._thread: threading.Thread | None = None
+
+    def update(self, data: bytes) -> None:
+        """Take the next piece, which must not change any more."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="hash", daemon=True)
+            self._thread.start()
+        self._room.acquire()
+        self._queue.put(data)
+
+    def _work(self) -> None:
+        while (data := self._queue.get()) is not None:
+            self._hash.update(data)
+            self._room.release()
+
+    def finish(self) -> str:
+        """`ALGORITHM:HEX` of all pieces. Nothing may be added after this."""
+        self.close()
+        return f"{self.name}:{self._hash.hexdigest()}"
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None

@@ -7,7 +7,7 @@ planted link nor a planted record leads elsewhere. A `Beneath` belongs to one th
 import os
 import stat
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.store.local.beneath import open_directory
 
 # A pipe or device that takes a file's place must not hold us up.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead
@@ -23,7 +24,6 @@ from bootseer.served.background import start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import open_store
-from bootseer.text.redact import public_url
 
 _LOG_BYTES_MAX = 2**20
 

@@ -13,8 +13,8 @@ import zstandard
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.base.checked_json import parse
 from bootseer.blob.index.zstd_frame import expand
-from bootseer.checked_json import parse
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.store import Store
 

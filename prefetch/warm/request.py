@@ -9,13 +9,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from bootseer.prefetch.warm.memory import budget_bytes
 from bootseer.prefetch.warm.plan import Plan, plan
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
 from bootseer.prefetch.warm.record import WarmRecord, identity_of
 from bootseer.settings.config import Settings
-from bootseer.structs import asdict
 
 WINDOW_S = 120.0
 """A record ends by then: a start is over, and training reads other things."""

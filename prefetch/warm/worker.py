@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bootseer.base.structs import asdict
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError, from_oserror
 from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
@@ -32,7 +33,6 @@ from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write
 from bootseer.served.background import Report
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_store
-from bootseer.structs import asdict
 from bootseer.timeline import stage
 
 _log = logging.getLogger(__name__)

@@ -16,6 +16,8 @@ from typing import BinaryIO, cast
 from msgspec import Struct, field
 
 import bootseer
+from bootseer.base.progress import Progress
+from bootseer.base.redact import redact
 from bootseer.blob.index import codec as index
 from bootseer.blob.pack.packing import Others, pack_directory
 from bootseer.blob.tree import Tree
@@ -37,8 +39,6 @@ from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.snapshots.targets.admission import privileged
 from bootseer.snapshots.targets.scan import Scan
 from bootseer.store import Store
-from bootseer.text.progress import Progress
-from bootseer.text.redact import redact
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.pack.frame_writer import usable_cpus
 from bootseer.blob.pack.packing import Elsewhere, Others
 from bootseer.blob.tree import Extent, Tree
-from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import BootseerError
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import EARLIER_MAX, Manifest, Target

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bootseer.bounded_json import members_digest, parse_json
+from bootseer.base.bounded_json import members_digest, parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.snapshots.catalogue.manifest import (
     EARLIER_MAX,

@@ -15,12 +15,12 @@ from itertools import accumulate, groupby
 
 from msgspec import Struct
 
+from bootseer.base.closing import Closing
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.extract.plan import PART_BYTES
 from bootseer.blob.frames import frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
-from bootseer.closing import Closing
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.store import Store
 from bootseer.store.abilities.opened import Attempt, Reader, open_reader

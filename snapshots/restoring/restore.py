@@ -137,10 +137,10 @@ def fetch_tree(
     """Extract a target's tree to `directory`, whole or not at all. `recorded`: see
     `blob.extract`. Raises: as `restore`."""
     # Here: a mount, which should be there at once, needs none of it.
+    from bootseer.base.progress import Progress
     from bootseer.blob.extract.extraction import extract
     from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
     from bootseer.snapshots.restoring.linking.local_blobs import near_blobs
-    from bootseer.text.progress import Progress
 
     label = f"restoring {text_of(target.path)}"
     near = near_blobs(store, tree)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from bootseer.base.redact import take_command_secrets, take_secrets
 from bootseer.errors import UnsupportedError
-from bootseer.text.redact import take_command_secrets, take_secrets
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.setup.digests import (
@@ -33,7 +34,6 @@ from bootseer.snapshots.setup.requirements import (
     open_requirements,
     read_requirements,
 )
-from bootseer.text.redact import without_users
 
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
 _SCRIPT_BYTES_MAX = 1024 * 1024

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.root_paths import find_program
 from bootseer.linux.scripts import as_script
@@ -42,7 +43,6 @@ from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
 from bootseer.snapshots.setup.unknown import is_open, unknown, unknown_before
 from bootseer.snapshots.targets.scan import NOTHING
 from bootseer.snapshots.targets.upper_layer import Layers
-from bootseer.text.redact import without_users
 
 Report = Callable[[str], None]
 """Gets one sentence for people at a time."""

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import write_private_file
 from bootseer.settings.config import Settings
 from bootseer.snapshots.targets.scan import NOTHING, Scan, scan
 from bootseer.snapshots.targets.tree_fingerprint import exact_digest
-from bootseer.structs import asdict
 
 _VERSION = 2
 _BYTES_MAX = 64 * 1024

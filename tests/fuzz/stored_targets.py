@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 from hypothesis import strategies as st
 
-from bootseer.checked_json import with_checksum
+from bootseer.base.checked_json import with_checksum
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import hot_store, relatives

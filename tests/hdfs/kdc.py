@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from tests.hdfs.cluster import unassigned_ports
 
 REALM = "BOOTSEER.TEST"

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 
 
 class NameNodeRelay(Closing):

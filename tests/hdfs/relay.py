@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 
 _BUFFER_BYTES = 256 << 10
 # What an idle link may send at once.

@@ -5,7 +5,7 @@ Everything that can be guarded is: calls and blocks are encrypted, and blocks wa
 
 from pathlib import Path
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.kdc import REALM, SERVICE, MiniKdc
 

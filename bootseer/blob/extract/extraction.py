@@ -20,6 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.blob.extract.plan import plan_extraction
 from bootseer.blob.extract.plan_columns import worker_columns
 from bootseer.blob.extract.pool import FILES_MAX
@@ -36,7 +37,6 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.removal import empty_directory, remove_tree
-from bootseer.structs import asdict
 
 _log = logging.getLogger(__name__)
 

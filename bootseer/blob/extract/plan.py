@@ -12,11 +12,11 @@ from itertools import accumulate
 
 from msgspec import Struct
 
+from bootseer.base.shown import quoted
 from bootseer.blob.extract.sections import taken
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
-from bootseer.text.shown import quoted
 
 GROUP_BYTES = 2 * 1024 * 1024
 """Content of one group: a second worker gets work soon, and few frames are decoded twice."""

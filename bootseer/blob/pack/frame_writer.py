@@ -17,9 +17,9 @@ from typing import BinaryIO, NamedTuple, Self
 
 import zstandard
 
+from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.frames import FRAME_STREAM_BYTES_MAX, FrameTable
 from bootseer.blob.tree import Blob
-from bootseer.content_digest import ContentHasher, content_digest
 from bootseer.errors import InvalidInputError, UnsupportedError
 
 # https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md

@@ -6,11 +6,11 @@ Alone owns how a member is laid out and cut into frames. Not thread-safe: one ca
 import stat
 from collections.abc import Callable, Sequence
 
+from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.build import build_tree
 from bootseer.blob.pack.plain_writer import StreamWriter
 from bootseer.blob.tar.header import END, member_header, padding
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.content_digest import ContentHasher, content_digest
 
 ZEROS_HASHED_MAX = 1024**3
 """A sparse file with more bytes of holes than this has no content digest: hashing zeros for

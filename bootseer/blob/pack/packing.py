@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from msgspec import Struct, field
 
+from bootseer.base.shown import quoted
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import Members, plain_size
 from bootseer.blob.pack.plain_writer import PlainWriter, StreamWriter
@@ -23,7 +24,6 @@ from bootseer.blob.pack.stat_record import bounded_time_ns
 from bootseer.blob.pack.tar_packing import pack_tar
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.errors import BootseerError, BusyError, from_oserror
-from bootseer.text.shown import quoted
 
 __all__ = ["pack_directory", "pack_tar", "tar_directory"]
 

@@ -6,9 +6,9 @@ Not thread-safe: one caller.
 from collections.abc import Callable
 from typing import Protocol
 
+from bootseer.base.content_digest import ContentHasher
 from bootseer.blob.pack.frame_writer import FRAME_BYTES
 from bootseer.blob.tree import Blob
-from bootseer.content_digest import ContentHasher
 
 
 class StreamWriter(Protocol):

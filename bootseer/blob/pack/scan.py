@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from bootseer.base.shown import quoted
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
-from bootseer.text.shown import quoted
 
 _log = logging.getLogger(__name__)
 

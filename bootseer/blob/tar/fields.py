@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 
+from bootseer.base.shown import quoted
 from bootseer.errors import CorruptError
-from bootseer.text.shown import quoted
 
 _TIME_NS_MAX = 2**63 - 1
 _XATTR = b"SCHILY.xattr."

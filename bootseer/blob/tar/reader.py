@@ -12,11 +12,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bootseer.base.shown import quoted
 from bootseer.blob.tar import fields as tar_fields
 from bootseer.blob.tar import sparse as tar_sparse
 from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
-from bootseer.text.shown import quoted
 
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
 """Of all extended headers and long names of one member, and of its sparse map: hostile lengths must

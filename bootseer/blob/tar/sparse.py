@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
+from bootseer.base.shown import quoted
 from bootseer.blob.tar import fields as tar_fields
 from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError
-from bootseer.text.shown import quoted
 
 SEGMENT_COUNT_MAX = 2**18
 """Of one sparse file: hostile lengths must not fill the memory."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from bootseer.base.shown import quoted
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
@@ -16,7 +17,6 @@ from bootseer.cli.output import (
     say,
 )
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.text.shown import quoted
 
 
 @click.group(cls=LazyGroup)

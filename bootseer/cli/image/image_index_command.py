@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from bootseer.base.progress import Progress
 from bootseer.cli.image.image_output import image_summary
 from bootseer.cli.output import (
     current_settings,
@@ -19,7 +20,6 @@ from bootseer.errors import InvalidInputError
 from bootseer.prefetch.index.records import LayerRecord
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Store, open_store
-from bootseer.text.progress import Progress
 
 
 @click.command(epilog="Example: bootseer image index oci:./build:v1 --name train:v1")

@@ -237,12 +237,12 @@ def warm(reference: str, as_json: bool) -> None:
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
+    from bootseer.base.progress import Progress
     from bootseer.prefetch.cache.kept_indexes import read_kept_tree
     from bootseer.prefetch.cache.node_cache import NodeCache
     from bootseer.prefetch.resolve.found_image import publish_later
     from bootseer.prefetch.resolve.resolve import obtain_image
     from bootseer.prefetch.streams.streams import BlobStreams
-    from bootseer.text.progress import Progress
 
     settings = current_settings()
     obtained = obtain_image(settings, reference)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 
+from bootseer.base.redact import redact
 from bootseer.cli.output import Seconds, current_config, current_settings, say
 from bootseer.errors import UnsupportedError
 from bootseer.settings.config import variable_of
-from bootseer.text.redact import redact
 
 
 @click.command(epilog="Example: bootseer --store hdfs://namenode:8020/bootseer snapshotter")

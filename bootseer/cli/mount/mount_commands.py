@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import click
 
+from bootseer.base.redact import public_url
 from bootseer.cli.output import (
     Seconds,
     Size,
@@ -19,7 +20,6 @@ from bootseer.cli.output import (
 )
 from bootseer.errors import PermissionDeniedError, UnsupportedError
 from bootseer.linux.systemd import notify
-from bootseer.text.redact import public_url
 
 _SIZE = Size()
 

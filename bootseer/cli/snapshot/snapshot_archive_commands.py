@@ -28,9 +28,9 @@ def export(key: str, file: Path, as_json: bool) -> None:
     The names of one whole directory are relative to it. Those of several directories, or of what a
     set-up changed in them, are absolute without the leading "/"; what it removed is not in it.
     """
+    from bootseer.base.progress import Progress
     from bootseer.snapshots.archive import export_snapshot, is_plain
     from bootseer.snapshots.catalogue import catalogue
-    from bootseer.text.progress import Progress
 
     if str(file) == "-":
         raise click.UsageError("FILE is the name of a file; nothing is exported to stdout.")
@@ -72,8 +72,8 @@ def import_(file: Path, target: str, name: str, as_json: bool) -> None:
     The archive may come from anywhere, for example `conda-pack`. DIR need not exist here, and is
     not touched.
     """
+    from bootseer.base.progress import Progress
     from bootseer.snapshots.archive import import_archive
-    from bootseer.text.progress import Progress
 
     total = file.stat().st_size if file.is_file() else None
     with open_current_store() as store, Progress("importing", total) as progress:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.base.shown import shown
 from bootseer.cli.output import (
     emit_json,
     emit_table,
@@ -17,7 +18,6 @@ from bootseer.cli.output import (
     printable,
 )
 from bootseer.errors import CorruptError
-from bootseer.text.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.snapshots.catalogue.compare import Comparison
@@ -120,9 +120,9 @@ def verify(keys: tuple[str, ...], every: bool, quick: bool, as_json: bool) -> No
     Exits with 15 where something is damaged or missing. A damaged snapshot is replaced by the
     next set-up that would use it.
     """
+    from bootseer.base.progress import Progress
     from bootseer.snapshots.catalogue import catalogue
     from bootseer.snapshots.catalogue.verify import Verifier
-    from bootseer.text.progress import Progress
 
     if every == bool(keys):
         raise click.UsageError("Give the snapshots to check, or --all.")

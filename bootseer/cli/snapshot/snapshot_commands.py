@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from bootseer.base.shown import shown
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
@@ -25,7 +26,6 @@ from bootseer.cli.output import (
     say,
 )
 from bootseer.cli.snapshot.snapshot_output import mode_option, summary
-from bootseer.text.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode

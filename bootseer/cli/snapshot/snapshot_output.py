@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.base.shown import shown
 from bootseer.cli.output import human_time
 from bootseer.settings.config import RESTORE_MODES
-from bootseer.text.shown import shown
 
 if TYPE_CHECKING:
     from bootseer.snapshots.catalogue.manifest import Manifest

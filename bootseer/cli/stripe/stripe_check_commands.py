@@ -43,10 +43,10 @@ def verify(url: str, as_json: bool) -> int:
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    from bootseer.base.progress import Progress
     from bootseer.fuse.striped.doors.locating import files_below
     from bootseer.fuse.striped.doors.stopping import Stoppable
     from bootseer.fuse.striped.doors.verify import verify_file
-    from bootseer.text.progress import Progress
 
     started_s = time.monotonic()
     damaged: list[dict[str, Any]] = []

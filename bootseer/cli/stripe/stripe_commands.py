@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.base.redact import public_url
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     emit_json,
@@ -25,7 +26,6 @@ from bootseer.cli.stripe.stripe_check_commands import CHECK_COMMANDS
 from bootseer.cli.stripe.stripe_convert_command import convert
 from bootseer.cli.stripe.stripe_output import described, form_options, opened
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
-from bootseer.text.redact import public_url
 
 if TYPE_CHECKING:
     from bootseer.fuse.striped.doors.copy_tree import Place
@@ -67,9 +67,9 @@ def cp(
     there yet, where the storage can rename one. An existing TARGET directory, or one that ends
     in "/", gets the sources into it. Names are replaced as by cp.
     """
+    from bootseer.base.progress import Progress
     from bootseer.fuse.striped.doors.copy_tree import Place, copy_one, copy_tree
     from bootseer.fuse.striped.doors.locating import is_url
-    from bootseer.text.progress import Progress
 
     if not any(map(is_url, (*sources, target))):
         raise InvalidInputError("none of these is a URL: for local files use cp")

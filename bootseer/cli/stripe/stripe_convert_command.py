@@ -51,9 +51,9 @@ def convert(
     has replaced it meanwhile (exit code 19; theirs stays). Killed at any time, each file is in the
     old form or the new one. Files that fit into one stripe unit are always plain.
     """
+    from bootseer.base.progress import Progress
     from bootseer.fuse.striped.doors.convert import convert_file, is_stored_as
     from bootseer.fuse.striped.doors.locating import files_below
-    from bootseer.text.progress import Progress
 
     started_s = time.monotonic()
     converted: list[str] = []

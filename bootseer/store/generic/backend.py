@@ -14,6 +14,7 @@ from functools import partial
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from bootseer.base.redact import names_user, public_url, redact
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -27,7 +28,6 @@ from bootseer.errors import (
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
-from bootseer.text.redact import names_user, public_url, redact
 
 _PIECE_BYTES = 8 << 20
 # Where an object appears whole, or not at all, under its name: others write files as they come.

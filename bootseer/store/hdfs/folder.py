@@ -2,8 +2,8 @@
 
 from urllib.parse import urlsplit
 
+from bootseer.base.redact import public_url
 from bootseer.store.paths import Folder, split_path
-from bootseer.text.redact import public_url
 
 
 class HdfsFolder(Folder):

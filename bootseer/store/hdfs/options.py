@@ -2,8 +2,8 @@
 
 from urllib.parse import parse_qs, urlsplit
 
+from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError
-from bootseer.text.redact import public_url
 
 
 class HdfsOptions:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.objects.clock import storage_time_ns

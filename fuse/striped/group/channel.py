@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from bootseer import errors
+from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
-from bootseer.text.redact import redact
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _BREAK_TAG = 0x6273

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from bootseer.base.redact import public_url
+from bootseer.base.urls import absolute_url
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.fuse.striped.doors.copy import open_storage
 from bootseer.fuse.striped.group.channel import GroupChannel
@@ -29,8 +31,6 @@ from bootseer.fuse.striped.group.piece_reader import PieceReader
 from bootseer.fuse.striped.group.plan import Extent, plan_group
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.settings.config import Settings, load_settings
-from bootseer.text.redact import public_url
-from bootseer.text.urls import absolute_url
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.base.redact import public_url
+from bootseer.base.structs import asdict
 from bootseer.errors import BootseerError, UnavailableError, exit_code_of, from_oserror
 from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
@@ -37,8 +39,6 @@ from bootseer.fuse.striped.mounted.life.mount_spec import (
 )
 from bootseer.served.background import Report, python_environment
 from bootseer.store.paths import split_scheme
-from bootseer.structs import asdict
-from bootseer.text.redact import public_url
 
 _log = logging.getLogger(__name__)
 

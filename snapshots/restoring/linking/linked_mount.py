@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from bootseer.base.structs import asdict
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.mounts.mount_state import (
     MountState,
@@ -31,7 +32,6 @@ from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scr
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.admission import admit_tree
 from bootseer.store import Store
-from bootseer.structs import asdict
 
 PURPOSE = "link"
 

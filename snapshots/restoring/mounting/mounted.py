@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.structs import asdict
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -41,7 +42,6 @@ from bootseer.snapshots.restoring.mounting.layers import cover_target
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.scan import scan
 from bootseer.snapshots.targets.upper_layer import is_opaque
-from bootseer.structs import asdict
 
 logger = logging.getLogger(__name__)
 

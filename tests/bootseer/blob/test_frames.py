@@ -11,11 +11,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.frames import FrameTable, decode_frame, frames_for
 from bootseer.blob.pack import frame_writer
 from bootseer.blob.pack.frame_writer import FrameWriter
 from bootseer.blob.tree import Blob, Frame
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from tests.bootseer.blob.trees import packed
 

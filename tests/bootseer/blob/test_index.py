@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob import columns
 from bootseer.blob.build import build_tree
 from bootseer.blob.index import codec as index
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
-from bootseer.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from tests.support.bounded import run_bounded
 from tests.support.images.forged_index import Sections, forge, sections_of

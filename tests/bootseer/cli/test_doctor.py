@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer import doctor
-from bootseer.doctor import Finding, Status, examine
+from bootseer.launch import doctor
+from bootseer.launch.doctor import Finding, Status, examine
 from bootseer.settings.config import Settings, load_settings
 from bootseer.store.objects.marked_folder import MARK
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.text.redact import public_url, redact
+from bootseer.base.redact import public_url, redact
 from tests.bootseer.cli.conftest import World
 
 SECRET = "s3kr1t"

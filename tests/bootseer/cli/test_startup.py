@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.text.patterns import lazy_pattern
+from bootseer.base.patterns import lazy_pattern
 from tests.bootseer.cli.conftest import REPOSITORY
 
 HEAVY = (

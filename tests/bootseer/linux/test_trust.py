@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.doctor import Status, examine
 from bootseer.errors import InvalidInputError
+from bootseer.launch.doctor import Status, examine
 from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
 from bootseer.linux.private_files import make_private_directory, open_private_directory
 from bootseer.settings.config import Config, load_config

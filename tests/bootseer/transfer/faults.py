@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from bootseer.content_digest import content_digest
+from bootseer.base.content_digest import content_digest
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
 

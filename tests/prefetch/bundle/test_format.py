@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.content_digest import content_digest
+from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch.bundle import format as bundle_format
 from bootseer.prefetch.bundle.format import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.tree import Tree
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import Aim, is_worthwhile

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Inode, Tree
-from bootseer.content_digest import content_digest
 from bootseer.errors import UnknownFormatError
 from bootseer.prefetch.index.catalogue import image_key, layer_key, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM

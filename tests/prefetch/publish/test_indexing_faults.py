@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.keys import blob_key, index_key
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.base.content_digest import content_digest
 from bootseer.blob.pack import tar_packing as tar_pack
-from bootseer.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.sources.layer_tar import pack_layer

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.base.redact import without_users
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
@@ -14,7 +15,6 @@ from bootseer.snapshots.setup.fingerprint import (
 from bootseer.snapshots.setup.inputs import Place, collect_inputs
 from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.request import Request, resolve
-from bootseer.text.redact import without_users
 from tests.support.wheels import make_wheel
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.base import redact, redact_words
+from bootseer.base.redact import take_command_secrets, take_secrets
 from bootseer.snapshots.setup.fingerprint import command_part, fingerprint, secret_part
-from bootseer.text import redact, redact_words
-from bootseer.text.redact import take_command_secrets, take_secrets
 
 SECRET = "c0nf1dent1al"
 COMMANDS = [

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.base.redact import take_command_secrets, take_secrets
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest_codec import decode
 from bootseer.snapshots.explain import explain_setup
@@ -17,7 +18,6 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.snapshots.setup.request import Request, resolve
 from bootseer.store import open_store
-from bootseer.text.redact import take_command_secrets, take_secrets
 from tests.snapshots.conftest import MakeNode
 
 SECRET = "c0nf1dent1al"

@@ -22,7 +22,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.mounts.control import ask

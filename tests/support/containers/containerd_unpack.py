@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from tests.support.mounts.image_mounts import TIMEOUT_S, skip_unless_root
 
 _CONFIG = """

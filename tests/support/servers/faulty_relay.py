@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-from bootseer.closing import Closing
+from bootseer.base.closing import Closing
 from bootseer.registry.documents import digest_of
 from tests.support.servers.registry import QuietHandler, serve
 

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
 from bootseer.store.hdfs.kerberos import check_library
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode
 from bootseer.store.hdfs.rpc.frames import NotHadoopError, RpcError
 from bootseer.store.hdfs.rpc.reaching import await_reachable
-from bootseer.text.redact import public_url
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from msgspec import Struct
 
+from bootseer.base.urls import absolute_url
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -42,7 +43,6 @@ from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.waiting import wait_readable
 from bootseer.served import background
 from bootseer.settings.config import Settings
-from bootseer.text.urls import absolute_url
 
 _START_S = 10.0
 # What a server may take to clean up once its mount is gone: it deletes what was replaced.

@@ -17,6 +17,8 @@ from typing import Self
 
 from msgspec import Struct
 
+from bootseer.base.redact import public_url
+from bootseer.base.structs import asdict
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -27,8 +29,6 @@ from bootseer.errors import (
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.linux.private_files import is_own, write_private_file
-from bootseer.structs import asdict
-from bootseer.text.redact import public_url
 
 _MAX_STATE_BYTES = 1 << 20
 _ENDED_KEPT = 20

@@ -13,6 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.redact import public_url, redact
+from bootseer.base.structs import asdict
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounting.mounts import absolute
 from bootseer.fuse.striped.mounted.life.control import ask
@@ -23,8 +25,6 @@ from bootseer.fuse.striped.mounted.life.mount_spec import (
     states,
 )
 from bootseer.fuse.striped.statistics import Statistics
-from bootseer.structs import asdict
-from bootseer.text.redact import public_url, redact
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500

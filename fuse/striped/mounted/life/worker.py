@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from bootseer.base.redact import public_url
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -44,7 +45,6 @@ from bootseer.fuse.striped.mounted.warm import warm_newest
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.waiting import wait_readable
 from bootseer.store import open_backend
-from bootseer.text.redact import public_url
 
 _log = logging.getLogger(__name__)
 

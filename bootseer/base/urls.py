@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
+from bootseer.base.patterns import lazy_pattern
+from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError
-from bootseer.text.patterns import lazy_pattern
-from bootseer.text.redact import public_url
 
 # Of a store or a checkpoint folder; fsspec has more, which nobody writes by hand.
 _SCHEMES = (

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bootseer.bounded_json import members_digest, parse_json
+from bootseer.base.bounded_json import members_digest, parse_json
 from bootseer.errors import CorruptError, UnknownFormatError
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, PermissionDeniedError
 from bootseer.linux.ownership import parse_owners
 from bootseer.linux.private_files import make_private_directory
 from bootseer.settings.config import Settings
 from bootseer.settings.trusted_folders import TRUSTED, fault_of_setting
-from bootseer.shared_storage import is_of_one_node
-from bootseer.text.redact import public_url
+from bootseer.store.paths import local_root, split_scheme
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
 _KERNEL_MINIMUM = (5, 4)
@@ -35,6 +35,13 @@ _OPEN_FILES_WANTED = 4096
 _FREE_BYTES_WANTED = 10 * 10**9
 # Leases compare wall clocks of different nodes; see docs/format/store.md.
 _CLOCK_SKEW_S = 5.0
+# Of file systems that are one node's alone; of others nobody can say.
+_LOCAL = frozenset(
+    (
+        *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "ntfs3", "overlay", "ramfs"),
+        *("reiserfs", "tmpfs", "vfat", "xfs", "zfs"),
+    )
+)
 
 
 class Status(StrEnum):
@@ -185,6 +192,36 @@ def _unwritable_store(settings: Settings, error: Exception) -> Finding:
     return Finding("store", Status.WARN, seen, advice)
 
 
+def _is_of_one_node(store_url: str) -> bool:
+    """Whether a store is a folder that no other node can see; False where that is not known."""
+    try:
+        if split_scheme(store_url) not in ("", "file"):
+            return False
+        return _file_system_of(local_root(store_url)) in _LOCAL
+    except (BootseerError, OSError):
+        return False
+
+
+def _file_system_of(path: Path) -> str:
+    """The kind of the mount that `path` is on, or would be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    from bootseer.fuse.kernel.mounting.mounts import mount_points
+
+    device = os.stat(path).st_dev
+    kinds = {point.device: os.fsdecode(point.kind) for point in mount_points()}
+    if device in kinds:
+        return kinds[device]
+    # Of btrfs and overlays, files may have other numbers than the mount.
+    place = os.fsencode(os.path.realpath(path))
+    found = [
+        point
+        for point in mount_points()
+        if place == point.path or place.startswith(point.path.rstrip(b"/") + b"/")
+    ]
+    return os.fsdecode(max(found, key=lambda point: len(point.path)).kind) if found else ""
+
+
 def _store(settings: Settings) -> Iterator[Finding]:
     from bootseer.store import open_own_store
 
@@ -216,7 +253,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
         yield Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
         return
     yield Finding("store", Status.OK, f"{store.url}: readable and writable")
-    if is_of_one_node(settings.store_url):
+    if _is_of_one_node(settings.store_url):
         advice = "set store to a shared folder, or to a URL that every node reaches"
         seen = "on a disk of this node: no other node sees what is recorded here"
         yield Finding("store shared", Status.WARN, seen, advice)

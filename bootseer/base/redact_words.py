@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from bootseer.text.patterns import lazy_pattern
+from bootseer.base.patterns import lazy_pattern
 
 HIDDEN = "***"
 """What stands where a secret stood."""

@@ -7,8 +7,8 @@ value of an option, variable or header whose name says so, and what has a token'
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from bootseer.text.patterns import lazy_pattern
-from bootseer.text.redact_words import (
+from bootseer.base.patterns import lazy_pattern
+from bootseer.base.redact_words import (
     HIDDEN,
     SecretWords,
     hides_next_word,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from bootseer.documents import Count, Form, PathBytes, Sha256, parse
+from bootseer.base.documents import Count, Form, PathBytes, Sha256, parse
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.snapshots.catalogue.manifest_codec import decode

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
 from bootseer.store.paths import split_scheme
-from bootseer.text.urls import absolute_url
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""What a start's timelines say: where the time went, and which node held the others."""

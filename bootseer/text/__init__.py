@@ -1,1 +1,0 @@
-"""Text for people: secrets left out, odd names quoted, misspelt words, progress."""
