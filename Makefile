@@ -56,8 +56,8 @@ test-containerd-2: system-test $(VENV)/ready
 		print(p.Packages(pathlib.Path("$(VENV)/packages").absolute()).unpacked("forky", "containerd"))'); \
 	BOOTSEER_TEST_CONTAINERD="$$found/usr/bin" $(BIN)/python -m pytest tests/prefetch/snapshotter
 
-# Jobs of several users while processes are killed, disks fill and stores vanish. It goes on where an
-# earlier one was stopped: SOAK_FOLDER keeps its state.
+# Jobs of several users while processes are killed and frozen, disks fill, stores vanish and HDFS loses
+# servers. It goes on where an earlier one was stopped: SOAK_FOLDER keeps its state.
 SOAK_MINUTES ?= 60
 SOAK_FOLDER ?= $(or $(TMPDIR),/tmp)/bootseer-soak
 soak: system-test $(VENV)/ready

@@ -4,11 +4,16 @@ import contextlib
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak.site import Site, User
+from tests.support.freezing import frozen
+
+_FIND_S = 4.0
 
 
 @dataclass
@@ -18,7 +23,7 @@ class Fault:
     name: str
     after_s: float
     for_s: float
-    begin: Callable[[], str]
+    begin: Callable[[], str | None]
     """Returns what was hit, for the log."""
     undo: Callable[[], None]
 
@@ -26,6 +31,11 @@ class Fault:
 def draw_fault(site: Site, user: User, generator: random.Random) -> Fault:
     """One of the faults, at a random moment of the jobs that run."""
     makers = [_kill, _kill, _kill, _kill_servers, _stop, _store_away, _registry_stopped]
+    makers.append(_keep_stopped)
+    if site.freezers:
+        makers.append(_freeze)
+    if site.hdfs:
+        makers += [_hdfs_fault, _hdfs_fault]
     if user.uid == 0:
         makers.append(_disk_full)
     after_s, for_s = generator.uniform(0, 4), generator.uniform(0.5, 4)
@@ -58,14 +68,30 @@ def _kill_servers(
     """Each server with its supervisor, so that nobody is left to start another one."""
 
     def begin() -> str:
-        found = user.node.processes()
-        servers = [pid for pid, line in found.items() if "serve" in line.split(" -c ")[0]]
+        servers = _servers(user)
         for pid in servers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return str(servers)
 
     return Fault(f"SIGKILL for all servers of {user.uid}", after_s, for_s, begin, lambda: None)
+
+
+def _servers(user: User) -> list[int]:
+    """The processes that serve mounts, and those that watch them."""
+    found = user.node.processes()
+    return [pid for pid, line in found.items() if "serve" in line.split(" -c ")[0]]
+
+
+def _workers(user: User) -> list[int]:
+    """The processes of servers that are watched by another one."""
+    servers, workers = _servers(user), []
+    for pid in servers:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) in servers:
+                workers.append(pid)
+    return workers
 
 
 def _stop(site: Site, user: User, generator: random.Random, after_s: float, for_s: float) -> Fault:
@@ -83,6 +109,96 @@ def _stop(site: Site, user: User, generator: random.Random, after_s: float, for_
                 os.kill(pid, signal.SIGCONT)
 
     return Fault(f"SIGSTOP for {user.uid}", after_s, 2 * for_s, begin, undo)
+
+
+def _keep_stopped(
+    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+) -> Fault:
+    """Workers are stopped again whenever they are told to continue: longer than any may be silent,
+    so that who watches them replaces them."""
+    is_over = threading.Event()
+    thread: list[threading.Thread] = []
+
+    def keep() -> None:
+        workers: list[int] = []
+        while not is_over.wait(0.2):
+            workers = workers or _workers(user)
+            _signal(workers, signal.SIGSTOP)
+        print(f"  kept stopped: {workers}", flush=True)
+
+    def begin() -> None:
+        thread.append(threading.Thread(target=keep))
+        thread[0].start()
+
+    def undo() -> None:
+        is_over.set()
+        thread[0].join()
+        # Whoever has one of their numbers now is not ours to tell.
+        _signal(_servers(user), signal.SIGCONT)
+
+    return Fault(f"workers of {user.uid} kept stopped", after_s, 9 + 2 * for_s, begin, undo)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _freeze(
+    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+) -> Fault:
+    """All of a node's processes, as `docker pause` freezes them, or the workers only."""
+    chosen, is_all = generator.choice(site.freezers), generator.choice([True, False])
+    stack = contextlib.ExitStack()
+
+    def begin() -> str:
+        find = user.node.processes if is_all else lambda: _workers(user)
+        # A job has no servers when it begins.
+        ends_s = time.monotonic() + _FIND_S
+        while not (pids := list(find())) and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        stack.enter_context(frozen(*pids, freezer=chosen))
+        return str(pids)
+
+    who = "all" if is_all else "workers"
+    name = f"{who} of {user.uid} frozen by {chosen.top}"
+    return Fault(name, after_s, generator.choice([2, 5]) * for_s, begin, stack.close)
+
+
+def _hdfs_fault(
+    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+) -> Fault:
+    hdfs = site.hdfs
+    assert hdfs is not None
+    index = generator.randrange(hdfs.datanode_count)
+    kinds: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+        (
+            f"DataNode {index} dead",
+            lambda: hdfs.kill_datanode(index),
+            lambda: hdfs.start_datanode(index),
+        ),
+        ("NameNode dead", hdfs.stop_namenode, hdfs.start_namenode),
+        ("HDFS stopped", hdfs.pause, hdfs.resume),
+    ]
+    name, break_it, mend_it = generator.choice(kinds)
+    # It obeys nobody while it is stopped: one such fault at a time.
+    held: list[bool] = []
+
+    def begin() -> str:
+        held.append(site.hdfs_is_free.acquire(blocking=False))
+        if not held[0]:
+            return "not now: another fault of HDFS lasts"
+        break_it()
+        return ""
+
+    def undo() -> None:
+        if held[0]:
+            mend_it()
+            hdfs.wait_for_datanodes(hdfs.datanode_count)
+            site.hdfs_is_free.release()
+
+    return Fault(name, after_s, generator.choice([1, 4]) * for_s, begin, undo)
 
 
 def _store_away(

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from tests.soak.site import CHECK_IMAGE, VERSIONS, Site, User
 
@@ -14,6 +15,8 @@ MOUNT_PREFIX = "image-"
 """Of folders on which a job mounts an image by itself."""
 JOB_S = 150.0
 """Far above any deadline of ours: a job that takes longer hangs."""
+Drawn: TypeAlias = tuple[list[str], str, tuple[str, str] | None]
+"""A job's command, its name, and the URL and the name of what it saves."""
 
 # Imports all, may write, then reads again for a while: others of this node come and go meanwhile.
 CHECK_ENVIRONMENT = """
@@ -41,7 +44,10 @@ print("right", flush=True)
 CHECK_AND_SAVE = """
 import hashlib, os, random, sys, time
 folder, number, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-for name in sorted(os.listdir(folder)):
+names = sorted(os.listdir(folder))
+if gone := set(sys.argv[4:]) - set(names):
+    sys.exit(f"WRONG BYTES: none of {sorted(gone)}, which were saved, only {names}")
+for name in names:
     if name.startswith("step-") and not name.endswith(".tmp"):
         data = open(f"{folder}/{name}", "rb").read()
         if hashlib.sha256(data[64:]).hexdigest().encode() != data[:64]:
@@ -67,6 +73,8 @@ class Job:
     name: str
     process: "subprocess.Popen[str]"
     ends_s: float
+    saves: tuple[str, str] | None
+    """The URL and the name of the checkpoint that it saves."""
 
     def result(self) -> str:
         """`right`, `failed: ...` for an error that is said, or a finding in capitals."""
@@ -82,20 +90,23 @@ class Job:
         if "internal error" in err or ("Traceback" in err and "/bootseer/" in err):
             return f"TRACEBACK: {err.strip()[-1500:]}"
         if self.process.returncode == 0 and out.strip().endswith("right"):
+            if self.saves:
+                self.user.saved.setdefault(self.saves[0], set()).add(self.saves[1])
             return "right"
         return f"failed: {self.process.returncode} {err.strip()[-300:]!r}"
 
 
 def start_job(site: Site, user: User, generator: random.Random) -> Job:
     """One of the kinds of jobs, as `generator` draws."""
-    kinds = [_image_run, _image_mount, _environment, _environment, _checkpoint, _several]
-    words, name = generator.choice(kinds)(site, user, generator)
+    kinds = [_image_run, _image_mount, _environment, _environment]
+    kinds += [_checkpoint, _checkpoint, _several]
+    words, name, saves = generator.choice(kinds)(site, user, generator)
     process = subprocess.Popen(
         words,
         env=user.node.environment,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return Job(user, f"{user.uid} {name}", process, time.monotonic() + JOB_S)
+    return Job(user, f"{user.uid} {name}", process, time.monotonic() + JOB_S, saves)
 
 
 def _source(site: Site, generator: random.Random) -> str:
@@ -103,14 +114,15 @@ def _source(site: Site, generator: random.Random) -> str:
     return generator.choice([layout, f"registry://{site.registry.host}/soak/train:v1"])
 
 
-def _image_run(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+def _image_run(site: Site, user: User, generator: random.Random) -> Drawn:
     seed = generator.randrange(10**6)
     source = _source(site, generator)
     check = ("python3", "/data/check.py", "", seed)
-    return user.bootseer("run", "--image", source, "--", *check), f"run --image {source[:8]}"
+    words = user.bootseer("run", "--image", source, "--", *check)
+    return words, f"run --image {source[:8]}", None
 
 
-def _image_mount(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+def _image_mount(site: Site, user: User, generator: random.Random) -> Drawn:
     """Mounts, reads and unmounts, whatever the reading came to."""
     directory = user.node.base / f"{MOUNT_PREFIX}{generator.randrange(10**6)}"
     ours = shlex.join([sys.executable, "-m", "bootseer"])
@@ -121,7 +133,7 @@ def _image_mount(site: Site, user: User, generator: random.Random) -> tuple[list
         f"{ours} image unmount {directory} >&2; ended=$?; rmdir {directory}; "
         "[ $code = 0 ] && exit $ended; exit $code"
     )
-    return user.command("sh", "-c", script), "image mount"
+    return user.command("sh", "-c", script), "image mount", None
 
 
 def _set_up(site: Site, user: User, generator: random.Random) -> tuple[list[str], list[str]]:
@@ -137,30 +149,34 @@ def _set_up(site: Site, user: User, generator: random.Random) -> tuple[list[str]
     return options, check
 
 
-def _environment(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+def _environment(site: Site, user: User, generator: random.Random) -> Drawn:
     options, check = _set_up(site, user, generator)
     target, version, writes, _ = check[3:]
     name = f"run --setup {version} in {Path(target).name} by {options[-1]}, {writes}"
-    return user.bootseer("run", *options, "--", *check), name
+    return user.bootseer("run", *options, "--", *check), name, None
 
 
-def _saving(user: User, generator: random.Random) -> tuple[list[str], list[str]]:
+def _saving(
+    site: Site, user: User, generator: random.Random
+) -> tuple[list[str], list[str], tuple[str, str]]:
     directory = user.node.base / f"ckpt-{generator.randrange(10**6)}"
-    url = (user.store.parent / "checkpoints").as_uri()
+    url = generator.choice(site.checkpoint_urls(user))
     number, size = generator.randrange(10**6), generator.randrange(1 << 16, 24 << 20)
     check = [sys.executable, "-c", CHECK_AND_SAVE, str(directory), str(number), str(size)]
-    return ["--checkpoint", f"{url}:{directory}"], check
+    saved = sorted(user.saved.get(url, ()))
+    return ["--checkpoint", f"{url}:{directory}"], check + saved, (url, f"step-{number % 4:05}")
 
 
-def _checkpoint(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
-    options, check = _saving(user, generator)
-    return user.bootseer("run", *options, "--", *check), "run --checkpoint"
+def _checkpoint(site: Site, user: User, generator: random.Random) -> Drawn:
+    options, check, saves = _saving(site, user, generator)
+    words = user.bootseer("run", *options, "--", *check)
+    return words, f"run --checkpoint {saves[0][:4]}", saves
 
 
-def _several(site: Site, user: User, generator: random.Random) -> tuple[list[str], str]:
+def _several(site: Site, user: User, generator: random.Random) -> Drawn:
     """An environment and a checkpoint in one start."""
     options, check = _set_up(site, user, generator)
-    more, save = _saving(user, generator)
+    more, save, saves = _saving(site, user, generator)
     script = f"{shlex.join(check)} && {shlex.join(save)}"
     words = user.bootseer("run", *options, *more, "--", "sh", "-c", script)
-    return words, f"run --setup --checkpoint by {options[-1]}"
+    return words, f"run --setup --checkpoint {saves[0][:4]} by {options[-1]}", saves

@@ -69,7 +69,39 @@ def run(user: User, *words: object) -> "subprocess.CompletedProcess[str]":
 
 def final_findings(site: Site) -> list[str]:
     """What is left when all is over and each user's store has been collected."""
-    return [finding for user in site.users for finding in _final(user)]
+    findings = [finding for user in site.users for finding in _final(user)]
+    for user in site.users:
+        for url in site.checkpoint_urls(user):
+            path = Path(url.removeprefix("file://"))
+            if url in user.saved or path.exists():
+                findings += _left_of_checkpoints(user, url)
+    return findings
+
+
+def _left_of_checkpoints(user: User, url: str) -> list[str]:
+    """Damage, and in a folder, whose files can be made old, garbage."""
+    findings = []
+    verified = run(user, "stripe", "verify", url)
+    if verified.returncode:
+        findings.append(f"WRONG BYTES: stripe verify {url}: {verified.stdout[-500:]}")
+    options: tuple[str, ...] = ()
+    if url.startswith("file://"):
+        _make_old(Path(url.removeprefix("file://")))
+        options = ("--delete", "--age", "1h", "--grace", "0")
+    checked = run(user, "stripe", "fsck", url, *options)
+    said = f"stripe fsck {url}: {checked.stdout[-500:]} {checked.stderr[-300:]}"
+    if checked.returncode:
+        return [*findings, f"WRONG BYTES: {said}"]
+    left = run(user, "stripe", "fsck", url)
+    if options and " 0 pieces" not in left.stderr:
+        findings.append(f"LEFT: {said} {left.stderr}")
+    return findings
+
+
+def _make_old(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        status = path.stat()
+        os.utime(path, (status.st_atime - _DAYS_S, status.st_mtime - _DAYS_S))
 
 
 def _final(user: User) -> list[str]:
@@ -99,11 +131,7 @@ def _final(user: User) -> list[str]:
 
 def _left_in_store(user: User) -> list[str]:
     """The leases and temporaries that a collection leaves although they are old."""
-    for path in user.store.rglob("*"):
-        if path.is_file():
-            status = path.stat()
-            times = (status.st_atime - _DAYS_S, status.st_mtime - _DAYS_S)
-            os.utime(path, times)
+    _make_old(user.store)
     collected = run(user, "store", "gc", "--delete")
     if collected.returncode:
         return [f"LEFT: store gc: {collected.stderr[-300:]}"]

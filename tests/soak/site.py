@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bootseer.launch.harness import MARK, Node
+from tests.hdfs.classpath import CannotAssembleError
+from tests.hdfs.cluster import MiniHdfs
+from tests.support.freezing import Freezer, freezers
 from tests.support.images.building import Layout
 from tests.support.images.rootfs import python_root
 from tests.support.servers.registry import Registry, running_registry
@@ -62,6 +66,8 @@ class User:
     node: Node
     store: Path
     holder: "subprocess.Popen[str]"
+    saved: dict[str, set[str]] = field(default_factory=dict)
+    """URL -> the names of the checkpoints that were saved there: none of them may go."""
 
     def command(self, *words: object) -> list[str]:
         """A command line that this user runs on its node."""
@@ -96,7 +102,14 @@ class Site:
     registry: Registry
     registry_pid: int
     wheels: Path
-    generator: random.Random = field(default_factory=random.Random)
+    hdfs: MiniHdfs | None
+    freezers: Sequence[Freezer]
+    hdfs_is_free: threading.Lock = field(default_factory=threading.Lock)
+
+    def checkpoint_urls(self, user: User) -> list[str]:
+        """The folders for a user's checkpoints."""
+        urls = [(user.store.parent / "checkpoints").as_uri()]
+        return urls + ([f"{self.hdfs.url}/soak/{user.uid}"] if self.hdfs else [])
 
 
 def missing_tools() -> list[str]:
@@ -124,7 +137,21 @@ def open_site(folder: Path) -> Iterator[Site]:
         registry = stack.enter_context(running_registry(folder / "registry"))
         registry.push_layout(image, "train", "soak/train:v1")
         users = [stack.enter_context(_user(folder, uid)) for uid in USER_IDS]
-        yield Site(folder, users, image, registry, _pid_of(registry), wheels)
+        pid, hdfs, freezing = _pid_of(registry), _hdfs(folder), freezers()
+        if hdfs:
+            stack.callback(hdfs.stop)
+        if not freezing:
+            print("left out: this machine lets nobody freeze a cgroup")
+        yield Site(folder, users, image, registry, pid, wheels, hdfs, freezing)
+
+
+def _hdfs(folder: Path) -> MiniHdfs | None:
+    """With two replicas of each block, so that one DataNode's death loses nothing."""
+    try:
+        return MiniHdfs(folder / "hdfs", conf={"dfs.replication": "2"}).start()
+    except CannotAssembleError as error:
+        print(f"left out: no HDFS here: {error}")
+        return None
 
 
 def _pid_of(registry: Registry) -> int:

@@ -1,46 +1,77 @@
 """Processes frozen with their cgroup, as `docker pause` and batch systems do."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.waiting import wait_for
 
-# (folder, file of a group, what to write to it to freeze and to go on): cgroup v1, then v2.
-_KINDS = (
-    ("/sys/fs/cgroup/freezer", "freezer.state", "FROZEN", "THAWED"),
-    ("/sys/fs/cgroup/unified", "cgroup.freeze", "1", "0"),
-    ("/sys/fs/cgroup", "cgroup.freeze", "1", "0"),
+
+class Freezer(NamedTuple):
+    """A hierarchy of cgroups that can be frozen."""
+
+    top: Path
+    file: str
+    freeze: str
+    thaw: str
+
+
+_FREEZERS = (
+    Freezer(Path("/sys/fs/cgroup/freezer"), "freezer.state", "FROZEN", "THAWED"),
+    # cgroup v2, beside v1 and alone.
+    Freezer(Path("/sys/fs/cgroup/unified"), "cgroup.freeze", "1", "0"),
+    Freezer(Path("/sys/fs/cgroup"), "cgroup.freeze", "1", "0"),
 )
+_numbers = itertools.count()
 
 
-def _new_group() -> tuple[Path, str, str, str]:
-    for top, name, freeze, thaw in _KINDS:
-        group = Path(top) / f"bootseer-test-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            if (group / name).exists():
-                return group, name, freeze, thaw
+def _new_group(freezer: Freezer) -> Path | None:
+    group = freezer.top / f"bootseer-test-{os.getpid()}-{next(_numbers)}"
+    with contextlib.suppress(OSError):
+        group.mkdir()
+        if (group / freezer.file).exists():
+            return group
+        group.rmdir()
+    return None
+
+
+def freezers() -> list[Freezer]:
+    """Those of this machine: v1 lets nobody end what is frozen, v2 does."""
+    found = []
+    for freezer in _FREEZERS:
+        if group := _new_group(freezer):
             group.rmdir()
-    pytest.skip("this machine lets nobody freeze a cgroup")
+            found.append(freezer)
+    return found
 
 
 @contextlib.contextmanager
-def frozen(*pids: int) -> Iterator[None]:
+def frozen(*pids: int, freezer: Freezer | None = None) -> Iterator[None]:
     """They do not run in here, whoever sends them SIGCONT. Skips where cgroups cannot be made."""
-    group, name, freeze, thaw = _new_group()
+    freezer = freezer or next(iter(freezers()), None)
+    group = freezer and _new_group(freezer)
+    if freezer is None or group is None:
+        pytest.skip("this machine lets nobody freeze a cgroup")
     try:
         for pid in pids:
-            (group / "cgroup.procs").write_text(str(pid))
-        (group / name).write_text(freeze)
+            with contextlib.suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(pid))
+        (group / freezer.file).write_text(freezer.freeze)
         yield
     finally:
-        (group / name).write_text(thaw)
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                (group.parent / "cgroup.procs").write_text(str(pid))
-        wait_for(lambda: not (group / "cgroup.procs").read_text(), "an empty cgroup")
+        (group / freezer.file).write_text(freezer.thaw)
+        wait_for(lambda: _is_left(group), "an empty cgroup")
         group.rmdir()
+
+
+def _is_left(group: Path) -> bool:
+    """Whether nobody is in it any more; moves out who is."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError):
+            (group.parent / "cgroup.procs").write_text(pid)
+    return not (group / "cgroup.procs").read_text()
