@@ -163,7 +163,8 @@ class HdfsWriter(Writer):
     def _try_again(self, cause: UnavailableError, *, close: bool) -> None:
         """Bring the file to where it should be, and close it or leave it open."""
         end_s = time.monotonic() + self._connection.deadline_s
-        for attempt in range(_ATTEMPTS_MAX):
+        attempt = kept_bytes = 0
+        while attempt < _ATTEMPTS_MAX:
             if isinstance(cause.__cause__, NotFoundError):
                 raise cause  # deleted or replaced by somebody else: not ours any more
             if isinstance(cause.__cause__, DeadlineError) and time.monotonic() > end_s:
@@ -173,21 +174,27 @@ class HdfsWriter(Writer):
             try:
                 waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
                 single = attempt >= _SINGLE_REPLICA_ATTEMPT and not waiting
-                self._send_again(self._missing(self._reopen(single=single)))
+                size_bytes = self._reopen(single=single, is_kept=waiting)
+                if size_bytes > kept_bytes:
+                    # Of a file of many blocks each may have to wait.
+                    attempt, kept_bytes = 0, size_bytes
+                self._send_again(self._missing(size_bytes))
                 if close:
                     self._close_raw()
                 return
             except UnavailableError as error:
                 cause = error
+            attempt += 1
         raise cause
 
-    def _reopen(self, *, single: bool) -> int:
-        """Have the file open for writing, and return its size; `single`: with one replica."""
+    def _reopen(self, *, single: bool, is_kept: bool) -> int:
+        """Have the file open for writing, and return its size; `single`: with one replica;
+        `is_kept`: what the DataNodes have of it need not be sent again."""
         connection, full = self._connection, self._full
         if single and self._wanted_replication is None:
             status = connection.call(lambda client: client.get_file_info(full), "write", self._path)
             self._wanted_replication = status.replication or 1
-        if self._tail_bytes == self._size_bytes:
+        if self._tail_bytes == self._size_bytes and not is_kept:
             replication = 1 if single else None
             self._writer = connection.create_raw(
                 self._path, overwrite=True, replication=replication
