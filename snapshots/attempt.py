@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.capture.layered_scan import scan_before
 from bootseer.snapshots.catalogue.manifest import text_of

@@ -20,7 +20,7 @@ from bootseer.errors import (
     SetupFailedError,
 )
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.prefetch.mounts.cover_users import sweep_covers
+from bootseer.served.covering.cover_users import sweep_covers
 from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.catalogue import catalogue
@@ -81,7 +81,7 @@ def run_setup(
     that this set-up would change.
     """
     started = time.monotonic()
-    sweep_covers(settings)
+    sweep_covers(settings.run_dir)
     note = own_view.of_shared(remember(settings, request.root))
     attempt = Attempt(settings, request, report, started, until_exit, note)
     run = _Run(attempt, wait_s, lease_s, store_is_silent, forks, before_own_view)

@@ -41,7 +41,7 @@ class FlatDirectory(Operations):
     """Serves the regular files directly in `root`; the set is fixed when this is made.
 
     `mapped` answers reads with views of the mapped files: a copy less, but the files must not
-    shrink, and a supervised server must not do it (see `bootseer.fuse.kernel.mounting.supervisor`).
+    shrink, and a supervised server must not do it (see `bootseer.served.supervision.supervisor`).
     """
 
     def __init__(self, root: Path, mode: Mode, *, mapped: bool = False) -> None:

@@ -1,8 +1,13 @@
 """What `msgspec.Struct` leaves to its users. Pure; any thread."""
 
-from typing import Any
+import json
+import os
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
+
+S = TypeVar("S", bound=Struct)
 
 
 def asdict(struct: Struct) -> dict[str, Any]:
@@ -18,3 +23,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value
+
+
+def to_builtins(struct: Struct) -> dict[str, Any]:
+    """What JSON has, for another process of ours; a path is text."""
+    plain: dict[str, Any] = msgspec.to_builtins(struct, enc_hook=os.fspath)
+    return plain
+
+
+def from_builtins(plain: Any, kind: type[S]) -> S:
+    """The inverse. Raises: msgspec.ValidationError."""
+    return msgspec.convert(plain, kind, dec_hook=lambda path, text: path(text))
+
+
+def to_line(struct: Struct) -> str:
+    """One line of JSON. Paths may be no UTF-8, which msgspec's own encoder refuses."""
+    return json.dumps(to_builtins(struct))
+
+
+def from_line(line: str | bytes, kind: type[S]) -> S:
+    """The inverse. Raises: ValueError, msgspec.ValidationError."""
+    return from_builtins(json.loads(line), kind)

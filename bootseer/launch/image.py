@@ -38,13 +38,13 @@ def open_image(
 
     Raises: BootseerError where the image cannot be had at all.
     """
-    from bootseer.prefetch.mounts.server_process import begin_server
+    from bootseer.prefetch.serve.server import begin_tree_server
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
         # Its code loads while ours does. Without one, mounting says why.
         with contextlib.suppress(BootseerError):
-            process = stack.enter_context(begin_server(settings, forks=True))
+            process = stack.enter_context(begin_tree_server(settings, forks=True))
         from bootseer.prefetch.container.container_start import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
         from bootseer.prefetch.resolve.resolve import obtain_image

@@ -1,14 +1,15 @@
 """The /dev/fuse protocol in Python: mount, serve, unmount, without a FUSE library.
 
-`Operations` is what a file system implements. `serve` mounts one in the foreground, `supervise`
-does so in a worker process that is replaced when it dies, `Server` in threads of this process:
+`Operations` is what a file system implements. `serve` mounts one in the foreground, `Server` in
+threads of this process; `served.supervision` does so in a worker process that is replaced when it
+dies:
 
     class Hello(Operations): ...
     serve(Hello(), Path("/mnt/hello"), MountOptions(name="hello", read_only=True))
 
 Inside: `wire` (bytes), `connection` (what is agreed with the kernel), `mount`, `mounts` and
 `control` (mounting, finding, ending), `dispatch`, `lookups` and `backing` (requests to calls),
-`session` (threads), `server`, `foreground` and `supervisor` (lives).
+`session` (threads), `server` and `foreground` (lives).
 """
 
 import importlib
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from bootseer.fuse.kernel.mounting.foreground import serve
     from bootseer.fuse.kernel.mounting.mounts import Mount, abort, find_mounts, unmount
     from bootseer.fuse.kernel.mounting.options import MountOptions
-    from bootseer.fuse.kernel.mounting.supervisor import supervise
     from bootseer.fuse.kernel.operations import Operations
     from bootseer.fuse.kernel.server import Server
 
@@ -30,7 +30,6 @@ __all__ = [
     "abort",
     "find_mounts",
     "serve",
-    "supervise",
     "unmount",
 ]
 
@@ -41,7 +40,6 @@ _HOME = {
     "Operations": "operations",
     "Server": "server",
     "serve": "mounting.foreground",
-    "supervise": "mounting.supervisor",
 }
 
 

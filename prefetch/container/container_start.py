@@ -41,13 +41,14 @@ from bootseer.prefetch.container.process_spec import (
     take_identity,
 )
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.mounts.mount_state import is_alive, new_mount_dir
-from bootseer.prefetch.mounts.serve_plan import DEFAULTS, ServeOptions
-from bootseer.prefetch.mounts.server_process import ServerProcess, begin_server
 from bootseer.prefetch.resolve.found_image import ObtainedImage
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
+from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.folders import is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -240,12 +241,12 @@ def prepare_container(
     parsed = [parse_bind(text) for text in binds]
     with contextlib.ExitStack() as stack:
         # Loads while we look for the image.
-        process = process or stack.enter_context(begin_server(settings))
+        process = process or stack.enter_context(begin_tree_server(settings))
         # Before the folder: a pull takes minutes, and one without a server is soon swept away.
         obtained = obtain_image(settings, image) if isinstance(image, str) else image
         rootless = not can_mount_directly()
         try:
-            state_dir = new_mount_dir(settings, process.identity)
+            state_dir = new_mount_dir(settings.run_dir, process.identity)
         except BaseException:
             obtained.release()
             raise

@@ -39,9 +39,9 @@ from bootseer.prefetch.container.container_root import parse_bind
 from bootseer.prefetch.container.container_start import Container
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.mount_state import remove_scratch
 from bootseer.prefetch.resolve.found_image import ObtainedImage, publish_later
 from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 

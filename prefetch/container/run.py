@@ -19,9 +19,9 @@ from bootseer.prefetch.container import signals
 from bootseer.prefetch.container.child import run_in_child
 from bootseer.prefetch.container.container_start import Container, become, prepare_container
 from bootseer.prefetch.container.oci_runtime import Log, exec_runc
-from bootseer.prefetch.mounts.mount_state import wait_released
-from bootseer.prefetch.mounts.serve_plan import DEFAULTS, ServeOptions
-from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
+from bootseer.served.folders import wait_released
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 RUNTIMES = ("auto", "runc", "chroot")

@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.structs import asdict, from_builtins, to_builtins
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.mounts.mount_state import is_alive, take_lock
-from bootseer.prefetch.mounts.server_process import log_path
 from bootseer.served.background import python_environment
+from bootseer.served.folders import is_alive, log_path, take_lock
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_from_json, settings_to_json
 from bootseer.store import open_own_store
 
 if TYPE_CHECKING:
@@ -120,10 +118,10 @@ def _new_job(
     directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
     lock = take_lock(directory)
     try:
-        document = {"settings": settings_to_json(settings), **job}
+        document = {"settings": to_builtins(settings), **job}
         with open(directory / "job.json", "w", encoding="utf-8", opener=private_opener) as file:
             json.dump(document, file)
-        with open(log_path(settings, identity), "ab", opener=private_opener) as log:
+        with open(log_path(settings.run_dir, identity), "ab", opener=private_opener) as log:
             yield directory, lock, log
     finally:
         os.close(lock)
@@ -213,7 +211,7 @@ def main(directory: Path) -> int:
     os.nice(_NICENESS)
     try:
         job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
-        settings = settings_from_json(job["settings"])
+        settings = from_builtins(job["settings"], Settings)
         if "image" in job:
             from bootseer.prefetch.publish.publish_image import publish_node_image
 

@@ -17,22 +17,17 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.mount_state import (
-    MountState,
-    live_mounts,
-    sweep,
-    sweep_dead,
-)
-from bootseer.prefetch.mounts.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
-from bootseer.prefetch.mounts.server_process import ServerProcess
-from bootseer.prefetch.mounts.start_server import (
-    begin_serving,
-    check_mount_point,
-    end_server,
-)
 from bootseer.prefetch.resolve.found_image import ObtainedImage, publish_later
 from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.serve.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
+from bootseer.prefetch.serve.start_server import (
+    begin_serving,
+    check_mount_point,
+)
+from bootseer.served.control import ask
+from bootseer.served.ending import end_server, sweep, sweep_dead
+from bootseer.served.folders import MountState, live_mounts
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 
@@ -91,7 +86,7 @@ def mount_image(
         path = check_mount_point(directory)
     except BusyError:
         # By a server that died, perhaps.
-        if not sweep(settings):
+        if not sweep(settings.run_dir):
             raise
         path = check_mount_point(directory)
     obtained = obtain_image(settings, image) if isinstance(image, str) else image
@@ -115,7 +110,7 @@ def mount_image(
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
     """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
     path = str(mounts.absolute(directory))
-    for state_dir, state in live_mounts(settings):
+    for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path:
             return state_dir, state
     raise NotFoundError(
@@ -134,7 +129,7 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
         left_over = mounts.find_mount(directory)
         if left_over is None:
             # A container's own tree went with its mount namespace; what its server left did not.
-            if not sweep_dead(settings, mounts.absolute(directory)):
+            if not sweep_dead(settings.run_dir, mounts.absolute(directory)):
                 raise
             return
         if left_over.subtype != SUBTYPE:

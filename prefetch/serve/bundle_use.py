@@ -6,21 +6,26 @@ Alone notes what is read. One thread of its own at the beginning; `accessed` fro
 import logging
 import os
 import threading
+from collections.abc import Sequence
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import Aim, aim_of, scattered_inodes
+from bootseer.prefetch.bundle.bundle_reuse import borrow
 from bootseer.prefetch.bundle.format import Bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.bundle.kept_bundle import refuse_bundle
+from bootseer.prefetch.bundle.kept_bundle import is_refused, keep_bundle, kept_bundle, refuse_bundle
 from bootseer.prefetch.bundle.kernel_preload import Ahead, StorePages
 from bootseer.prefetch.bundle.preload_plan import plan_ahead
 from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.mounts.serve_plan import ServePlan
 from bootseer.prefetch.record.trace import AccessLog
-from bootseer.prefetch.serve.find_bundle import find_bundle
+from bootseer.prefetch.serve.serve_plan import ServePlan
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.served.folders import MountState
+from bootseer.settings.config import Settings
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
@@ -77,7 +82,7 @@ class BundleUse:
     def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
         try:
-            found = find_bundle(
+            found = _find_bundle(
                 self._plan.settings,
                 self._store,
                 self._plan.state,
@@ -128,7 +133,7 @@ class BundleUse:
 
     def _open_root(self) -> None:
         # A record that was asked for says what was read, not what was read by others before.
-        if self._plan.record == "always":
+        if self._plan.options.record == "always":
             return
         try:
             # Before the mount is announced: it may be taken off its place at once. O_PATH asks the
@@ -187,3 +192,48 @@ class BundleUse:
 
     def _extents(self, inode: int) -> tuple[Extent, ...]:
         return () if inode in self._scattered else self._tree.inode(inode).extents
+
+
+# ---- which bundle: the one that the node has all of, the image's own, or a relative's ----------
+
+
+def _find_bundle(
+    settings: Settings, store: Store, state: MountState, tree: Tree, caches: Sequence[ImageStream]
+) -> tuple[HotPointer, Bundle] | None:
+    """The bundle for this image and workload, and the pointer to it; None where there is none.
+    One that was refused before raises CorruptError.
+
+    A bundle of which every byte is on this node is taken without asking the store, which may be
+    down, for a newer one: nothing is left to fetch. Raises: BootseerError.
+    """
+    lengths = [blob.stream_length for blob in tree.blobs]
+    kept = kept_bundle(settings, state.index_digest, state.workload, lengths)
+    if kept is not None and _is_all_here(kept[1], caches):
+        return kept
+    pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
+    if pointer is None:
+        found = borrow(settings, store, state.index_digest, state.reference, state.workload, tree)
+        if found is not None:
+            _check_refused(settings, state.workload, found[0])
+        return found
+    _check_refused(settings, state.workload, pointer)
+    header = hot_store.read_header(store, pointer)
+    bundle = hot_store.decode_bundle(header, pointer, lengths, store.url)
+    keep_bundle(settings, state.workload, pointer, header)
+    return pointer, bundle
+
+
+def _check_refused(settings: Settings, workload: str, pointer: HotPointer) -> None:
+    if is_refused(settings, workload, pointer):
+        raise CorruptError(
+            f"the bundle {pointer.bundle_digest} brought bytes that are not those of the image, "
+            "and is not used again"
+        )
+
+
+def _is_all_here(bundle: Bundle, caches: Sequence[ImageStream]) -> bool:
+    return all(
+        caches[extent.blob].holds(extent.offset, extent.length)
+        for frame in bundle.frames
+        for extent in frame.extents
+    )

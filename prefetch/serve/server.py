@@ -1,53 +1,68 @@
-"""The process behind a mounted image: `python -m bootseer.prefetch.serve.server`, started by
-`mount.mount_image` as `background` has it, with its plan as a line of JSON on standard input.
-
-Owns its way from its first instruction to its plan; then it is `serve_image`'s.
+"""The process behind a mounted tree: `python -m bootseer.prefetch.serve.server`, an image's or an
+environment's. How it is begun (`begin_tree_server`), and its way to its plan (`main`), a line of
+JSON; then it is `serve_image`'s. Light: whoever starts one waits for what is loaded here.
 """
 
-import json
-import logging
 import os
 import sys
 
-from bootseer.errors import BootseerError
-from bootseer.prefetch.mounts.serve_plan import plan_from_json
-from bootseer.prefetch.mounts.server_process import log_path
-from bootseer.served.background import Report, write_to
-from bootseer.store import load_backend
+from bootseer.served import server_process
+from bootseer.served.background import Report
+from bootseer.served.server_process import ServerProcess
+from bootseer.settings.config import Settings
 
-_log = logging.getLogger(__name__)
+_MODULE = "bootseer.prefetch.serve.server"
+_WHAT = "the image's server"
+
+
+def begin_tree_server(
+    settings: Settings, *, identity: str | None = None, forks: bool = False
+) -> ServerProcess:
+    """Begin a process that will serve a tree. See `begin_server`. Raises: BootseerError."""
+    return server_process.begin_server(
+        settings.run_dir, _MODULE, _WHAT, identity=identity, forks=forks
+    )
+
+
+def begin_tree_server_ahead() -> None:
+    """Before this program knows its settings. See `server_process.begin_ahead`."""
+    server_process.begin_ahead(_MODULE, _load_what_both_need)
+
+
+def _load_what_both_need() -> None:
+    """Once for this process and its copy, which waits for no less than we do: a third of all that
+    they load. Anything more would keep the two from loading side by side."""
+    import bootseer.prefetch.cache.kept_indexes
+    import bootseer.prefetch.serve.start_server  # noqa: F401
+
+    _load_default_store()
+
+
+def _load_default_store() -> None:
+    """Nobody has told us the store yet; mostly this is it."""
+    from bootseer.store import load_backend
+
+    load_backend(os.environ.get("BOOTSEER_STORE", ""))
 
 
 def main() -> int:
     """The exit code: 0 after an unmount."""
-    # Nobody has told us the store yet; mostly this is it. A copy of a process has it already.
-    load_backend(os.environ.get("BOOTSEER_STORE", ""))
+    _load_default_store()
+    # Here, before anybody says what to serve: it takes longest to load.
+    from bootseer.base.structs import from_line
     from bootseer.prefetch.serve.serve_image import serve_image
+    from bootseer.prefetch.serve.serve_plan import ServePlan
+    from bootseer.served.background import write_to
+    from bootseer.served.folders import log_path
+    from bootseer.served.life import run_server
 
-    words = sys.stdin.buffer.readline()
-    if not words:
-        # Whoever began us needs no server, or has ended.
-        return 0
-    document = json.loads(words)
-    # The job that replaces whoever started us must not find a child that it never made.
-    if os.fork():
-        os._exit(0)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s serve: %(message)s")
-    report = Report(int(sys.argv[1]), "the image's server")
-    try:
-        plan = plan_from_json(document)
-        write_to(log_path(plan.settings, plan.state.id))
+    def serve(line: bytes, report: Report) -> None:
+        plan = from_line(line, ServePlan)
+        write_to(log_path(plan.settings.run_dir, plan.state.id))
         # Nothing follows in the input, but it ends only when the tree's index is there.
         serve_image(plan, report, sys.stdin.buffer.read)
-    except BootseerError as error:
-        _log.error("%s", error)
-        report.send_error(error)
-        return 1
-    except Exception as error:
-        _log.exception("the server failed")
-        report.send_error(error)
-        return 1
-    return 0
+
+    return run_server(_WHAT, serve)
 
 
 if __name__ == "__main__":

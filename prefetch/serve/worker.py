@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.structs import asdict
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting import mounts
@@ -22,9 +21,6 @@ from bootseer.prefetch.cache.damage import note_damage
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.container.oci_runtime import end_left_over
 from bootseer.prefetch.index.stream_contents import StreamContents
-from bootseer.prefetch.mounts import cover_users
-from bootseer.prefetch.mounts.control import ControlServer
-from bootseer.prefetch.mounts.serve_plan import ENVIRONMENT, ServePlan
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.bundle_use import BundleUse
@@ -35,10 +31,13 @@ from bootseer.prefetch.serve.launch_figures import (
     span_attributes,
     status_of,
 )
+from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServePlan
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.serve.upkeep import Keeper
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.served.control import ControlServer
+from bootseer.served.covering import cover_users
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
@@ -47,6 +46,11 @@ from bootseer.transfer.plan import Chunk
 _log = logging.getLogger(__name__)
 
 _UNMOUNT_S = 10.0
+_SHOWN = (
+    *("id", "reference", "index_digest", "workload", "directory"),
+    *("pid", "started_ns", "purpose", "scratch"),
+)
+"""Of the mount's state, in its status."""
 
 
 class ImageServer:
@@ -60,7 +64,7 @@ class ImageServer:
         self._store: Store = open_own_store(plan.settings)
         self._publisher: subprocess.Popen[bytes] | None = None
         self._record = "recording" if log.is_open else "ended"
-        if plan.record == "never":
+        if plan.options.record == "never":
             self._record = "off"
         self._is_mounted = True
         self._streams = BlobStreams(
@@ -72,7 +76,7 @@ class ImageServer:
             repair=second_source(plan.settings, plan.state.reference, plan.claimant),
             on_damage=self._note_damage,
             claimant=plan.claimant,
-            is_local=plan.is_local,
+            is_local=plan.options.is_local,
             on_refuted=self._refuted,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
@@ -88,14 +92,16 @@ class ImageServer:
             "ready": self._ready_command,
             "detach": self._detach_command,
         }
-        self._control = ControlServer(plan.state_dir, plan.ready_name, commands)
-        if plan.watch_pid is not None:
-            self._watch(plan.watch_pid)
+        self._control = ControlServer(plan.state_dir, commands, plan.ready_name)
+        if plan.options.watch_pid is not None:
+            self._watch(plan.options.watch_pid)
         self.operations = TreeFileSystem(
             tree,
             self._streams,
-            on_access=self._bundle.accessed if plan.prefetch or plan.record != "never" else None,
-            owner=plan.owner,
+            on_access=self._bundle.accessed
+            if plan.options.prefetch or plan.options.record != "never"
+            else None,
+            owner=plan.options.owner,
             on_mounted=self._mounted,
             on_destroyed=self._destroyed,
         )
@@ -104,12 +110,12 @@ class ImageServer:
 
     def _mounted(self) -> None:
         elapsed_s = (time.monotonic_ns() - self._log.started_ns) / 1e9
-        window_s = max(self._plan.window_s - elapsed_s, 0)
+        window_s = max(self._plan.options.window_s - elapsed_s, 0)
         self._control.start(
             lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
         )
         # Before the mount is announced, so that the bundle is on its way before the first read.
-        if self._plan.prefetch:
+        if self._plan.options.prefetch:
             self._bundle.begin(self.operations.store_pages)
         self._keeper.start(self._figures)
 
@@ -145,7 +151,7 @@ class ImageServer:
             self._unmount()
 
     def _unmount(self) -> None:
-        _log.info("the process %s has ended: unmounting", self._plan.watch_pid)
+        _log.info("the process %s has ended: unmounting", self._plan.options.watch_pid)
         end_left_over(self._plan.state_dir)
         try:
             mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
@@ -205,7 +211,7 @@ class ImageServer:
             return
         self._note_on_timeline()
         plan = self._plan
-        if plan.record == "never":
+        if plan.options.record == "never":
             return
         self._record = "ended"
         entries = self._log.entries()
@@ -213,7 +219,7 @@ class ImageServer:
             return
         replay = self._streams.replay
         if (
-            plan.record == "auto"
+            plan.options.record == "auto"
             and replay is not None
             and replay.error is None
             and not is_worthwhile(self._bundle.aim(), self._bundle.own_trace_count, ended)
@@ -227,7 +233,7 @@ class ImageServer:
             plan.settings.node,
             plan.state.started_ns,
             ended,
-            plan.readahead_bytes,
+            plan.options.readahead_bytes,
             renew=self._bundle.is_damaged or (replay is not None and replay.error is not None),
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
@@ -247,7 +253,7 @@ class ImageServer:
             self._record = "failed" if self._publisher.returncode else "published"
         times = os.times()
         return {
-            **asdict(self._plan.state),
+            **{name: getattr(self._plan.state, name) for name in _SHOWN},
             "worker_pid": os.getpid(),
             "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
             "cpu_s": times.user + times.system,

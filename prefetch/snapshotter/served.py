@@ -17,11 +17,12 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.mount_state import MountState, live_mounts, sweep
-from bootseer.prefetch.mounts.serve_plan import ServeOptions
-from bootseer.prefetch.mounts.start_server import begin_serving
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
+from bootseer.served.control import ask
+from bootseer.served.ending import sweep
+from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class ServedTrees:
 
         Never raises; `in_use` may be called several times.
         """
-        sweep(self._settings)
+        sweep(self._settings.run_dir)
         now_s = time.monotonic()
         mounted = self._mounted()
         unused = mounted.keys() - in_use()
@@ -104,7 +105,7 @@ class ServedTrees:
         """What is mounted and served now."""
         there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
-        for state_dir, state in live_mounts(self._settings):
+        for state_dir, state in live_mounts(self._settings.run_dir):
             path = Path(state.directory)
             if self._is_ours(state) and path in there and _serves(state_dir, state):
                 found[TreeKey(state.index_digest, state.workload)] = path

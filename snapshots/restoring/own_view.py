@@ -15,10 +15,10 @@ from pathlib import Path
 from bootseer.errors import BootseerError, BusyError
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
-from bootseer.prefetch.mounts.cover_users import add_user, is_others_only
-from bootseer.prefetch.mounts.covers import cover_at, covers, source_of, uncover
-from bootseer.prefetch.mounts.mount_state import mounts_dir
-from bootseer.prefetch.mounts.server_process import end_ahead
+from bootseer.served.covering.cover_users import add_user, is_others_only
+from bootseer.served.covering.covers import cover_at, covers, source_of, uncover
+from bootseer.served.folders import mounts_dir
+from bootseer.served.server_process import end_ahead
 from bootseer.settings.config import Settings
 from bootseer.snapshots.restoring.host_paths import is_entered
 from bootseer.snapshots.restoring.mounting.layers import copy_attributes, cover_target
@@ -105,7 +105,7 @@ def _cover(settings: Settings, target: Path) -> None:
 
 def _take_off_used(settings: Settings, target: Path) -> bool:
     """Whether another job's mounts were on it."""
-    folder = mounts_dir(settings)
+    folder = mounts_dir(settings.run_dir)
     is_mounted = False
     while any(one.path == target and is_others_only(folder / one.id) for one in covers()):
         cover = cover_at(target)

@@ -94,8 +94,8 @@ def mount(
     otherwise: what is read is fetched when it is first touched, and what earlier starts of
     the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
     """
-    from bootseer.prefetch.mounts.serve_plan import ServeOptions
     from bootseer.prefetch.resolve.mount import mount_image
+    from bootseer.prefetch.serve.serve_plan import ServeOptions
 
     settings = _with(current_settings(), fill_bytes_per_s, no_index)
     options = ServeOptions(record=_record_mode(record), prefetch=prefetch, window_s=window_s)
@@ -206,14 +206,14 @@ def run(
     The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
     is the command's own; 127 where there is no such command, 126 where it cannot be run.
     """
-    from bootseer.prefetch.mounts.server_process import begin_server
+    from bootseer.prefetch.serve.server import begin_tree_server
 
     settings = _with(current_settings(), fill_bytes_per_s, no_index)
     # Its code loads while ours does.
-    with begin_server(settings) as process:
+    with begin_tree_server(settings) as process:
         from bootseer.prefetch.container.process_spec import parse_environment
         from bootseer.prefetch.container.run import run_image
-        from bootseer.prefetch.mounts.serve_plan import ServeOptions
+        from bootseer.prefetch.serve.serve_plan import ServeOptions
 
         return run_image(
             settings,

@@ -34,17 +34,17 @@ def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
     the prefetched bytes that was used, recall the share of the bytes read that had been prefetched.
     """
     from bootseer.fuse.kernel.mounting import mounts
-    from bootseer.prefetch.mounts.control import ask
-    from bootseer.prefetch.mounts.mount_state import dead_mounts, live_mounts
     from bootseer.prefetch.publish.publishing import wait_published
     from bootseer.prefetch.resolve.mount import find_live_mount
+    from bootseer.served.control import ask
+    from bootseer.served.folders import dead_mounts, live_mounts
 
     settings = current_settings()
     if wait_s is not None and not wait_published(settings, wait_s):
         raise DeadlineError(f"a record was still being published after {wait_s:g} s")
-    dead = [state.directory for _, state in dead_mounts(settings)]
+    dead = [state.directory for _, state in dead_mounts(settings.run_dir)]
     if directory is None:
-        found = list(live_mounts(settings))
+        found = list(live_mounts(settings.run_dir))
     else:
         dead = [path for path in dead if path == str(mounts.absolute(directory))]
         found = [] if dead else [find_live_mount(settings, directory)]

@@ -126,10 +126,10 @@ def mount(
     What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+    from bootseer.fuse.striped.mounted.life.known import find_known
     from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
     from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
-    from bootseer.fuse.striped.mounted.life.mount_spec import read_state
-    from bootseer.fuse.striped.mounted.server import serve_checkpoints
+    from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
     from bootseer.launch.checkpoints import made_sentence
 
     if status:
@@ -168,8 +168,8 @@ def mount(
 
         def ready() -> None:
             click.echo(f"{public_url(url)} is mounted on {directory}", err=True)
-            state = read_state(settings.run_dir, Path(spec.directory))
-            if state is not None and state.root_was_made:
+            known = find_known(settings.run_dir, Path(spec.directory))
+            if known is not None and known.state.root_was_made:
                 say(made_sentence(url))
             notify("READY=1")
 

@@ -5,7 +5,6 @@ the trees are shown on the targets (`mounted`). The caller holds the locks.
 """
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -13,20 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bootseer.base.structs import asdict
+from bootseer.base.structs import to_line
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.mounts.mount_state import (
-    MountState,
-    new_mount_dir,
-    read_state,
-    wait_released,
-)
-from bootseer.prefetch.mounts.server_process import begin_server
+from bootseer.served.folders import MountState, new_mount_dir, read_state, wait_released
+from bootseer.served.server_process import begin_server
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_to_json
 from bootseer.snapshots.catalogue.catalogue import load_tree
 from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
 from bootseer.snapshots.restoring import modes
+from bootseer.snapshots.restoring.linking.linked_holder import HolderPlan
 from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
 from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
@@ -74,7 +68,7 @@ def hold_snapshot(
 def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
     """Start the process that keeps the extracted tree of a target, if any, and what is written to
     the overlay on `path`; its folder. Raises: BootseerError."""
-    state_dir = new_mount_dir(settings)
+    state_dir = new_mount_dir(settings.run_dir)
     state = MountState(
         id=state_dir.name,
         reference=text_of(target.path if target else os.fsencode(path)),
@@ -87,19 +81,13 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         purpose=PURPOSE,
         scratch=str(scratch_of(settings, state_dir)),
     )
-    document = {
-        "settings": settings_to_json(settings),
-        "state": asdict(state),
-        "state_dir": str(state_dir),
-        "launcher": os.getpid(),
-    }
     process = begin_server(
-        settings,
+        settings.run_dir,
+        "bootseer.snapshots.restoring.linking.linked_holder",
+        f"the holder of {path}",
         identity=state_dir.name,
-        module="bootseer.snapshots.restoring.linking.linked_holder",
-        what=f"the holder of {path}",
     )
-    process.serve(json.dumps(document))
+    process.serve(to_line(HolderPlan(settings, state, state_dir, os.getpid())))
     return state_dir
 
 

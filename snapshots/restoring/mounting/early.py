@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Iterator
 
 from bootseer.errors import BootseerError
-from bootseer.prefetch.mounts.server_process import (
+from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.server_process import (
     ServerProcess,
-    begin_server,
     end_ahead,
     is_begun_ahead,
     may_mount,
@@ -34,7 +34,7 @@ def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
             load_backend(settings.store_url)
         # Whoever needs one tells what is wrong.
         with contextlib.suppress(BootseerError):
-            process = begin_server(settings, forks=True)
+            process = begin_tree_server(settings, forks=True)
     else:
         end_ahead()
     try:

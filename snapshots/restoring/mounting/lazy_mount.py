@@ -20,10 +20,10 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.cache.damage import check_known_damage
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
-from bootseer.prefetch.mounts.mount_state import new_mount_dir, wait_released
-from bootseer.prefetch.mounts.serve_plan import ENVIRONMENT, ServeOptions
-from bootseer.prefetch.mounts.server_process import ServerProcess
-from bootseer.prefetch.mounts.start_server import Serving, begin_serving
+from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
+from bootseer.prefetch.serve.start_server import Serving, begin_serving
+from bootseer.served.folders import new_mount_dir, wait_released
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.catalogue.manifest import Manifest, text_of
@@ -122,7 +122,7 @@ def _have_index(settings: Settings, store: Store, item: Placed) -> _Index:
 
 def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
     """Have the target's tree served in a new mount folder. Raises: BootseerError."""
-    state_dir = new_mount_dir(settings, process.identity if process else None)
+    state_dir = new_mount_dir(settings.run_dir, process.identity if process else None)
     tree = state_dir / "tree"
     try:
         make_private_directory(tree)

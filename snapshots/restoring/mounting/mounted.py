@@ -27,15 +27,15 @@ from bootseer.errors import (
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.private_files import make_private_directory, private_opener
 from bootseer.prefetch.cache.damage import is_damage_known
-from bootseer.prefetch.mounts.cover_users import (
+from bootseer.served.covering.cover_users import (
     add_user,
     join,
     other_users,
     sweep_covers,
     take_off_all_unused,
 )
-from bootseer.prefetch.mounts.covers import Cover, cover_at, covers, source_of, uncover
-from bootseer.prefetch.mounts.mount_state import mounts_dir, read_state, wait_released
+from bootseer.served.covering.covers import Cover, cover_at, covers, source_of, uncover
+from bootseer.served.folders import mounts_dir, read_state, wait_released
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.mounting.layers import cover_target
@@ -152,11 +152,11 @@ def recover(settings: Settings, hosts: Iterable[Path]) -> None:
 
     Raises: BusyError where something has been mounted on top of it.
     """
-    sweep_covers(settings)
+    sweep_covers(settings.run_dir)
     paths = {cover.path for cover in covers()}
     for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
         while (cover := cover_at(path)) is not None:
-            state_dir = mounts_dir(settings) / cover.id
+            state_dir = mounts_dir(settings.run_dir) / cover.id
             if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
                 break
             logger.warning("taking off %s, left by a run that was killed", path)
@@ -185,7 +185,7 @@ def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool
     """Keep what `find_mounted` found for this process, too, or for all times. False where it is
     going just now."""
     user = os.getpid() if until_exit else None
-    return all(join(mounts_dir(settings) / one.cover.id, one.cover, user) for one in found)
+    return all(join(mounts_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found)
 
 
 def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
@@ -193,7 +193,7 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
     jobs use them."""
     is_damaged = False
     for one in found:
-        state_dir = mounts_dir(settings) / one.cover.id
+        state_dir = mounts_dir(settings.run_dir) / one.cover.id
         state = read_state(state_dir)
         if state is None or not is_damage_known(settings.cache_dir, state.index_digest):
             continue
@@ -206,7 +206,7 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
 
 def _read(settings: Settings, cover: Cover) -> Mounted | None:
     try:
-        with (mounts_dir(settings) / cover.id / _RECORD).open("rb") as file:
+        with (mounts_dir(settings.run_dir) / cover.id / _RECORD).open("rb") as file:
             document = json.loads(file.read(_RECORD_BYTES_MAX))
         if document.pop("version") != _VERSION:
             return None
@@ -261,9 +261,9 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
         uncover(cover, lazy=lazy)
     except BusyError as error:
         raise BusyError(f"{error}; {_way_out(cover.path)}") from error
-    if not lazy and not wait_released(mounts_dir(settings) / cover.id, _END_S):
+    if not lazy and not wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S):
         # It may take a while to make a large cache durable; nobody needs to wait for that.
         logger.info("the server of %s still tidies up", path)
     # That of a job which has ended, and could not take off what lay below another one.
-    take_off_all_unused(mounts_dir(settings), cover.path)
+    take_off_all_unused(mounts_dir(settings.run_dir), cover.path)
     return cover_at(cover.path) is not None

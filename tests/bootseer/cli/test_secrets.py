@@ -1,15 +1,16 @@
 """Credentials of a store's URL never show, and what we keep on a node is for its user alone."""
 
+import fcntl
 import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from bootseer.base.redact import public_url, redact
+from bootseer.linux.processes import start_time
 from tests.bootseer.cli.conftest import World
 
 SECRET = "s3kr1t"
@@ -200,18 +201,25 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
     # The same for a checkpoint mount: its state names a process to be ended.
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
         try:
-            from bootseer.fuse.striped.mounted.life.mount_spec import start_ticks, state_path
+            from bootseer.fuse.striped.mounted.life.known import earlier_files
 
-            time.sleep(0.1)
-            file = state_path(world.path("run"), world.path("mnt"))
+            started = start_time(victim.pid)
+            file = earlier_files(world.path("run"), world.path("mnt")).with_suffix(".json")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(
                 f'{{"url": "x", "directory": "{world.path("mnt")}", "pid": {victim.pid}, '
-                f'"start_ticks": {start_ticks(victim.pid)}, "ended": false, "unwritten": []}}'
+                f'"start_ticks": {started}, "ended": false, "unwritten": []}}'
             )
             os.chown(file, 65534, 65534)
-            result = world("unmount", "mnt")
-            assert result.code == 12, result
+            document = document.replace('"run"', f'"checkpoint", "pid_started": "{started}"')
+            (planted / "state.json").write_text(
+                document.replace('"pid": 1', f'"pid": {victim.pid}')
+            )
+            os.chown(planted / "state.json", 65534, 65534)
+            with (planted / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                result = world("unmount", "mnt")
+            assert result.code == 10, result
             assert victim.poll() is None
         finally:
             victim.kill()

@@ -156,7 +156,7 @@ def test_a_failing_mount_ends_the_setups(node: Node) -> None:
     (node.base / "file").write_text("")
     done = node.run(
         *("--checkpoint", f"{(node.base / 'file').as_uri()}:{node.base}/mnt"),
-        *("--setup", "mkdir -p env; until grep -q Error run/checkpoint-mounts/*.log; do :; done"),
+        *("--setup", "mkdir -p env; until grep -q Error run/logs/*.log; do :; done"),
         *("--setup", "touch second-ran", "--target", "env", "--", "touch", "job-ran"),
     )
     assert done.returncode == 2, done.stderr

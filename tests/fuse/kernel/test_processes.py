@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.supervisor import RestartPolicy
 from bootseer.linux.waiting import wait_readable
+from bootseer.served.supervision.supervisor import RestartPolicy
 from tests.support.freezing import frozen
 from tests.support.mounts import fuse_mount
 from tests.support.waiting import wait_for

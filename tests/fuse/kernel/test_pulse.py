@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer.fuse.kernel.mounting.pulse import LOOK_S, Pulse, silence_for
 from bootseer.linux.waiting import wait_ended
+from bootseer.served.supervision.pulse import LOOK_S, Pulse, silence_for
 from tests.support.waiting import wait_for
 
 
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now_s = [0.0]
     with monkeypatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: now_s[0])
-        patch.setattr("bootseer.fuse.kernel.mounting.pulse.time", clock)
+        patch.setattr("bootseer.served.supervision.pulse.time", clock)
         yield now_s
 
 

@@ -25,8 +25,8 @@ from bootseer.prefetch.bundle.relatives import (
 )
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.server_process import log_path
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.folders import log_path
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from tests.support.images.building import Member, write_layout
@@ -275,7 +275,7 @@ def test_damage_costs_one_warning_and_the_help(node: Node, damage: str) -> None:
     with mounted(node.settings, "train:v2", node.base / "mnt") as image:
         node.read(image.directory)
         assert image.status()["prefetch"] is None
-        log = log_path(node.settings, image.state.id)
+        log = log_path(node.settings.run_dir, image.state.id)
         assert log.read_text().count("no bundle is used") == 1
 
 

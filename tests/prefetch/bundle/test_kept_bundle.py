@@ -9,9 +9,9 @@ import pytest
 from bootseer.prefetch.bundle.format import BundleExtent, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.start_server import begin_serving
 from bootseer.prefetch.resolve.mount import unmount_image
+from bootseer.prefetch.serve.start_server import begin_serving
+from bootseer.served.control import ask
 from tests.support.mounts.image_mounts import (
     index,
     mounted,

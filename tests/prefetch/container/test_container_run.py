@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from bootseer.base.structs import to_line
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.container.container_start import prepare_container
-from bootseer.prefetch.mounts.mount_state import live_mounts, mounts_dir
+from bootseer.served.folders import live_mounts, mounts_dir
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_to_json
 from tests.support.images.rootfs import python_root
 from tests.support.mounts.image_mounts import (
     Completed,
@@ -94,7 +94,7 @@ os.mkdir("/usr/new")
         assert mode == node.root.stat().st_mode & 0o777
         assert len(digest) == 64
     assert (node.root / "etc/passwd").exists()
-    assert list(live_mounts(node.settings)) == []
+    assert list(live_mounts(node.settings.run_dir)) == []
 
 
 def test_exit_codes(node: Node, runtime: str) -> None:
@@ -107,10 +107,10 @@ def test_exit_codes(node: Node, runtime: str) -> None:
 
 def test_no_folder_waits_for_an_image_that_is_still_being_pulled(node: Node) -> None:
     # A sweep would take one without a server for left over, and a pull may take minutes.
-    before = list(mounts_dir(node.settings).glob("*"))
+    before = list(mounts_dir(node.settings.run_dir).glob("*"))
     with pytest.raises(NotFoundError):
         prepare_container(node.settings, "no-such-image")
-    assert list(mounts_dir(node.settings).glob("*")) == before
+    assert list(mounts_dir(node.settings.run_dir).glob("*")) == before
 
 
 def test_a_command_that_cannot_be_started(node: Node, runtime: str, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        ((state_dir, _),) = live_mounts(node.settings)
+        ((state_dir, _),) = live_mounts(node.settings.run_dir)
         process.kill()
     wait_for(lambda: not state_dir.exists())
     assert list((node.settings.cache_dir / "containers").iterdir()) == []
@@ -260,8 +260,9 @@ def test_second_run_replays(node: Node) -> None:
 EXEC = """
 import json, os, sys
 from bootseer.prefetch.container.container_start import prepare_container
-from bootseer.settings.settings_json import settings_from_json
-settings = settings_from_json(json.loads(sys.argv[1]))
+from bootseer.settings.config import Settings
+from bootseer.base.structs import from_line
+settings = from_line(sys.argv[1], Settings)
 container = prepare_container(settings, "py:1")
 container.bind(container.scratch.parent, "/seen")
 container.enter()
@@ -274,7 +275,7 @@ container.exec(["python3", "-c", sys.argv[2]], environment)
 
 def start_exec(node: Node, code: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", EXEC, json.dumps(settings_to_json(node.settings)), code],
+        [sys.executable, "-c", EXEC, to_line(node.settings), code],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -304,7 +305,7 @@ time.sleep(600)
         mark = node.settings.cache_dir / "containers/still-there"
         wait_for(mark.exists)
         mark.unlink()
-        ((state_dir, state),) = live_mounts(node.settings)
+        ((state_dir, state),) = live_mounts(node.settings.run_dir)
         os.kill(left, signal.SIGKILL)
     wait_for(lambda: not state_dir.exists())
     assert not Path(state.scratch).exists()
@@ -320,6 +321,6 @@ for _ in range(1500):
 """
     done = node.python(runtime, code)
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: list(mounts_dir(node.settings).iterdir()) == [])
+    wait_for(lambda: list(mounts_dir(node.settings.run_dir).iterdir()) == [])
     assert list((node.settings.cache_dir / "containers").iterdir()) == []
     assert node.python(runtime, "print(1)").stdout == "1\n"

@@ -1,7 +1,6 @@
 """Where no image can be mounted it is extracted: the right one, and all of it."""
 
 import fcntl
-import json
 import os
 import shutil
 import stat
@@ -15,11 +14,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.base.structs import to_line
 from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_to_json
 from bootseer.store import open_store
 from tests.support.mounts.image_mounts import index, settings_at, skip_unless_root
 
@@ -90,14 +89,15 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     code = """
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted
-from bootseer.settings.settings_json import settings_from_json
+from bootseer.settings.config import Settings
+from bootseer.base.structs import from_line
 logging.basicConfig()
-container = prepare_extracted(settings_from_json(json.loads(sys.argv[1])), "debian")
+container = prepare_extracted(from_line(sys.argv[1], Settings), "debian")
 print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))
 """
     user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     done = subprocess.run(
-        [*user, sys.executable, "-c", code, json.dumps(settings_to_json(settings))],
+        [*user, sys.executable, "-c", code, to_line(settings)],
         capture_output=True,
         text=True,
         check=False,

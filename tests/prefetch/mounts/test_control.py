@@ -11,8 +11,7 @@ import pytest
 
 import bootseer
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
-from bootseer.prefetch.mounts.control import ControlServer, ask
-from bootseer.served.control_socket import Command
+from bootseer.served.control import Command, ControlServer, ask
 from bootseer.served.ready_socket import new_ready_name
 from tests.support.waiting import wait_for
 
@@ -47,7 +46,7 @@ def events() -> Events:
 def server(directory: Path, events: Events) -> Iterator[str]:
     name = new_ready_name()
     commands: dict[str, Command] = {"status": lambda: {"answer": 42}, "refuse": refuse}
-    opened = ControlServer(directory, name, commands)
+    opened = ControlServer(directory, commands, name)
     opened.start(events.ready.set, 0.1, events.window.set)
     yield name
     opened.close()
@@ -104,7 +103,7 @@ def test_ready_and_window(
 
 def test_a_watched_process(directory: Path, events: Events) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        opened = ControlServer(directory, new_ready_name(), {"status": dict})
+        opened = ControlServer(directory, {"status": dict}, new_ready_name())
         opened.watch(process.pid, events.exited.set)
         opened.start(events.ready.set, 1000, events.window.set)
         assert ask(directory, "status") == {}
@@ -131,7 +130,7 @@ def test_a_name_that_somebody_has_taken_does_not_end_the_server(directory: Path)
     entry = new_ready_name()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as thief:
         thief.bind("\0" + entry.partition(":")[0])
-        server = ControlServer(directory, entry, {"status": lambda: {"answer": 42}})
+        server = ControlServer(directory, {"status": lambda: {"answer": 42}}, entry)
         server.start(lambda: None, 1000, lambda: None)
         assert ask(directory, "status") == {"answer": 42}
         server.close()

@@ -1,6 +1,5 @@
 """What a killed server, worker, publisher or machine leaves, and what comes after."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,28 +10,28 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.base.structs import to_line
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
-from bootseer.prefetch.mounts.mount_state import (
-    MountState,
-    is_alive,
-    live_mounts,
-    lock_new,
-    mounts_dir,
-    new_mount_dir,
-    sweep,
-    take_lock,
-    write_state,
-)
-from bootseer.prefetch.mounts.serve_plan import ServeOptions
 from bootseer.prefetch.resolve.mount import (
     MountedImage,
     find_live_mount,
     mount_image,
     unmount_image,
 )
-from bootseer.settings.settings_json import settings_to_json
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.served.ending import sweep
+from bootseer.served.folders import (
+    MountState,
+    is_alive,
+    live_mounts,
+    lock_new,
+    mounts_dir,
+    new_mount_dir,
+    take_lock,
+    write_state,
+)
 from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 from tests.support.freezing import frozen
 from tests.support.mounts.image_mounts import (
@@ -115,13 +114,13 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
     os.kill(state.pid, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
-    assert list(live_mounts(node.settings)) == []
+    assert list(live_mounts(node.settings.run_dir)) == []
     for arguments in ((), (directory,)):
         shown = bootseer(node.settings, "image", "status", *arguments).stdout
         assert "its server died" in shown
         # A table cuts what is longer than the line.
         assert str(directory)[:40] in shown
-    assert sweep(node.settings) == 1
+    assert sweep(node.settings.run_dir) == 1
     assert mounts.find_mount(directory) is None
     assert not image.state_dir.exists()
     with mounted(node.settings, "image:1", directory) as again:
@@ -132,9 +131,9 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
 def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     """Also between the creation of its lock and the locking, while others look at it."""
     settings = settings_at(tmp_path)
-    state_dir = new_mount_dir(settings)
+    state_dir = new_mount_dir(settings.run_dir)
     (state_dir / "lock").touch()
-    assert sweep(settings) == 0
+    assert sweep(settings.run_dir) == 0
     looking = take_lock(state_dir)
     timer = threading.Timer(0.05, os.close, [looking])
     timer.start()
@@ -144,7 +143,7 @@ def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     os.close(lock)
     an_hour_ago_s = time.time() - 3600
     os.utime(state_dir, (an_hour_ago_s, an_hour_ago_s))
-    assert sweep(settings) == 1
+    assert sweep(settings.run_dir) == 1
 
 
 @pytest.mark.root
@@ -157,7 +156,7 @@ def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
     (kept / "file").touch()
     scratches = []
     for number in range(3):
-        state_dir = new_mount_dir(settings)
+        state_dir = new_mount_dir(settings.run_dir)
         os.close(lock_new(state_dir))
         scratch = settings.cache_dir / "containers" / state_dir.name
         (scratch / "upper/folder").mkdir(parents=True)
@@ -179,12 +178,12 @@ def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
     point = scratches[1] / "upper/folder"
     namespaces.mount(kept, point, flags=namespaces.MS_BIND)
     try:
-        assert sweep(settings) == 3
+        assert sweep(settings.run_dir) == 3
         assert [path.exists() for path in scratches] == [False, True, False]
         assert os.listdir(point) == ["file"]
         (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
         assert str(scratches[1]) in said.getMessage()
-        assert sweep(settings) == 0
+        assert sweep(settings.run_dir) == 0
         assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
     finally:
         namespaces.unmount(point)
@@ -200,7 +199,7 @@ def test_a_crash_of_the_machine(node: Node) -> None:
     for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
-    sweep(node.settings)
+    sweep(node.settings.run_dir)
     (stream,) = (node.settings.cache_dir / "streams-3").glob("*-*")
     with (stream / "present").open("r+b") as file:
         file.seek(16)
@@ -248,7 +247,7 @@ def test_unmount_where_only_its_state_is_left(node: Node) -> None:
     directory = _with_a_dead_server(node)
     mounts.detach(directory, lazy=True)
     unmount_image(node.settings, directory)
-    assert not list(mounts_dir(node.settings).iterdir())
+    assert not list(mounts_dir(node.settings.run_dir).iterdir())
     with pytest.raises(NotFoundError):
         unmount_image(node.settings, directory)
 
@@ -278,21 +277,25 @@ def test_nobody_waits_for_the_mount(node: Node) -> None:
     code = """
 import json, os, sys, threading, time
 from pathlib import Path
-from bootseer.fuse.kernel import control, mounts
+from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.resolve.mount import mount_image
-from bootseer.settings.settings_json import settings_from_json
+from bootseer.settings.config import Settings
+from bootseer.base.structs import from_line
 directory = Path(sys.argv[2])
 def kill():
     while mounts.find_mount(directory) is None:
         time.sleep(0.001)
     os.kill(os.getpid(), 9)
 threading.Thread(target=kill, daemon=True).start()
-mount_image(settings_from_json(json.loads(sys.argv[1])), "image:1", directory)
+mount_image(from_line(sys.argv[1], Settings), "image:1", directory)
 time.sleep(10)
 """
-    process = start_outside(code, json.dumps(settings_to_json(node.settings)), directory)
+    process = start_outside(code, to_line(node.settings), directory)
     process.communicate(timeout=60)
     # Ready in the same instant is fine, too: then it is mounted and known.
     wait_for(
-        lambda: (mounts.find_mount(directory) is None) == (list(live_mounts(node.settings)) == [])
+        lambda: (
+            (mounts.find_mount(directory) is None)
+            == (list(live_mounts(node.settings.run_dir)) == [])
+        )
     )

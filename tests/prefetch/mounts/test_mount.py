@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.fuse.kernel.mounting import control, mounts
-from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.served.folders import live_mounts
 from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 from tests.support.images.rootfs import odd_tree
 from tests.support.mounts.image_mounts import (
@@ -113,7 +113,7 @@ def test_two_mounts_share_the_cache(node: Node) -> None:
         read_hot(node, one.directory)
         read_hot(node, two.directory)
         assert two.status()["moved"]["fetched_bytes"] == 0
-        assert len(list(live_mounts(node.settings))) == 2
+        assert len(list(live_mounts(node.settings.run_dir))) == 2
 
 
 def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Node) -> None:

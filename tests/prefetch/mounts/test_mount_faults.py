@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BusyError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.mount_state import live_mounts
-from bootseer.prefetch.mounts.serve_plan import ServeOptions
-from bootseer.prefetch.mounts.server_process import log_path
 from bootseer.prefetch.resolve.mount import mount_image, unmount_image
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.served.folders import live_mounts, log_path
 from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
 from tests.support.mounts.image_mounts import (
     checksums_outside,
@@ -90,7 +89,7 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
     drop_cache(node.settings)
     with pytest.raises(CorruptError, match="digest"):
         mount_image(node.settings, "image:1", directory)
-    assert list(live_mounts(node.settings)) == []
+    assert list(live_mounts(node.settings.run_dir)) == []
     assert mounts.find_mount(directory) is None
 
 
@@ -109,6 +108,6 @@ def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:
     settings = replace(node.settings, deadline_s=3.0)
     with mounted(settings, "image:1", node.base / "mnt", prefetch=False) as image:
         assert checksums_outside([image.directory / "big"]) == ["EIO"]
-        log = log_path(settings, image.state.id).read_text()
+        log = log_path(settings.run_dir, image.state.id).read_text()
     assert "cannot read bytes" in log
     assert "/big" in log

@@ -12,8 +12,8 @@ import pytest
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.container.container_start import prepare_container
-from bootseer.prefetch.mounts.mount_state import mounts_dir, read_state
-from bootseer.prefetch.mounts.server_process import begin_server, log_path
+from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.folders import log_path, mounts_dir, read_state
 from tests.support.mounts.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
 from tests.support.waiting import wait_for
 
@@ -31,11 +31,11 @@ def _children() -> set[int]:
 
 def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
     settings, before = settings_at(tmp_path), _children()
-    with begin_server(settings) as process:
+    with begin_tree_server(settings) as process:
         assert _children() - before
     assert not _children() - before
-    assert log_path(settings, process.identity).stat().st_mode & 0o777 == 0o600
-    assert not mounts_dir(settings).exists()
+    assert log_path(settings.run_dir, process.identity).stat().st_mode & 0o777 == 0o600
+    assert not mounts_dir(settings.run_dir).exists()
 
 
 def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
@@ -43,10 +43,10 @@ def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     code = f"""
 import os, signal
-from bootseer.prefetch.mounts.server_process import begin_server
+from bootseer.prefetch.serve.server import begin_tree_server
 from tests.support.mounts.image_mounts import settings_at
 from pathlib import Path
-process = begin_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
+process = begin_tree_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
 print(process._starting.process.pid, flush=True)
 signal.pause()
 """
@@ -58,7 +58,7 @@ signal.pause()
         assert wait_readable([watched], _END_S)
     finally:
         os.close(watched)
-    assert log_path(settings, "orphan").read_text() == ""
+    assert log_path(settings.run_dir, "orphan").read_text() == ""
 
 
 def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path:
     settings = settings_at(tmp_path)
     code = f"""
 import signal
-from bootseer.prefetch.mounts.start_server import begin_serving
+from bootseer.prefetch.serve.start_server import begin_serving
 from tests.support.mounts.image_mounts import settings_at
 from pathlib import Path
 here = Path({str(tmp_path)!r})
@@ -82,7 +82,7 @@ signal.pause()
         wait_for(lambda: read_state(state_dir), "the server's state")
         one.send_signal(signal.SIGKILL)
     wait_for(lambda: not state_dir.exists(), "the server's end")
-    log = log_path(settings, state_dir.name)
+    log = log_path(settings.run_dir, state_dir.name)
     wait_for(lambda: "read the index" in log.read_text(), "the reason in its log")
     assert "NotFoundError" not in log.read_text()
 
@@ -90,25 +90,25 @@ signal.pause()
 _AHEAD = """
 import sys
 from pathlib import Path
-from bootseer.prefetch.mounts import server_process
-from bootseer.prefetch.mounts.server_process import begin_ahead, begin_server, end_ahead
+from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_ahead
+from bootseer.served.server_process import end_ahead
 
 def children():
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
 
-begin_ahead()
+begin_tree_server_ahead()
 assert len(children()) == 1
 end_ahead()
 end_ahead()
 assert not children()
-begin_ahead()
+begin_tree_server_ahead()
 begun = children()
 # Only now is anything loaded that knows of settings.
 from tests.support.mounts.image_mounts import settings_at
 settings = settings_at(Path(sys.argv[1]))
-with begin_server(settings) as first:
+with begin_tree_server(settings) as first:
     assert children() == begun
-    with begin_server(settings) as second:
+    with begin_tree_server(settings) as second:
         assert len(children() - begun) == 1 and first.identity != second.identity
 assert not children()
 """
@@ -129,14 +129,14 @@ def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         prepare_container(settings, "nobody:1")
     assert not _children() - before
-    assert not mounts_dir(settings).exists()
+    assert not mounts_dir(settings.run_dir).exists()
 
 
 def test_no_folder_for_its_log(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     settings.run_dir.write_text("a file")
     with pytest.raises(BootseerError, match="run"):
-        begin_server(settings)
+        begin_tree_server(settings)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
             ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack"),
         ),
         (
-            "bootseer.prefetch.mounts.server_process",
-            ("fuse", "blob", "store", "prefetch.start_server"),
+            "bootseer.prefetch.serve.server",
+            ("fuse", "blob", "store", "prefetch.serve.start_server"),
         ),
-        ("bootseer.prefetch.mounts.start_server", ("fuse.kernel.server", "blob", "store")),
+        ("bootseer.prefetch.serve.start_server", ("fuse.kernel.server", "blob", "store")),
     ],
 )
 def test_a_start_loads_no_more_than_it_needs(module: str, unwanted: tuple[str, ...]) -> None:

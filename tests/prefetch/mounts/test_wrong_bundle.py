@@ -11,8 +11,8 @@ from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.format import write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.index.catalogue import read_tree
-from bootseer.prefetch.mounts.server_process import log_path
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.folders import log_path
 from bootseer.store import Store, open_store
 from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
 from tests.support.mounts.image_mounts import checksums_outside, drop_cache, mounted
@@ -65,7 +65,7 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: Node) -> None:
         # The background fill brings them: also what the kernel kept is forgotten.
         wait_for(lambda: checksums_outside(paths) == right)
         assert "not those of" in image.status()["prefetch"]["error"]
-        log = log_path(settings, image.state.id).read_text()
+        log = log_path(settings.run_dir, image.state.id).read_text()
         assert log.count("brought bytes that are not those of the image") == 1
     # The next start does without it, and has it made anew from what the index says.
     drop_streams(node)

@@ -7,8 +7,8 @@ import pytest
 
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.mounts.mount_state import take_lock
 from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
+from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from tests.support.mounts.image_mounts import (
     checksums_outside,

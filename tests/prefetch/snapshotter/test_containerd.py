@@ -19,8 +19,8 @@ import pytest
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.mount_state import live_mounts
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
 from tests.support.containers.containerd_images import add_image, layers, shell_layer
 from tests.support.containers.containerd_node import Node
@@ -83,7 +83,7 @@ def is_clean(node: Node) -> bool:
     folders = [node.root / name for name in ("snapshots", "trees", "removed")]
     return not (
         node.trees()
-        or any(True for _ in live_mounts(node.settings))
+        or any(True for _ in live_mounts(node.settings.run_dir))
         or any(path for folder in folders for path in folder.iterdir())
     )
 
@@ -116,11 +116,11 @@ def test_a_later_start_replays_what_the_first_touched(site: Site) -> None:
     node.pull(reference)
     node.run(reference, "first", "cat", "/opt/replayed")
     # The record is published when the server ends.
-    wait_for(lambda: not list(live_mounts(node.settings)))
+    wait_for(lambda: not list(live_mounts(node.settings.run_dir)))
     assert wait_published(node.settings, TIMEOUT_S)
     node.start(reference, "second", "sleep", "1000")
     try:
-        ((state_dir, state),) = live_mounts(node.settings)
+        ((state_dir, state),) = live_mounts(node.settings.run_dir)
         assert state.index_digest == record.index_digest
         # The bundle's header is fetched while the container starts.
         wait_for(lambda: node.status(state_dir)["prefetch"] is not None)

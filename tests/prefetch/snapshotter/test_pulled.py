@@ -11,13 +11,13 @@ from bootseer.linux.private_files import private_directory
 from bootseer.prefetch.index.catalogue import list_images, load_tree
 from bootseer.prefetch.index.chains import chain_ids, read_chain
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.mount_state import take_lock
 from bootseer.prefetch.publish.publishing import (
     publishing_dir,
     start_chain_publisher,
     wait_published,
 )
 from bootseer.prefetch.sources.containerd_content import open_content
+from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from tests.support.containers.containerd_images import add_image, layers
 from tests.support.containers.containerd_node import Node

@@ -12,7 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.served.folders import live_mounts
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containers.containerd_node import Node
 from tests.support.images.building import digest
@@ -39,7 +39,7 @@ def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
     add_image(node, tmp_path)
     pull(node)
     first = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
-    ((state_dir, _),) = live_mounts(node.settings)
+    ((state_dir, _),) = live_mounts(node.settings.run_dir)
     children = node.image_server_ids()
     held = subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(state_dir)], stdout=subprocess.PIPE, cwd=REPOSITORY
@@ -59,7 +59,7 @@ def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
 _HOLD = """
 import sys, time
 from pathlib import Path
-from bootseer.prefetch.mounts.mount_state import take_lock
+from bootseer.served.folders import take_lock
 while True:
     try:
         lock = take_lock(Path(sys.argv[1]), create=False)
@@ -83,7 +83,7 @@ def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal
     assert lower_of(node.call("Prepare", key="c2", parent=CHAINS[-1])) == lower
     for key in ("c1", "c2", *reversed(CHAINS)):
         node.call("Remove", key=key)
-    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings)))
+    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings.run_dir)))
 
 
 def test_a_deleted_pod_of_the_snapshotter_leaves_no_dead_mount(node: Node, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import grpc
 
 from bootseer.blob.keys import index_key
 from bootseer.prefetch.index.chains import chain_key, publish_chain_index, read_chain
-from bootseer.prefetch.mounts.mount_state import live_mounts
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
+from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containers.containerd_node import Node
@@ -31,7 +31,7 @@ def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: 
         "ENOENT",
     ]
     # So that records and bundles are those of `image run`, `image mount` and other nodes.
-    ((_, state),) = live_mounts(node.settings)
+    ((_, state),) = live_mounts(node.settings.run_dir)
     assert (state.index_digest, state.workload) == (record.index_digest, "train")
     info = node.call("Stat", key=CHAINS[-1]).info
     assert (info.parent, info.kind) == (CHAINS[0], KIND_COMMITTED)
@@ -72,7 +72,7 @@ def test_containers_share_one_mount_until_the_last_is_gone(node: Node, tmp_path:
     wait_for(lambda: len(directories(node)) == 1)
     assert node.trees() == lowers[:1]
     node.call("Remove", key=keys[-1])
-    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings)))
+    wait_for(lambda: not node.trees() and not list(live_mounts(node.settings.run_dir)))
     wait_for(lambda: not list((node.root / "trees").iterdir()))
 
 
@@ -81,7 +81,7 @@ def test_a_workload_of_its_own_has_a_mount_of_its_own(node: Node, tmp_path: Path
     pull(node)
     node.call("Prepare", key="c1", parent=CHAINS[-1])
     node.call("Prepare", key="c2", parent=CHAINS[-1], labels={WORKLOAD_LABEL: "evaluate"})
-    found = {state.workload for _, state in live_mounts(node.settings)}
+    found = {state.workload for _, state in live_mounts(node.settings.run_dir)}
     assert found == {"train", "evaluate"}
 
 
@@ -133,7 +133,7 @@ def test_a_chain_that_names_another_images_tree_is_merged_anew(fresh: Node, tmp_
         publish_chain_index(store, chain.diff_ids, other.index_digest)
     pull(fresh)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
-    ((_, state),) = live_mounts(fresh.settings)
+    ((_, state),) = live_mounts(fresh.settings.run_dir)
     assert state.index_digest == record.index_digest
 
 
@@ -155,7 +155,7 @@ def test_a_merged_tree_that_the_store_has_lost_is_merged_again(fresh: Node, tmp_
         store.delete(index_key(record.index_digest))
     pull(fresh)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
-    ((_, state),) = live_mounts(fresh.settings)
+    ((_, state),) = live_mounts(fresh.settings.run_dir)
     assert state.index_digest == record.index_digest
 
 
@@ -180,7 +180,7 @@ def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
         record = add_image(node, tmp_path)
         pull(node)
         wait_for(lambda: len(node.trees()) == 1)
-        ((_, state),) = live_mounts(node.settings)
+        ((_, state),) = live_mounts(node.settings.run_dir)
         assert state.index_digest == record.index_digest
         assert lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1])) == node.trees()[0]
         node.call("Remove", key="c1")
@@ -196,7 +196,7 @@ def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_pat
     names = ("top", "etc/base")
     expected = checksums_outside([lower / name for name in names])
     fresh.call("Remove", key="c1")
-    wait_for(lambda: not list(live_mounts(fresh.settings)))
+    wait_for(lambda: not list(live_mounts(fresh.settings.run_dir)))
     assert wait_published(fresh.settings, TIMEOUT_S)
     Path(fresh.settings.store_url.removeprefix("file://")).rename(tmp_path / "elsewhere")
     lower = lower_of(fresh.call("Prepare", key="c2", parent=CHAINS[-1]))

@@ -14,9 +14,9 @@ from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.mounts.serve_plan import ServeOptions
-from bootseer.prefetch.mounts.start_server import begin_serving
 from bootseer.prefetch.resolve.mount import unmount_image
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.streams import fill as fill_module
 from bootseer.prefetch.streams.fill import Fill
 from bootseer.prefetch.streams.streams import BlobStreams

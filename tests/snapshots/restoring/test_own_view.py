@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, exit_code_of
-from bootseer.prefetch.mounts.covers import covers
-from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.served.covering.covers import covers
+from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
@@ -78,7 +78,7 @@ def test_jobs_with_different_set_ups_have_their_own(
             two.end()
     wait_gone(node)
     assert not any(cover.path == target for cover in covers())
-    assert list(mounts_dir(node).iterdir()) == []
+    assert list(mounts_dir(node.run_dir).iterdir()) == []
     # What the second wrote was for itself.
     assert not (target / "more").exists()
     assert runs(tmp_path) == 1

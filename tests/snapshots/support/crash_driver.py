@@ -16,9 +16,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.prefetch.mounts.cover_users import has_users
-from bootseer.prefetch.mounts.covers import cover_at
-from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.served.covering.cover_users import has_users
+from bootseer.served.covering.covers import cover_at
+from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
@@ -224,7 +224,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
             unmount()
             killed = run_in_child(run, point) is None
             cover = cover_at(target)
-            if cover is not None and has_users(mounts_dir(node) / cover.id):
+            if cover is not None and has_users(mounts_dir(node.run_dir) / cover.id):
                 assert differences(original, describe(target)) == [], point
             elif cover is not None and point % 2:
                 # Not finished: its server takes it off by itself, if the next run does not.

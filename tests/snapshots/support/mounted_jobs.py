@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootseer.prefetch.mounts.covers import cover_at
+from bootseer.base.structs import to_builtins
+from bootseer.served.covering.covers import cover_at
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_to_json
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.support.mounts.snapshot_mounts import WAIT_S
@@ -18,13 +18,13 @@ from tests.support.waiting import wait_for
 _JOB = """
 import json, sys
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_from_json
+from bootseer.base.structs import from_builtins
 from bootseer.snapshots.restoring.linking.reflink import can_reflink
 from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.run import run_setup
 settings, command, targets = json.loads(sys.argv[1])
 request = Request(command=command, targets=targets)
-result = run_setup(settings_from_json(settings), request, until_exit=True)
+result = run_setup(from_builtins(settings, Settings), request, until_exit=True)
 print(json.dumps([result.how, len(result.ready_names)]), flush=True)
 sys.stdin.read()
 """
@@ -34,7 +34,7 @@ class Job(subprocess.Popen[str]):
     """A process that runs a set-up for itself, and lives on."""
 
     def __init__(self, node: Settings, request: Request) -> None:
-        what = json.dumps([settings_to_json(node), request.command, request.targets])
+        what = json.dumps([to_builtins(node), request.command, request.targets])
         super().__init__(
             [sys.executable, "-c", _JOB, what],
             stdin=subprocess.PIPE,

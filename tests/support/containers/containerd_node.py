@@ -25,10 +25,10 @@ from msgspec.structs import replace
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.mount_state import live_mounts
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
+from bootseer.served.control import ask
+from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from tests.support.containers.containerd_config import containerd_config
 from tests.support.containers.cri import call_cri, container_config, pod_config
@@ -312,7 +312,7 @@ class Node(Closing):
     def image_server_ids(self) -> list[int]:
         """The processes of the images' servers, supervisors first."""
         found = []
-        for _, state in list(live_mounts(self.settings)):
+        for _, state in list(live_mounts(self.settings.run_dir)):
             children = Path(f"/proc/{state.pid}/task/{state.pid}/children")
             with contextlib.suppress(OSError):  # one that ends meanwhile
                 found += [state.pid, *map(int, children.read_text().split())]
@@ -323,7 +323,7 @@ class Node(Closing):
         for pid in self.image_server_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not list(live_mounts(self.settings)))
+        wait_for(lambda: not list(live_mounts(self.settings.run_dir)))
 
     # ---- what is there ------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Node(Closing):
                 process.wait(20)
         _unmount_below(self.base)
         wait_published(self.settings, TIMEOUT_S)
-        wait_for(lambda: not list(live_mounts(self.settings)))
+        wait_for(lambda: not list(live_mounts(self.settings.run_dir)))
         shutil.rmtree(self.base, ignore_errors=True)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from bench.peers.flat_directory import FlatDirectory, Mode
-from bootseer.fuse.kernel import serve, supervise
+from bootseer.fuse.kernel import serve
 from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.mounting.supervisor import RestartPolicy
 from bootseer.fuse.kernel.operations import Buffer, Caller
+from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from tests.support.mounts.fuse_mount import short_options
 
 

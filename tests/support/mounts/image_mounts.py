@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.mounts.mount_state import live_mounts
-from bootseer.prefetch.mounts.serve_plan import ServeOptions
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
+from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.sources import open_source
+from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings, load_settings
 from bootseer.store import open_store
 
@@ -91,7 +91,7 @@ def mounted(
 def sweep_everything(settings: Settings) -> None:
     """Ends every mount and publisher of these settings."""
     wait_published(settings, TIMEOUT_S)
-    for _, state in list(live_mounts(settings)):
+    for _, state in list(live_mounts(settings.run_dir)):
         with contextlib.suppress(BootseerError):
             mounts.unmount(Path(state.directory), timeout_s=1)
     for mount in mounts.find_mounts("bootseer-image"):

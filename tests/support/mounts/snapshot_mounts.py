@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.covers import covers, uncover
-from bootseer.prefetch.mounts.mount_state import MountState, live_mounts
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.covering.covers import covers, uncover
+from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 
 WAIT_S = 60.0
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 def servers(settings: Settings) -> list[MountState]:
     """Of the mounts of a node, the oldest first."""
-    return [state for _, state in live_mounts(settings)]
+    return [state for _, state in live_mounts(settings.run_dir)]
 
 
 def wait_gone(settings: Settings) -> None:

@@ -1,10 +1,10 @@
 """What the next server process of a mount must know to go on: its nodes and open files.
 
-Owns the form and the growth of `<run_dir>/checkpoint-mounts/<id>.journal`: one JSON object a line,
-written before the kernel hears of what it tells. A process that is killed loses nothing of it: the
-pages are the kernel's. A line that is cut short, at the end, was never acted upon. The layouts of
-open files are kept with them, since their names may mean other generations later. Not thread-safe:
-the file system holds its lock around every call.
+Owns the form and the growth of the file `journal` in the folder of a mount's server: one JSON
+object a line, written before the kernel hears of what it tells. A process that is killed loses
+nothing of it: the pages are the kernel's. A line that is cut short, at the end, was never acted
+upon. The layouts of open files are kept with them, since their names may mean other generations
+later. Not thread-safe: the file system holds its lock around every call.
 """
 
 import base64

@@ -5,14 +5,15 @@ Owns the start of the server process and its end. Functions may be called from a
 
 import contextlib
 import os
-import signal
+import shutil
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from msgspec import Struct
 
+from bootseer.base.structs import to_line
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
     BootseerError,
@@ -21,32 +22,34 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
     UnavailableError,
-    from_oserror,
 )
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.mounted.life.control import ask
+from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier
 from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
-from bootseer.fuse.striped.mounted.life.mount_spec import (
+from bootseer.fuse.striped.mounted.life.spec import (
+    MODULE,
     SHUTDOWN_S,
+    SUBTYPE,
+    CheckpointPlan,
     MountSpec,
-    control_path,
-    forget_dead,
-    is_alive,
-    log_path,
-    read_state,
 )
-from bootseer.fuse.striped.mounted.server import SUBTYPE
 from bootseer.fuse.striped.stripe_settings import LayoutKind
-from bootseer.linux.private_files import make_private_directory
-from bootseer.linux.waiting import wait_readable
-from bootseer.served import background
+from bootseer.served.ending import end_process
+from bootseer.served.folders import (
+    log_path,
+    new_mount_dir,
+    read_state,
+    remove_mount_dir,
+    take_lock,
+    wait_released,
+)
+from bootseer.served.server_process import begin_server
 from bootseer.settings.config import Settings
 
 _START_S = 10.0
-# What a server may take to clean up once its mount is gone: it deletes what was replaced.
-_END_GRACE_S = 15.0
+_FAILED_END_S = 3.0
 # A server that was asked to go is gone after this, or has stayed: a file was being written again.
 _RESTART_S = 3.0
 _LOOK_S = 0.1
@@ -57,20 +60,30 @@ class MountedCheckpoints(Struct, frozen=True):
 
     url: str
     directory: Path
-    pid: int
-    log: Path
     run_dir: Path
+    state_dir: Path
+
+    @property
+    def log(self) -> Path:
+        """Of its server."""
+        return log_path(self.run_dir, self.state_dir.name)
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the mount, and replaces `worker_pid` when it dies."""
+        state = read_state(self.state_dir)
+        return state.pid if state is not None else 0
 
     @property
     def worker_pid(self) -> int:
-        """The process that answers now; `pid` holds the mount, and replaces it when it dies."""
-        state = read_state(self.run_dir, self.directory)
+        """The process that answers now."""
+        state = read_state(self.state_dir)
         return state.worker_pid if state is not None else 0
 
     @property
     def root_was_made(self) -> bool:
         """Whether the remote folder was not there before."""
-        state = read_state(self.run_dir, self.directory)
+        state = read_state(self.state_dir)
         return state is not None and state.root_was_made
 
     def close(self, timeout_s: float = 10.0) -> tuple[str, ...]:
@@ -151,29 +164,24 @@ def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
     Raises: BootseerError; nothing is mounted then.
     """
     run_dir = Path(spec.run_dir)
-    log = log_path(run_dir, Path(spec.directory))
+    state_dir = new_mount_dir(run_dir)
+    mounted = MountedCheckpoints(spec.url, Path(spec.directory), run_dir, state_dir)
+    what = f"the server of {spec.directory}"
     try:
-        make_private_directory(log.parent)
-    except OSError as error:
-        raise from_oserror(error, f"make the folder {log.parent}") from error
-    with background.start(
-        "bootseer.fuse.striped.mounted.server",
-        spec.to_json(),
-        what=f"the server of {spec.directory}",
-        log=log,
-    ) as starting:
-        process = starting.process
-        try:
-            starting.await_ready(spec.deadline_s + _START_S)
-        except BaseException:
-            process.kill()
-            process.wait()
-            with contextlib.suppress(BootseerError):
-                kernel.unmount(Path(spec.directory), timeout_s=0.0)
-            raise
-    # The server outlives this object: without this, collecting it would warn of a running child.
-    process.returncode = 0
-    return MountedCheckpoints(spec.url, Path(spec.directory), process.pid, log, run_dir)
+        with begin_server(run_dir, MODULE, what, identity=state_dir.name) as process:
+            process.serve(to_line(CheckpointPlan(spec, state_dir)), spec.deadline_s + _START_S)
+    except BaseException:
+        _end_failed(mounted)
+        raise
+    return mounted
+
+
+def _end_failed(mounted: MountedCheckpoints) -> None:
+    if wait_released(mounted.state_dir, _FAILED_END_S):
+        shutil.rmtree(mounted.state_dir, ignore_errors=True)
+        return
+    with contextlib.suppress(BootseerError):
+        mounted.close(0.0)
 
 
 def restart_checkpoints(
@@ -186,16 +194,12 @@ def restart_checkpoints(
     names what is being written.
     """
     path = absolute(directory)
-    state = read_state(run_dir, path)
-    if state is None or not state.is_running:
-        raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
-    control = control_path(run_dir, path)
-    before = ask(control, "status")["worker_pid"]
+    before = _ask(run_dir, path, "status")["worker_pid"]
     deadline = time.monotonic() + timeout_s
     while True:
-        unfinished = ask(control, "restart-now" if force else "restart")["unfinished"]
+        unfinished = _ask(run_dir, path, "restart-now" if force else "restart")["unfinished"]
         if not unfinished:
-            after = _await_another(control, before)
+            after = _await_another(run_dir, path, before)
             if after:
                 return after
         if time.monotonic() >= deadline:
@@ -208,13 +212,21 @@ def restart_checkpoints(
         time.sleep(_LOOK_S)
 
 
-def _await_another(control: Path, before: int) -> int:
+def _ask(run_dir: Path, path: Path, command: str) -> dict[str, Any]:
+    # One of an earlier release has another socket after its restart.
+    known = find_known(run_dir, path)
+    if known is None or not known.is_running:
+        raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
+    return known.ask(command)
+
+
+def _await_another(run_dir: Path, path: Path, before: int) -> int:
     """The id of the process that serves instead of `before`; 0 where that one stays."""
     deadline = time.monotonic() + _RESTART_S
     while time.monotonic() < deadline:
         try:
-            now = int(ask(control, "status")["worker_pid"])
-        except UnavailableError:
+            now = int(_ask(run_dir, path, "status")["worker_pid"])
+        except (UnavailableError, NotFoundError):
             # The one is gone, the other not there yet.
             deadline = max(deadline, time.monotonic() + _RESTART_S)
             now = before
@@ -236,9 +248,9 @@ def unmount_checkpoints(
     is not ours.
     """
     path = absolute(directory)
-    state = read_state(run_dir, path)
+    known = find_known(run_dir, path)
     mounted = find_mount(path)
-    if mounted is None and (state is None or not state.is_running):
+    if mounted is None and (known is None or not known.is_running):
         raise NotFoundError(f"cannot unmount {path}: no checkpoint folder is mounted there")
     if mounted is not None and mounted.subtype != SUBTYPE:
         raise InvalidInputError(
@@ -248,34 +260,16 @@ def unmount_checkpoints(
     if mounted is not None:
         # The server sees its connection end, and ends.
         kernel.unmount(path, timeout_s=timeout_s)
-    if state is not None and state.is_running:
-        for pid, ticks in state.processes:
-            _end_process(pid, ticks)
-    forget_dead(run_dir, path)
-    ended = read_state(run_dir, path)
+    if known is None:
+        return ()
+    if known.is_running:
+        for process in known.processes:
+            end_process(*process)
+    if known.folder is None:
+        return forget_earlier(known)
+    ended = read_state(known.folder)
+    with contextlib.suppress(OSError):
+        lock = take_lock(known.folder, create=False)
+        remove_mount_dir(known.folder)
+        os.close(lock)
     return ended.unwritten if ended is not None else ()
-
-
-def _end_process(pid: int, ticks: int) -> None:
-    """Wait for a process of the server; it cleans up for a while. Then SIGTERM, then SIGKILL."""
-    if not is_alive(pid, ticks):
-        return
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except OSError as error:
-        raise from_oserror(error, f"reach the server process {pid}") from error
-    try:
-        # Between reading the state and this the process may have ended, and its id been reused.
-        if not is_alive(pid, ticks):
-            return
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, number)
-            if wait_readable([process], _END_GRACE_S):
-                return
-        raise DeadlineError(f"the server process {pid} does not end")
-    finally:
-        os.close(process)

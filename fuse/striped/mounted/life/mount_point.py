@@ -11,10 +11,10 @@ import logging
 import os
 from pathlib import Path
 
-from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
+from bootseer.errors import InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mounting.mounts import absolute, detach, find_mount
-from bootseer.fuse.striped.mounted.life.mount_spec import read_state
-from bootseer.fuse.striped.mounted.server import SUBTYPE
+from bootseer.fuse.striped.mounted.life.known import find_known
+from bootseer.fuse.striped.mounted.life.spec import SUBTYPE
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
 
     A mount that answers stays. Raises: BootseerError.
     """
-    # Nor is it asked then: a server that is there but stuck would keep us waiting.
-    if _is_served(run_dir, directory):
+    # Servers of other containers are asked; one of ours that is stuck would keep us waiting.
+    known = find_known(run_dir, directory)
+    if known is not None and known.is_running:
         return
     while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
         try:
@@ -44,15 +45,6 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
                 return
         _log.info("taking a mount off %s whose server is gone", directory)
         detach(directory, lazy=True)
-
-
-def _is_served(run_dir: Path, directory: Path) -> bool:
-    """Whether a server with this run directory lives. Others, of another container, are asked."""
-    try:
-        state = read_state(run_dir, directory)
-    except BootseerError:
-        return False
-    return state is not None and state.is_running
 
 
 def make_mount_point(run_dir: Path, directory: Path) -> None:

@@ -13,18 +13,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.redact import public_url, redact
+from bootseer.base.redact import redact
 from bootseer.base.structs import asdict
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounting.mounts import absolute
-from bootseer.fuse.striped.mounted.life.control import ask
-from bootseer.fuse.striped.mounted.life.mount_spec import (
-    MountState,
-    control_path,
-    read_state,
-    states,
-)
+from bootseer.fuse.striped.mounted.life.known import KnownMount, find_known, known_mounts
 from bootseer.fuse.striped.statistics import Statistics
+from bootseer.served.folders import MountState
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
@@ -69,11 +64,11 @@ def status_document(
 ) -> dict[str, Any]:
     """The answer to "status"."""
     return {
-        "url": public_url(state.url),
+        "url": state.reference,
         "directory": state.directory,
         "pid": state.pid,
         "worker_pid": state.worker_pid,
-        "uptime_s": max(0.0, time.time() - state.started_s),
+        "uptime_s": max(0.0, time.time() - state.started_ns / 1e9),
         **asdict(opened),
         "memory": dict(memory),
         "statistics": asdict(statistics),
@@ -87,31 +82,30 @@ def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
     Raises: NotFoundError where none of this user's is there; UnavailableError, DeadlineError.
     """
     path = absolute(directory)
-    state = read_state(run_dir, path)
-    if state is None or not state.is_running:
+    known = find_known(run_dir, path)
+    if known is None or not known.is_running:
         raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
-    return _with_rates(control_path(run_dir, path))
+    return _with_rates(known)
 
 
 def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
     """Of every running mount of this user; one that does not answer is shown as that."""
     found = []
-    for state in states(run_dir):
-        if not state.is_running:
+    for known in known_mounts(run_dir):
+        if not known.is_running:
             continue
         try:
-            found.append(_with_rates(control_path(run_dir, Path(state.directory))))
+            found.append(_with_rates(known))
         except OSError as error:
-            found.append(
-                {"url": public_url(state.url), "directory": state.directory, "problem": str(error)}
-            )
+            url, directory = known.state.reference, known.state.directory
+            found.append({"url": url, "directory": directory, "problem": str(error)})
     return found
 
 
-def _with_rates(control: Path) -> dict[str, Any]:
-    before = ask(control, "status")["statistics"]
+def _with_rates(known: KnownMount) -> dict[str, Any]:
+    before = known.ask("status")["statistics"]
     time.sleep(_RATE_S)
-    answer = ask(control, "status")
+    answer = known.ask("status")
     after = answer["statistics"]
     # Another process may serve now, whose counts began anew.
     elapsed_s = max(after["uptime_s"] - before["uptime_s"], _RATE_S)

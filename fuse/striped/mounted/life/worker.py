@@ -25,25 +25,18 @@ from bootseer.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from bootseer.fuse.kernel.mounting.supervisor import HANDED_OVER
 from bootseer.fuse.striped.memory import content_bytes
-from bootseer.fuse.striped.mounted.life.control import ControlServer
 from bootseer.fuse.striped.mounted.life.journal import Journal, Record, read_journal
-from bootseer.fuse.striped.mounted.life.mount_spec import (
-    MountSpec,
-    MountState,
-    control_path,
-    journal_path,
-    read_state,
-    start_ticks,
-    write_state,
-)
+from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
 from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.operations.presentation import Ownership
 from bootseer.fuse.striped.mounted.warm import warm_newest
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import start_time
+from bootseer.served.control import ControlServer
+from bootseer.served.folders import read_state, write_state
+from bootseer.served.supervision.supervisor import HANDED_OVER
 from bootseer.store import open_backend
 
 _log = logging.getLogger(__name__)
@@ -79,7 +72,7 @@ class MountedFileSystem(StripedFileSystem):
     """The file system of one worker process, with all that belongs to the process."""
 
     def __init__(
-        self, spec: MountSpec, *, owner_fd: int | None, can_restart: bool, passes_files: bool
+        self, plan: CheckpointPlan, *, owner_fd: int | None, can_restart: bool, passes_files: bool
     ) -> None:
         """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
         kernel would repeat to a successor what is under way. `passes_files`: whether it may read
@@ -88,14 +81,14 @@ class MountedFileSystem(StripedFileSystem):
         Raises: BootseerError.
         """
         _keep_freed_memory()
-        self._spec = spec
-        self._run_dir, self._directory = Path(spec.run_dir), Path(spec.directory)
+        spec = self._spec = plan.spec
+        self._folder = plan.state_dir
         self._owner_fd = owner_fd
         self._can_restart = can_restart
         self._errors = RecentErrors()
         logging.getLogger("bootseer").addHandler(self._errors)
         self._stopping = threading.Event()
-        path = journal_path(self._run_dir, self._directory)
+        path = self._folder / JOURNAL
         self._is_successor = path.exists()
         records = _inherited_records(path)
         storage = StripedStorage(
@@ -125,52 +118,47 @@ class MountedFileSystem(StripedFileSystem):
 
     def mounted(self) -> None:
         """Requests may come."""
+        state = read_state(self._folder)
+        if state is None:
+            raise CorruptError(f"{self._folder} does not say what is mounted")
         self._state = replace(
-            read_state(self._run_dir, self._directory) or MountState.of_this_process(self._spec),
+            state,
             worker_pid=os.getpid(),
-            worker_ticks=start_ticks(os.getpid()) or 0,
+            worker_started=start_time(os.getpid()),
+            root_was_made=self._root_was_made or state.root_was_made,
         )
-        if self._root_was_made:
-            self._state = replace(self._state, root_was_made=True)
-        write_state(self._run_dir, self._state)
+        write_state(self._folder, self._state)
         self._control = ControlServer(
-            control_path(self._run_dir, self._directory),
+            self._folder,
             {
                 "status": self._tell_status,
                 "restart": self._restart,
                 "restart-now": lambda: self._restart(now=True),
             },
         )
+        if self._owner_fd is not None:
+            # Handled as when somebody sends it: unmount, and end.
+            self._control.watch_descriptor(
+                self._owner_fd, lambda: os.kill(os.getpid(), signal.SIGTERM)
+            )
+        self._control.start()
         if self._spec.warm and not self._is_successor:
             threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
-        if self._owner_fd is not None:
-            threading.Thread(target=self._await_owner, name="owner", daemon=True).start()
 
     def destroyed(self) -> None:
         """Requests come no more: nobody takes over."""
         self._stopping.set()
         self._control.close()
         super().destroyed()
-        with contextlib.suppress(BootseerError):
-            write_state(self._run_dir, replace(self._state, unwritten=tuple(self.unwritten)))
-        # The supervisor does so, too, unless it was killed.
-        for path in (
-            journal_path(self._run_dir, self._directory),
-            control_path(self._run_dir, self._directory),
-        ):
-            path.unlink(missing_ok=True)
+        if self.unwritten:
+            with contextlib.suppress(BootseerError):
+                write_state(self._folder, replace(self._state, unwritten=tuple(self.unwritten)))
         self._storage.close()
 
     def _warm(self) -> None:
         budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)
         count = warm_newest(self._storage, budget_bytes, self._stopping.is_set)
         _log.info("read %d bytes of the newest checkpoint ahead", count)
-
-    def _await_owner(self) -> None:
-        assert self._owner_fd is not None
-        wait_readable([self._owner_fd], None)
-        # Handled as when somebody sends it: unmount, and end.
-        os.kill(os.getpid(), signal.SIGTERM)
 
     # ---- what is asked of it --------------------------------------------------------------
 

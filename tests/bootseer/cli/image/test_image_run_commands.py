@@ -13,7 +13,7 @@ from bootseer.cli import cli
 from bootseer.cli.image.image_run_commands import COMMANDS
 from bootseer.cli.image.image_trace_commands import trace
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from tests.support.mounts.image_mounts import (
     bootseer,
@@ -102,7 +102,7 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
             # 130: the signal came before the command knew that the mount works.
             assert process.wait(30) in ((0, 130) if end == "signal" else (0,))
         wait_for(lambda: mounts.find_mount(directory) is None)
-        wait_for(lambda: list(live_mounts(settings)) == [])
+        wait_for(lambda: list(live_mounts(settings.run_dir)) == [])
 
 
 @pytest.mark.fuse

@@ -8,19 +8,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.striped.mounted.life.control import ask
-from bootseer.fuse.striped.mounted.life.mount_spec import (
-    MountState,
-    control_path,
-    forget_ended,
-    journal_path,
-    log_path,
-    read_state,
-    start_ticks,
-    states,
-    write_state,
-)
 from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
+from bootseer.served.control import ask
 from tests.fuse.striped.support.mounting import checkpoints, shell
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.mounts.fuse_mount import check_python, run
@@ -52,7 +41,7 @@ def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str)
         assert only["directory"] == str(mountpoint)
         assert only["unfinished"] == []
         with pytest.raises(UnavailableError, match="unknown command"):
-            ask(control_path(mount.run_dir, mountpoint), "nonsense")
+            ask(mount.state_dir, "nonsense")
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir), "mount"]
         shown = run([*command, "--status", str(mountpoint)])
         assert "sequential streams" in shown.stdout, shown.stderr
@@ -102,43 +91,3 @@ def test_owner_and_umask_decide_who_may_write(
         ]
         shell(f"{as_group} cat {{d}}/sub/f; ! {as_group} touch {{d}}/sub/g", d=mountpoint)
         shell(f"! {as_other} ls {{d}}", d=mountpoint)
-
-
-def test_mounts_that_ended_long_ago_are_forgotten(
-    tmp_path: Path, mountpoint: Path, local_url: str
-) -> None:
-    """Jobs mount on folders of their own: each left a state and a log on the node for good."""
-    run_dir = tmp_path / "run"
-    for number in range(40):
-        directory = tmp_path / f"job-{number}"
-        is_recent, is_ended = number < 5, number != 20
-        write_state(run_dir, MountState(local_url, str(directory), 1, 0, ended=is_ended))
-        log_path(run_dir, directory).touch()
-        path = log_path(run_dir, directory).with_suffix(".json")
-        os.utime(path, (number, number) if not is_recent else None)
-    (tmp_path / "stored").mkdir()
-    with checkpoints(tmp_path, mountpoint, local_url):
-        pass
-    kept = {Path(state.directory).name for state in states(run_dir)}
-    # The newest twenty are this mount, those of the last hour, and fourteen more.
-    assert kept == {mountpoint.name, *(f"job-{n}" for n in (0, 1, 2, 3, 4, *range(26, 40)))}
-    assert len(list((run_dir / "checkpoint-mounts").glob("*.log"))) == len(kept)
-
-
-def test_what_killed_servers_left_goes_with_the_end_of_another(
-    tmp_path: Path, local_url: str
-) -> None:
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoint-mounts").mkdir(parents=True, mode=0o700)
-    pids = {"dead": 0, "alive": os.getpid()}
-    for name, pid in pids.items():
-        directory = tmp_path / name
-        write_state(run_dir, MountState(local_url, str(directory), pid, start_ticks(pid) or 0))
-        for path in (journal_path(run_dir, directory), control_path(run_dir, directory)):
-            path.touch()
-    forget_ended(run_dir)
-    for name, count in (("dead", 0), ("alive", 2)):
-        directory = tmp_path / name
-        paths = (journal_path(run_dir, directory), control_path(run_dir, directory))
-        assert sum(path.exists() for path in paths) == count
-        assert read_state(run_dir, directory) is not None

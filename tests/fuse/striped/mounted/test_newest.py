@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import CorruptError
 from bootseer.fuse.striped.doors.copy import copy_in, open_storage
-from bootseer.fuse.striped.mounted.life.mount_spec import (
-    MountState,
-    read_state,
-    state_path,
-    write_state,
-)
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from bootseer.fuse.striped.mounted.newest import steps, tracked_name
 from bootseer.fuse.striped.mounted.warm import newest_files, warm_newest
@@ -223,14 +216,3 @@ def test_nothing_to_warm(tmp_path: Path) -> None:
     storage = storage_on(tmp_path / "empty")
     assert list(newest_files(storage)) == []
     storage.close()
-
-
-def test_the_state_of_a_mount_survives_and_is_checked(tmp_path: Path) -> None:
-    assert read_state(tmp_path, Path("/m")) is None
-    state = MountState("file:///x", "/m", 1, 2, unwritten=("a",))
-    write_state(tmp_path, state)
-    assert read_state(tmp_path, Path("/m")) == state
-    assert not state.is_running
-    state_path(tmp_path, Path("/m")).write_text("{}")
-    with pytest.raises(CorruptError):
-        read_state(tmp_path, Path("/m"))

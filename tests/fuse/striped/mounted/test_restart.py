@@ -14,7 +14,6 @@ import pytest
 from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
-from bootseer.fuse.striped.mounted.life.mount_spec import journal_path
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.striped.support.mounting import checkpoints, end, shell
 from tests.support.mounts.fuse_mount import check_python, run
@@ -205,7 +204,7 @@ def test_a_damaged_journal_costs_what_is_open_and_not_the_mount(
 ) -> None:
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
         shell("mkdir {d}/sub; echo content > {d}/sub/f", d=mountpoint)
-        journal_path(mount.run_dir, mountpoint).write_text("nonsense\n")
+        (mount.state_dir / "journal").write_text("nonsense\n")
         kill_the_worker(mount)
         time.sleep(1.1)
         check_python(

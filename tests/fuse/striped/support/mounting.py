@@ -14,6 +14,8 @@ from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
     mount_spec,
 )
+from bootseer.linux.processes import start_time
+from bootseer.served.folders import read_state
 from bootseer.settings.config import Settings, load_config
 from tests.support.mounts.fuse_mount import clear_mount, run
 
@@ -40,13 +42,12 @@ def checkpoints(
     try:
         yield made
     finally:
+        state = read_state(made.state_dir)
         with contextlib.suppress(BootseerError):
             made.close(2.0)
         clear_mount(mountpoint)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(made.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(made.pid, 0)
+        if state is not None and start_time(state.pid) == state.pid_started:
+            os.kill(state.pid, signal.SIGKILL)
 
 
 def shell(command: str, **paths: Path) -> str:

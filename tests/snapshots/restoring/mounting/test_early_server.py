@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.__main__ import is_mounting
-from bootseer.prefetch.mounts.mount_state import live_mounts
-from bootseer.prefetch.mounts.server_process import log_path
+from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
@@ -55,7 +54,7 @@ _UNWANTED = (
 )
 _TELLING = """
 import sys
-from bootseer.prefetch.mounts.server_process import ServerProcess
+from bootseer.served.server_process import ServerProcess
 wait = ServerProcess.wait
 def tell(self):
     print(*sys.modules)
@@ -99,10 +98,10 @@ def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
     try:
         restore = ("snapshot", "restore", key, "--mode", "mount")
         loaded = _bootseer(node, tmp_path, *restore, code=_TELLING).split()
-        ((_, state),) = live_mounts(node)
-        log = log_path(node, state.id)
+        ((_, state),) = live_mounts(node.run_dir)
+        log = log_path(node.run_dir, state.id)
         assert (target / "file").read_text() == "content"
-        assert "serve: " in log.read_text(), "it found its log once it was told"
+        assert " INFO " in log.read_text(), "it found its log once it was told"
         assert log.stat().st_mode & 0o777 == 0o600
         unmount_snapshot(node, target)
     finally:
@@ -126,7 +125,7 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         assert (target / "children").read_text().split() == [(target / "shell").read_text().strip()]
         shutil.rmtree(target)
         run()
-        ((_, state),) = live_mounts(node)
+        ((_, state),) = live_mounts(node.run_dir)
         shown = Path(f"/proc/{state.pid}/cmdline").read_text().rstrip("\0").split("\0")
         assert shown[:3] == ["python", "-m", "bootseer.prefetch.serve.server"]
         assert (target / "shell").exists()

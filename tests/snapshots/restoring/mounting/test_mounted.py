@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.covers import cover_at
-from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.served.control import ask
+from bootseer.served.covering.covers import cover_at
+from bootseer.served.folders import live_mounts
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.early import server_ahead
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
@@ -160,7 +160,7 @@ def test_compiled_files_stay_valid_and_a_second_node_replays(
     for name in ("b", "c"):
         node = mounting(name)
         assert run_setup(node, request).mode == "mount"
-        ((state_dir, state),) = live_mounts(node)
+        ((state_dir, state),) = live_mounts(node.run_dir)
         compiled = sorted(target.rglob("*.pyc"))
         times = [path.stat().st_mtime_ns for path in compiled]
         assert outside(code) == "42\n"

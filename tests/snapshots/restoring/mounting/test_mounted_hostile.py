@@ -11,8 +11,8 @@ from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.mounts.covers import cover_at
-from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.served.covering.covers import cover_at
+from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Stored
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
@@ -61,6 +61,6 @@ def test_hostile_names_are_never_shown(
         assert cover_at(target) is None
         assert not target.exists()
         # The server removes its folder at last, when it is known to end already.
-        wait_for(lambda: not list(mounts_dir(node).iterdir()), "the folder's end")
+        wait_for(lambda: not list(mounts_dir(node.run_dir).iterdir()), "the folder's end")
     finally:
         end_everything(tmp_path, node)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch.mounts.covers import cover_at
-from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.served.covering.covers import cover_at
+from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from tests.snapshots.conftest import MakeNode
@@ -144,4 +144,4 @@ def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
     node = replace(mounting("b"), restore_mode="auto")
     result = run_setup(node, request)
     assert (result.mode, result.mode_reason) == ("extract", "it is small")
-    assert not mounts_dir(node).exists()
+    assert not mounts_dir(node.run_dir).exists()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.mounts.cover_users import add_user, leave
-from bootseer.prefetch.mounts.covers import covers, parse_covers
-from bootseer.prefetch.mounts.mount_state import mounts_dir
+from bootseer.served.covering.cover_users import add_user, leave
+from bootseer.served.covering.covers import covers, parse_covers
+from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import environment_of
@@ -75,7 +75,8 @@ def test_nothing_is_left_of_several_set_ups_on_one_folder(
     wait_for(lambda: not _is_left(target), "the end of all mounts of the job")
     wait_gone(node)
     wait_for(
-        lambda: not list(mounts_dir(node).iterdir()), "the removal of the folders of all mounts"
+        lambda: not list(mounts_dir(node.run_dir).iterdir()),
+        "the removal of the folders of all mounts",
     )
     assert list(target.iterdir()) == []
 
@@ -89,10 +90,10 @@ def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: 
         _wait_ready(job)
         lower, upper = (cover for cover in covers() if cover.path == target)
         assert (lower.is_topmost, upper.is_topmost) == (False, True)
-        add_user(mounts_dir(node) / upper.id, other.pid)
+        add_user(mounts_dir(node.run_dir) / upper.id, other.pid)
         job.kill()
         job.wait(WAIT_S)
-        assert leave(mounts_dir(node) / lower.id) == other.pid
+        assert leave(mounts_dir(node.run_dir) / lower.id) == other.pid
         assert (target / "file1").read_text() == "1\n"
         other.kill()
         other.wait(WAIT_S)

@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
-from bootseer.prefetch.mounts.control import ask
-from bootseer.prefetch.mounts.covers import cover_at
-from bootseer.prefetch.mounts.mount_state import live_mounts
+from bootseer.served.control import ask
+from bootseer.served.covering.covers import cover_at
+from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.linking import linked_mount as held
@@ -67,7 +67,7 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     with Job(node, request) as job:
         assert run_setup(node, request).how == "in place"
         job.end()
-    ((state_dir, _),) = live_mounts(node)
+    ((state_dir, _),) = live_mounts(node.run_dir)
     # Neither does a new worker, which finds its first user gone.
     os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
     assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
@@ -95,7 +95,7 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     captured(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
-    ((state_dir, state),) = live_mounts(node)
+    ((state_dir, state),) = live_mounts(node.run_dir)
     pids = [state.pid]
     if node.restore_mode == "mount":
         # Nobody is to be left who could serve.

@@ -5,39 +5,31 @@ The caller's side of `prefetch.serve`, which it does not load. Any thread.
 """
 
 import contextlib
-import json
-import logging
 import os
 import shutil
 import time
 from pathlib import Path
 
+from bootseer.base.structs import to_line
 from bootseer.errors import (
     BootseerError,
     BusyError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
 )
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.prefetch.mounts.mount_state import (
-    MountState,
-    is_alive,
-    new_mount_dir,
-    wait_released,
-)
-from bootseer.prefetch.mounts.serve_plan import (
+from bootseer.prefetch.serve.serve_plan import (
     DEFAULTS,
     RECORD_MODES,
     ServeOptions,
     ServePlan,
-    plan_to_json,
 )
-from bootseer.prefetch.mounts.server_process import ServerProcess, begin_server
+from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.ending import end_server
+from bootseer.served.folders import MountState, is_alive, new_mount_dir, wait_released
 from bootseer.served.ready_socket import new_ready_name
+from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
-
-_log = logging.getLogger(__name__)
 
 _FAILED_END_S = 3.0
 
@@ -84,11 +76,12 @@ def begin_serving(
     `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.
     """
-    record = options.record
-    if record not in RECORD_MODES:
-        raise InvalidInputError(f"record is {record!r}; use one of {', '.join(RECORD_MODES)}")
+    if options.record not in RECORD_MODES:
+        raise InvalidInputError(
+            f"record is {options.record!r}; use one of {', '.join(RECORD_MODES)}"
+        )
     path = check_mount_point(directory)
-    state_dir = state_dir or new_mount_dir(settings)
+    state_dir = state_dir or new_mount_dir(settings.run_dir)
     state = MountState(
         id=state_dir.name,
         reference=name,
@@ -105,20 +98,13 @@ def begin_serving(
         state=state,
         state_dir=state_dir,
         ready_name=new_ready_name(),
-        record=record,
-        prefetch=options.prefetch,
-        window_s=options.window_s,
-        readahead_bytes=options.readahead_bytes,
-        watch_pid=options.watch_pid,
-        owner=options.owner,
-        is_local=options.is_local,
-        checks_index=options.checks_index,
+        options=options,
         # Other users' processes in a container are let in; without root the kernel refuses.
         allow_other=os.geteuid() == 0,
     )
     try:
-        process = process or begin_server(settings, identity=state.id)
-        process.hand(json.dumps(plan_to_json(plan)))
+        process = process or begin_tree_server(settings, identity=state.id)
+        process.hand(to_line(plan))
     except BaseException:
         _end_failed(plan)
         raise
@@ -149,19 +135,3 @@ def check_mount_point(directory: Path) -> Path:
             raise InvalidInputError(f"cannot mount on {path}: it is not a directory")
         raise NotFoundError(f"cannot mount on {path}: there is no such directory; create it")
     return path
-
-
-def end_server(state_dir: Path, state: MountState, timeout_s: float) -> None:
-    """Unmount a tree and wait for its server to end. Raises: BootseerError."""
-    path = Path(state.directory)
-    try:
-        mounts.unmount(path, timeout_s=timeout_s)
-    except InvalidInputError:
-        pass  # Detached, or unmounted by somebody else: the server ends by itself.
-    if not wait_released(state_dir, timeout_s):
-        if mounts.find_mount(path) is not None:
-            raise DeadlineError(
-                f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
-            )
-        # It may take a while to make a large cache durable; nobody needs to wait for that.
-        _log.info("the server of %s still tidies up", path)

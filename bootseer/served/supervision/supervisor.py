@@ -37,8 +37,11 @@ from bootseer.errors import InvalidInputError, UnavailableError
 from bootseer.fuse.kernel.mounting import control, mounts
 from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.mounting.options import MountOptions
-from bootseer.fuse.kernel.mounting.pulse import Pulse
-from bootseer.fuse.kernel.mounting.worker_end import (
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.server import Attached, Server, attach
+from bootseer.linux.waiting import wait_readable
+from bootseer.served.supervision.pulse import Pulse
+from bootseer.served.supervision.worker_end import (
     code_of,
     died_of,
     ends_within,
@@ -46,9 +49,6 @@ from bootseer.fuse.kernel.mounting.worker_end import (
     reap,
     reap_ended,
 )
-from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.server import Attached, Server, attach
-from bootseer.linux.waiting import wait_readable
 
 log = logging.getLogger(__name__)
 

@@ -3,17 +3,13 @@
 Light: whoever starts a server loads no more than this.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
 from bootseer.prefetch.cache.stream_keys import claimant_of
-from bootseer.prefetch.mounts.mount_state import MountState
+from bootseer.served.folders import MountState
 from bootseer.settings.config import Settings
-from bootseer.settings.settings_json import settings_from_json, settings_to_json
 
 SUBTYPE = "bootseer-image"
 """Of the FUSE mount."""
@@ -63,21 +59,13 @@ DEFAULTS = ServeOptions()
 
 
 class ServePlan(Struct, frozen=True):
-    """What one server is to do."""
+    """What one server is to do: a line of JSON on its standard input."""
 
     settings: Settings
     state: MountState
     state_dir: Path
     ready_name: str
-    record: str
-    """This and what follows is as in `ServeOptions`."""
-    prefetch: bool
-    window_s: float
-    readahead_bytes: int
-    watch_pid: int | None
-    owner: tuple[int, int] | None
-    is_local: bool
-    checks_index: bool
+    options: ServeOptions
     allow_other: bool
     """Let other users' processes in."""
 
@@ -85,40 +73,3 @@ class ServePlan(Struct, frozen=True):
     def claimant(self) -> str:
         """For whom bytes that nothing proves yet are believed."""
         return claimant_of(self.state.index_digest, self.settings.store_url)
-
-
-def plan_to_json(plan: ServePlan) -> dict[str, Any]:
-    """For the server's standard input."""
-    return {
-        **{name: getattr(plan, name) for name in _PLAIN},
-        "settings": settings_to_json(plan.settings),
-        "state": asdict(plan.state),
-        "state_dir": str(plan.state_dir),
-    }
-
-
-_PLAIN = (
-    "ready_name",
-    "record",
-    "prefetch",
-    "window_s",
-    "readahead_bytes",
-    "watch_pid",
-    "owner",
-    "is_local",
-    "checks_index",
-    "allow_other",
-)
-
-
-def plan_from_json(document: Mapping[str, Any]) -> ServePlan:
-    """The inverse; the document is our own."""
-    plain = {name: document[name] for name in _PLAIN}
-    owner = plain["owner"]
-    plain["owner"] = None if owner is None else (owner[0], owner[1])
-    return ServePlan(
-        settings=settings_from_json(document["settings"]),
-        state=MountState(**document["state"]),
-        state_dir=Path(document["state_dir"]),
-        **plain,
-    )

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
-from bootseer.prefetch.mounts.covers import Cover, cover_at, covers, uncover
-from bootseer.prefetch.mounts.mount_state import is_alive, mounts_dir
-from bootseer.settings.config import Settings
+from bootseer.served.covering.covers import Cover, cover_at, covers, uncover
+from bootseer.served.folders import is_alive, mounts_dir
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ _KEEP = "keep"
 _USERS = "users"
 
 
-def sweep_covers(settings: Settings) -> int:
+def sweep_covers(run_dir: Path) -> int:
     """Take off covers whose server died: they answer nothing any more. Returns how many. Never
     raises."""
     count = 0
@@ -32,7 +31,7 @@ def sweep_covers(settings: Settings) -> int:
     with contextlib.suppress(OSError):
         found = covers()
     for cover in reversed(found):
-        state_dir = mounts_dir(settings) / cover.id
+        state_dir = mounts_dir(run_dir) / cover.id
         # What another run folder knows is not for us to judge.
         if not state_dir.is_dir() or is_alive(state_dir):
             continue

@@ -1,0 +1,225 @@
+"""Asking a server: a private stream socket in its folder.
+
+Alone owns the exchange, both sides of it: a request is one line of JSON that names a command, its
+answer another. Only the server's own user and root are heard. `ControlServer` is one thread of the
+server's process that waits for clients, and for the other things that a server waits for: the word
+that a start is over, a time, the end of a process. Its callbacks run in that thread and must be
+quick. `ask` is the other side, for any thread.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from bootseer.served.ready_socket import ReadySocket
+
+_log = logging.getLogger(__name__)
+
+Command = Callable[[], Mapping[str, Any]]
+
+_NAME = "control"
+_CLIENT_S = 2.0
+"""A client that says nothing for so long is hung up on: it holds up the others."""
+_REQUEST_BYTES_MAX = 4096
+_ANSWER_BYTES_MAX = 2**22
+_CREDENTIALS = struct.Struct("3i")
+
+
+class ControlServer:
+    """Answers commands from `start` until closed, or until the process ends."""
+
+    def __init__(
+        self, directory: Path, commands: Mapping[str, Command], ready_name: str | None = None
+    ) -> None:
+        """`ready_name`: an entry of BOOTSEER_READY_SOCKETS, at which to listen for the job's word.
+
+        Raises: BootseerError when the socket cannot be made.
+        """
+        self._commands = commands
+        self._selector = selectors.DefaultSelector()
+        self._timer: tuple[float, Callable[[], None]] | None = None
+        self._on_ready: Callable[[], None] | None = None
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._closing = False
+        try:
+            self._listener = _listen(directory / _NAME)
+        except OSError as error:
+            raise from_oserror(error, f"make the control socket of {directory}") from error
+        self._ready = None if ready_name is None else ReadySocket(ready_name)
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for source in (self._listener, self._wake_read):
+            self._selector.register(source, selectors.EVENT_READ)
+        if self._ready is not None:
+            self._selector.register(self._ready, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(
+        self,
+        on_ready: Callable[[], None] | None = None,
+        window_s: float = 0.0,
+        on_window: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin. `on_window` is called once, after `window_s` seconds."""
+        self._on_ready = on_ready
+        if on_window is not None:
+            self._timer = (time.monotonic() + window_s, on_window)
+        self._thread.start()
+
+    def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
+        """Call `on_exit` when process `pid` ends; before `start`. Raises: OSError."""
+        self.watch_descriptor(os.pidfd_open(pid), on_exit)
+
+    def watch_descriptor(self, fd: int, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` once, when `fd` is readable; it is closed then. Before `start`."""
+        self._watched[fd] = on_readable
+        self._selector.register(fd, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_CLIENT_S + 1)
+        self._listener.close()
+        if self._ready is not None:
+            self._ready.close()
+
+    def _run(self) -> None:
+        while not self._closing:
+            timeout_s = None
+            if self._timer is not None:
+                timeout_s = max(self._timer[0] - time.monotonic(), 0)
+            events = self._selector.select(timeout_s)
+            if self._timer is not None and time.monotonic() >= self._timer[0]:
+                _, callback = self._timer
+                self._timer = None
+                self._call(callback)
+            for key, _ in events:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._ready:
+                    self._receive_ready()
+                elif key.fd in self._watched:
+                    self._selector.unregister(key.fd)
+                    self._call(self._watched.pop(key.fd))
+                    os.close(key.fd)
+
+    @staticmethod
+    def _call(callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except (BootseerError, OSError) as error:
+            _log.warning("%s", error)
+
+    def _receive_ready(self) -> None:
+        assert self._ready is not None
+        if self._ready.take() and self._on_ready is not None:
+            self._call(self._on_ready)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:
+            _log.debug("a client hung up: %s", error)
+            return
+        _answer_client(client, self._commands)
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """The socket's path within the 107 bytes that an address has, however deep it lies."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listener at `path`, in place of one that a killed predecessor left. Raises: OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        with _short(path) as short:
+            listener.bind(short)
+            os.chmod(short, 0o600)
+        listener.listen(16)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answer_client(client: socket.socket, commands: Mapping[str, Command]) -> None:
+    """Read one request, carry it out, answer, and hang up. Never raises OSError."""
+    with client:
+        try:
+            client.settimeout(_CLIENT_S)
+            client.sendall(json.dumps(_answer(client, commands), default=str).encode() + b"\n")
+        except OSError as error:
+            _log.debug("a client hung up: %s", error)
+
+
+def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[str, Any]:
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid not in (0, os.geteuid()):
+        return {"error": "not permitted"}
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _REQUEST_BYTES_MAX:
+        part = client.recv(_REQUEST_BYTES_MAX)
+        if not part:
+            break
+        line += part
+    try:
+        command = commands[json.loads(line)["command"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {"error": "unknown command"}
+    try:
+        return command()
+    except (BootseerError, OSError) as error:
+        return {"error": str(error)}
+
+
+def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """The answer of the server whose folder this is. Raises: UnavailableError, DeadlineError."""
+    return ask_at(directory / _NAME, command, timeout_s=timeout_s)
+
+
+def ask_at(path: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """As `ask`, of the server whose socket lies at `path`."""
+    whom = f"the server of the mount {path.parent.name}"
+    answer = b""
+    try:
+        with (
+            _short(path) as short,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
+        ):
+            connection.settimeout(timeout_s)
+            connection.connect(short)
+            connection.sendall(json.dumps({"command": command}).encode() + b"\n")
+            while not answer.endswith(b"\n") and len(answer) < _ANSWER_BYTES_MAX:
+                part = connection.recv(65536)
+                if not part:
+                    break
+                answer += part
+        document = json.loads(answer)
+    except TimeoutError as error:
+        raise DeadlineError(f"{whom} did not answer in {timeout_s:g} s") from error
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{whom} does not answer: {error}") from error
+    if not isinstance(document, dict) or "error" in document:
+        reason = document.get("error") if isinstance(document, dict) else "nonsense"
+        raise UnavailableError(f"{whom} says: {reason}")
+    return document

@@ -1,0 +1,1 @@
+"""Overlays that show what is served, or lies here whole, on directories of the host."""

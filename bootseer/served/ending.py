@@ -1,0 +1,192 @@
+"""How a server's life ends: asked to, forced to, or found dead.
+
+Alone unmounts what servers have mounted, ends their processes, and removes what killed ones left:
+`sweep`, which every server that begins calls. What another user's folder says about where to
+unmount and what to remove is not for us. Edge module; any thread.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import namespaces
+from bootseer.linux.private_files import is_own
+from bootseer.linux.processes import start_time
+from bootseer.linux.removal import remove_tree
+from bootseer.linux.waiting import wait_readable
+from bootseer.served.covering.covers import covers, uncover_all
+from bootseer.served.folders import (
+    MountState,
+    dead_mounts,
+    is_alive,
+    mounts_dir,
+    read_state,
+    remove_mount_dir,
+    take_lock,
+    wait_released,
+)
+
+_log = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint"
+"""The purpose of a mounted checkpoint folder. When its server was killed it is not unmounted behind
+its job's back, which would go on writing into the folder below."""
+
+_LOGS_KEPT = 20
+_BEING_MADE_S = 60.0
+_ENDED_KEPT_S = 3600.0
+"""So long what a mount has lost can be asked for."""
+_END_GRACE_S = 15.0
+"""What a server may take to clean up once its mount is gone: it deletes what was replaced."""
+
+
+# ---- servers that live --------------------------------------------------------------------------
+
+
+def end_server(directory: Path, state: MountState, timeout_s: float) -> None:
+    """Unmount what a server serves and wait for its end. Raises: BootseerError."""
+    path = Path(state.directory)
+    try:
+        mounts.unmount(path, timeout_s=timeout_s)
+    except InvalidInputError:
+        pass  # Detached, or unmounted by somebody else: the server ends by itself.
+    if not wait_released(directory, timeout_s):
+        if mounts.find_mount(path) is not None:
+            raise DeadlineError(
+                f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
+            )
+        # It may take a while to make a large cache durable; nobody needs to wait for that.
+        _log.info("the server of %s still tidies up", path)
+
+
+def end_process(pid: int, started: str) -> None:
+    """Wait for a process of a server whose mount is gone; it cleans up for a while. Then SIGTERM,
+    then SIGKILL. `started` names it for sure (`start_time`). Raises: BootseerError."""
+    if not started or start_time(pid) != started:
+        return
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        raise from_oserror(error, f"reach the server process {pid}") from error
+    try:
+        # Before we had it, the process may have ended and its id been given to another one.
+        if start_time(pid) != started:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, number)
+            if wait_readable([process], _END_GRACE_S):
+                return
+        raise DeadlineError(f"the server process {pid} does not end")
+    finally:
+        os.close(process)
+
+
+# ---- servers that died --------------------------------------------------------------------------
+
+
+def sweep(run_dir: Path) -> int:
+    """Remove what dead servers left: mounts, folders, old logs. Returns how many servers."""
+    count = 0
+    with contextlib.suppress(FileNotFoundError):
+        for directory in mounts_dir(run_dir).iterdir():
+            try:
+                count += sweep_one(directory)
+            except Exception as error:
+                # One that cannot be cleaned must not keep the others, and the next start, waiting.
+                _log.warning("cannot clean up the dead mount %s: %s", directory, error)
+    _sweep_logs(run_dir)
+    return count
+
+
+def sweep_dead(run_dir: Path, target: Path) -> bool:
+    """As `sweep`, of what was mounted on `target` by a server that died; False where none was."""
+    found = [folder for folder, state in dead_mounts(run_dir) if state.directory == str(target)]
+    return sum(map(sweep_one, found)) > 0
+
+
+def sweep_one(directory: Path) -> bool:
+    """Remove what is left of a dead server, and its folder; False where that must stay."""
+    try:
+        if not is_own(directory.stat(follow_symlinks=False)):
+            return False
+    except OSError:
+        return False
+    # Without the grace a folder that is being made this moment would go: between the creation of
+    # its lock and the locking, too.
+    state_path = directory / "state.json"
+    if not state_path.exists() and _age_s(directory) < _BEING_MADE_S:
+        return False
+    try:
+        lock = take_lock(directory)
+    except OSError:
+        return False
+    try:
+        state = read_state(directory)
+        if state is not None:
+            if state.purpose == CHECKPOINT and _is_wanted(state, state_path):
+                return False
+            uncover_all(state.id)
+            if any(cover.id == state.id for cover in covers()):
+                # Below another one: only who finds this folder later can take it off.
+                return False
+            if state.purpose != CHECKPOINT:
+                _unmount_left_over(Path(state.directory))
+            if state.scratch:
+                remove_scratch(Path(state.scratch))
+        remove_mount_dir(directory)
+    finally:
+        os.close(lock)
+    _log.info("removed what the dead mount %s left", directory.name)
+    return True
+
+
+def _age_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
+
+
+def _is_wanted(state: MountState, path: Path) -> bool:
+    """Whether somebody may still ask what became of a checkpoint folder."""
+    if mounts.find_mount(Path(state.directory)) is not None:
+        return True
+    return bool(state.unwritten) and _age_s(path) < _ENDED_KEPT_S
+
+
+def remove_scratch(directory: Path) -> None:
+    """Remove what a container has written, as far as that can be done. Never raises."""
+    with contextlib.suppress(OSError):
+        # Of a cache that cannot take what is written: it went to memory.
+        namespaces.unmount(directory)
+    try:
+        remove_tree(directory)
+    except OSError as error:
+        _log.warning("cannot remove all of %s, which a container wrote: %s", directory, error)
+
+
+def _unmount_left_over(path: Path) -> None:
+    """Unmount our dead file system there; a live one of somebody else stays."""
+    mount = mounts.find_mount(path)
+    if mount is None or not mount.subtype.startswith("bootseer"):
+        return
+    try:
+        mounts.detach(path, lazy=True)
+    except BootseerError as error:
+        _log.warning("cannot unmount %s, which a dead server left: %s", path, error)
+
+
+def _sweep_logs(run_dir: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        for path in logs[:-_LOGS_KEPT]:
+            if not is_alive(mounts_dir(run_dir) / path.stem):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,206 @@
+"""What is served on this node: one folder for each under `run_dir/mounts`, while its server lives.
+
+Alone owns that folder's layout: `state.json` (who, what, where), `control` (the server's socket),
+and `lock`, held for as long as a process of the server lives. A folder whose lock is free belongs
+to a server that died; `ending` removes it. Edge module; any thread.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bootseer.base.structs import asdict
+from bootseer.errors import from_oserror
+from bootseer.linux.private_files import (
+    is_own,
+    private_directory,
+    private_opener,
+    write_private_file,
+)
+from bootseer.linux.removal import remove_tree
+
+_STATE = "state.json"
+_STATE_BYTES_MAX = 1 << 20
+# Looking whether somebody holds a lock takes as long as one system call.
+_LOOK_S = 0.01
+_LOOK_MAX_S = 2.0
+
+
+class MountState(Struct, frozen=True):
+    """What one server serves, as `state.json` has it."""
+
+    id: str
+    reference: str
+    """What is served, for people: an image, an environment, a storage's public URL."""
+    index_digest: str
+    workload: str
+    directory: str
+    """Where it is mounted."""
+    pid: int
+    """Of the server; the supervisor, where there is one."""
+    started_ns: int
+    purpose: str
+    """The kind of thing, as whoever serves it calls it: "mount" or "run" (an image), "snapshot",
+    "link", "checkpoint"."""
+    scratch: str = ""
+    """A folder of the run's own, removed with it."""
+    pid_started: str = ""
+    """When that process started (`processes.start_time`): with its id it names it for sure."""
+    worker_pid: int = 0
+    """Of a checkpoint folder: the process that answers. `pid` holds the mount, and replaces it."""
+    worker_started: str = ""
+    root_was_made: bool = False
+    """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
+    unwritten: tuple[str, ...] = ()
+    """Files that were being written when the mount ended; nothing of them is kept."""
+
+
+def new_identity() -> str:
+    """Of a mount that is about to be made."""
+    return os.urandom(8).hex()
+
+
+def mounts_dir(run_dir: Path) -> Path:
+    """Where the servers' folders are."""
+    return run_dir / "mounts"
+
+
+def log_path(run_dir: Path, identity: str) -> Path:
+    """The log of a server and of what it starts."""
+    return run_dir / "logs" / f"{identity}.log"
+
+
+def new_mount_dir(run_dir: Path, identity: str | None = None) -> Path:
+    """A new folder for a server; its name is the mount's identity, by default a new one.
+
+    Raises: BootseerError.
+    """
+    return private_directory(mounts_dir(run_dir) / (identity or new_identity()))
+
+
+# ---- the lock ---------------------------------------------------------------------------------
+
+
+def take_lock(directory: Path, *, create: bool = True) -> int:
+    """The lock of a folder, as a descriptor that holds it until closed in every process.
+
+    Raises: BlockingIOError when another process has it; OSError.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    fd = os.open(directory / "lock", flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def lock_new(directory: Path) -> int:
+    """The lock of a folder that nobody else may hold, as `take_lock`; who looks whether somebody
+    does (`is_alive`) holds it for a moment. Raises: OSError."""
+    end_s = time.monotonic() + _LOOK_MAX_S
+    while True:
+        try:
+            return take_lock(directory)
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_LOOK_S)
+
+
+def is_alive(directory: Path) -> bool:
+    """Whether somebody holds the folder's lock."""
+    try:
+        # Without making one: its holder may be removing the folder this moment.
+        os.close(take_lock(directory, create=False))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def wait_released(directory: Path, timeout_s: float) -> bool:
+    """Wait until the folder's holder is gone; False when it is not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while directory.exists() and is_alive(directory):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# ---- the state --------------------------------------------------------------------------------
+
+
+def write_state(directory: Path, state: MountState) -> None:
+    """In one step. Raises: BootseerError."""
+    try:
+        write_private_file(directory / _STATE, json.dumps(asdict(state)).encode("ascii"))
+    except OSError as error:
+        raise from_oserror(error, f"write the state of the mount to {directory}") from error
+
+
+def read_state(directory: Path) -> MountState | None:
+    """None where there is none, none that can be read, or another user's: not to be acted upon."""
+    try:
+        with open(directory / _STATE, "rb", opener=private_opener) as file:
+            if not is_own(os.fstat(file.fileno())):
+                return None
+            # Not msgspec's decoder: a path may be no UTF-8.
+            return msgspec.convert(json.loads(file.read(_STATE_BYTES_MAX)), MountState)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
+        return None
+
+
+def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
+    """Each folder whose server lives, the oldest first."""
+    yield from _known_mounts(run_dir, alive=True)
+
+
+def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
+    """Each folder whose server died and that nobody has swept yet, the oldest first."""
+    yield from _known_mounts(run_dir, alive=False)
+
+
+def _known_mounts(run_dir: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for directory in mounts_dir(run_dir).iterdir():
+            state = read_state(directory)
+            if state is not None and is_alive(directory) is alive:
+                found.append((directory, state))
+    return sorted(found, key=lambda pair: pair[1].started_ns)
+
+
+# ---- the end ----------------------------------------------------------------------------------
+
+
+def remove_mount_dir(directory: Path) -> None:
+    """Remove a server's folder, as the holder of its lock. Never raises.
+
+    The lock goes last: whoever waits for the end (`wait_released`) then finds no half of a folder.
+    """
+    with contextlib.suppress(OSError):
+        empty_mount_dir(directory)
+        (directory / "lock").unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def empty_mount_dir(directory: Path, *kept: str) -> None:
+    """Remove what is in a server's folder but the lock and `kept`. Raises: OSError."""
+    for path in directory.iterdir():
+        if path.name not in ("lock", *kept):
+            with contextlib.suppress(OSError):
+                if path.is_dir() and not path.is_symlink():
+                    remove_tree(path)
+                else:
+                    path.unlink()

@@ -1,0 +1,99 @@
+"""A server's process: from its first instruction to its folder's removal.
+
+`run_server` is what the `main` of each server's module is; `living` is the server's life in its
+folder. Light: the code of a server loads beside whatever a start has to do. One thread per process.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.errors import BootseerError, exit_code_of, from_oserror
+from bootseer.served.background import Report
+
+if TYPE_CHECKING:
+    from bootseer.served.folders import MountState
+
+_log = logging.getLogger(__name__)
+
+
+def run_server(what: str, serve: Callable[[bytes, Report], object]) -> int:
+    """Wait for the plan, a line on standard input, and carry it out as nobody's child: the job that
+    replaces whoever started us must not find one that it never made. The exit code: 0 at its end.
+
+    `what` names the process in messages. What follows the line in the input, if anything does, is
+    for `serve`.
+    """
+    line = sys.stdin.buffer.readline()
+    if not line:
+        # Whoever began us needs no server, or has ended.
+        return 0
+    if os.fork():
+        os._exit(0)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    report = Report(int(sys.argv[1]), what)
+    try:
+        serve(line, report)
+    except BootseerError as error:
+        _log.error("%s", error)
+        report.send_error(error)
+        return exit_code_of(error)
+    except Exception as error:
+        _log.exception("the server failed")
+        report.send_error(error)
+        return 1
+    return 0
+
+
+class Life(Struct, frozen=True):
+    """What a server that lives knows of itself."""
+
+    state: "MountState"
+    lock: int
+    """The descriptor that holds its folder's lock."""
+
+
+@contextlib.contextmanager
+def living(directory: Path, state: "MountState", lock: int | None = None) -> Iterator["Life"]:
+    """While a server, this process, lives: its folder says `state`, and the folder's lock is held.
+    `lock`, where this process has taken the server's life over from another one.
+
+    What dead servers left is removed at the beginning; at the end this one's overlays, what was
+    written to them, and its folder, but for the state where that says what was lost.
+    Raises: BootseerError.
+    """
+    # Here: a process that waits for its plan needs none of it.
+    from bootseer.linux.processes import start_time
+    from bootseer.served import ending, folders
+    from bootseer.served.covering.covers import uncover_all
+
+    is_new = lock is None
+    try:
+        lock = folders.lock_new(directory) if lock is None else lock
+    except OSError as error:
+        raise from_oserror(error, f"lock {directory}") from error
+    try:
+        if is_new:
+            ending.sweep(directory.parent.parent)
+            state = replace(state, pid=os.getpid(), pid_started=start_time(os.getpid()))
+            folders.write_state(directory, state)
+        yield Life(state, lock)
+    finally:
+        uncover_all(state.id)
+        if state.scratch:
+            ending.remove_scratch(Path(state.scratch))
+        last = folders.read_state(directory)
+        if last is not None and last.unwritten:
+            with contextlib.suppress(OSError):
+                folders.empty_mount_dir(directory, "state.json")
+        else:
+            # The folder last: it is what says that the mount is not quite gone.
+            folders.remove_mount_dir(directory)
+        os.close(lock)

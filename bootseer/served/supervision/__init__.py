@@ -1,0 +1,1 @@
+"""Holding a mount while its worker processes come and go."""

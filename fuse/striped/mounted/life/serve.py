@@ -1,0 +1,197 @@
+"""One mounted checkpoint tree, from its plan to its end, in the process that holds the mount.
+
+Alone owns the mount's options, and what this process leaves to the newer code that it becomes
+while files are open.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.redact import public_url
+from bootseer.base.structs import from_line, to_line
+from bootseer.errors import from_oserror
+from bootseer.fuse.kernel import MountOptions
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.server import Attached
+from bootseer.fuse.striped.mounted.life.spec import (
+    JOURNAL,
+    MODULE,
+    SUBTYPE,
+    CheckpointPlan,
+    MountSpec,
+)
+from bootseer.linux.private_files import private_directory
+from bootseer.served.background import Report
+from bootseer.served.ending import CHECKPOINT
+from bootseer.served.folders import (
+    MountState,
+    lock_new,
+    log_path,
+    new_mount_dir,
+    read_state,
+    write_state,
+)
+from bootseer.served.life import living
+from bootseer.served.supervision.pulse import silence_for
+from bootseer.served.supervision.serving import become_newer, serve_mount, taken_over
+from bootseer.store.paths import split_scheme
+
+_WORKER = "bootseer.fuse.striped.mounted.life.worker"
+_THREADS = 16
+# A request may wait for memory as long as bytes still move, so this is no measure of slowness: it
+# is the end of any request whose own deadlines have failed.
+_REQUEST_DEADLINES = 4
+
+
+class _Handed(Struct, frozen=True):
+    """What this process got from the one that it was before."""
+
+    attached: Attached
+    owner_fd: int | None
+    lock_fd: int
+
+
+def serve_checkpoints(
+    spec: MountSpec,
+    on_ready: Callable[[], None],
+    *,
+    report: Report | None = None,
+    state_dir: Path | None = None,
+    handed: _Handed | None = None,
+) -> list[str]:
+    """Mount and serve in the foreground; returns the files that were left unwritten at the end.
+
+    `report` hears that the mount works, or why not. `state_dir`: the server's folder, by default a
+    new one. Main thread of a single-threaded process only. Raises: BootseerError.
+    """
+    plan = CheckpointPlan(spec, state_dir or new_mount_dir(Path(spec.run_dir)))
+    live: list[Attached] = []
+    with (
+        _owner_of(spec, handed) as owner_fd,
+        living(plan.state_dir, _state_of(plan), None if handed is None else handed.lock_fd) as life,
+    ):
+
+        def worker() -> Operations:
+            # Imported here: a worker that follows one that died starts with little to inherit.
+            from bootseer.fuse.striped.mounted.life.worker import MountedFileSystem
+
+            connection = live[0].connection
+            return MountedFileSystem(
+                plan,
+                owner_fd=owner_fd,
+                can_restart=connection.resend,
+                passes_files=connection.passthrough,
+            )
+
+        def hand_over(attached: Attached) -> None:
+            document = {
+                "spec": to_line(spec),
+                "state_dir": str(plan.state_dir),
+                "owner_fd": owner_fd,
+                "lock_fd": life.lock,
+            }
+            kept = [life.lock] if owner_fd is None else [life.lock, owner_fd]
+            become_newer(MODULE, _WORKER, attached, document, kept)
+
+        serve_mount(
+            worker,
+            Path(spec.directory),
+            _mount_options(spec),
+            report,
+            on_ready=on_ready,
+            attached=handed.attached if handed is not None else None,
+            on_attached=live.append,
+            hand_over=hand_over,
+        )
+    ended = read_state(plan.state_dir)
+    return list(ended.unwritten) if ended is not None else []
+
+
+def go_on(left: int) -> list[str]:
+    """As `serve_checkpoints`, of the mount that this process has held before it became this code;
+    `left`: the descriptor of what it left itself. Raises: BootseerError."""
+    document, attached = taken_over(left)
+    spec = from_line(document["spec"], MountSpec)
+    if "state_dir" in document:
+        state_dir, lock = Path(document["state_dir"]), document["lock_fd"]
+    else:
+        state_dir, lock = _moved_from_earlier(spec)
+    handed = _Handed(attached, document["owner_fd"], lock)
+    return serve_checkpoints(spec, lambda: None, state_dir=state_dir, handed=handed)
+
+
+def _moved_from_earlier(spec: MountSpec) -> tuple[Path, int]:
+    """A folder, with its lock, for a server that began as one of an earlier release."""
+    from bootseer.fuse.striped.mounted.life.known import earlier_mounts, forget_earlier
+
+    run_dir = Path(spec.run_dir)
+    state_dir = new_mount_dir(run_dir)
+    lock = lock_new(state_dir)
+    for one in earlier_mounts(run_dir):
+        if one.state.directory == spec.directory:
+            log = log_path(run_dir, state_dir.name)
+            private_directory(log.parent)
+            for suffix, path in ((".journal", state_dir / JOURNAL), (".log", log)):
+                with contextlib.suppress(FileNotFoundError):
+                    one.files.with_suffix(suffix).rename(path)
+            write_state(state_dir, replace(one.state, id=state_dir.name))
+            forget_earlier(one)
+    return state_dir, lock
+
+
+def _state_of(plan: CheckpointPlan) -> MountState:
+    return MountState(
+        id=plan.state_dir.name,
+        reference=public_url(plan.spec.url),
+        index_digest="",
+        workload="",
+        directory=plan.spec.directory,
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=CHECKPOINT,
+    )
+
+
+def _mount_options(spec: MountSpec) -> MountOptions:
+    # The kernel's option string has no way to quote.
+    name = "".join("_" if c in ",\\" or not c.isprintable() else c for c in public_url(spec.url))
+    return MountOptions(
+        name=name,
+        subtype=SUBTYPE,
+        allow_other=spec.allow_other,
+        default_permissions=not spec.everyone_writes,
+        read_only=spec.read_only,
+        threads=_THREADS,
+        read_directory_plus=False,
+        atomic_truncate=True,
+        request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
+        shutdown_s=spec.shutdown_s,
+        worker_silence_s=silence_for(spec.deadline_s),
+        # Only files of this node can be read past us, and only root may ask for that.
+        passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
+    )
+
+
+@contextlib.contextmanager
+def _owner_of(spec: MountSpec, handed: _Handed | None) -> Iterator[int | None]:
+    """A descriptor that becomes readable when the process ends that the mount is for."""
+    if handed is not None:
+        fd = handed.owner_fd
+    elif spec.lifetime_pid is None:
+        fd = None
+    else:
+        try:
+            fd = os.pidfd_open(spec.lifetime_pid)
+        except OSError as error:
+            raise from_oserror(error, f"watch process {spec.lifetime_pid}") from error
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)

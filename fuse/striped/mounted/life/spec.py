@@ -1,0 +1,61 @@
+"""How a checkpoint tree is to be mounted: what travels from a command to the server's process.
+
+Immutable values.
+"""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+
+MODULE = "bootseer.fuse.striped.mounted.server"
+"""Of the server's process."""
+SUBTYPE = "bootseer-stripe"
+SHUTDOWN_S = 10.0
+JOURNAL = "journal"
+"""In the server's folder: what its successor needs."""
+
+
+class MountSpec(Struct, frozen=True, kw_only=True):
+    """How to mount; travels from the command to the server process."""
+
+    url: str
+    directory: str
+    run_dir: str
+    memory_bytes: int
+    deadline_s: float
+    read_only: bool = False
+    allow_other: bool = False
+    """Let other users in, as far as modes and owner (this user) allow."""
+    everyone_writes: bool = False
+    """Whoever can reach the mount may do everything: for one that only a container can reach."""
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
+    stripe_count: int = DEFAULT_STRIPE_COUNT
+    layout: LayoutKind = "striped"
+    uid: int | None = None
+    """Who owns everything that is shown; None: the user who mounts."""
+    gid: int | None = None
+    umask: int = 0o022
+    """Permissions that nothing has; the kernel checks access by the rest."""
+    lifetime_pid: int | None = None
+    """The server unmounts and ends when this process has ended."""
+    warm: bool = False
+    """Read the newest checkpoint ahead as soon as the mount works."""
+    shutdown_s: float = SHUTDOWN_S
+    """How long open files may stay open when the server is told to end; then they are cut off."""
+
+    @property
+    def stripe_settings(self) -> StripeSettings:
+        """Raises: InvalidInputError."""
+        return StripeSettings(
+            self.stripe_unit_bytes, self.stripe_count, self.deadline_s, self.layout
+        )
+
+
+class CheckpointPlan(Struct, frozen=True):
+    """What one server is to do: a line of JSON on its standard input."""
+
+    spec: MountSpec
+    state_dir: Path
