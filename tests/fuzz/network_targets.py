@@ -18,18 +18,20 @@ from bootseer.registry.login.challenge import parse_challenges
 from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.direct.datanode import DataNodes, _Connection, _headers
 from bootseer.store.hdfs.direct.replicas import Replica
-from bootseer.store.hdfs.rpc import protobuf as pb
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
 from bootseer.store.hdfs.rpc.frames import result_of
+from bootseer.store.hdfs.rpc.messages import ExtendedBlock
+from bootseer.store.hdfs.rpc.protobuf import delimited
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes
+from tests.support.servers import protobuf as pb
 
 # ---- HDFS ---------------------------------------------------------------------------------------
 
 
 def _delimited(*messages: bytes) -> bytes:
-    return b"".join(pb.varint(len(message)) + message for message in messages)
+    return b"".join(map(delimited, messages))
 
 
 def _answers() -> list[bytes]:
@@ -64,7 +66,7 @@ class _Answered(NameNode, frozen=True):
 
     answer: bytes = b""
 
-    def _call(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
+    def _answer(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
         return result_of(self.answer)
 
 
@@ -78,7 +80,7 @@ def _read_answer(data: bytes) -> None:
         node.capacity,
         node.default_block_bytes,
         lambda: node.quota("/"),
-        lambda: node.complete("/f", "holder", b""),
+        lambda: node.complete("/f", "holder", ExtendedBlock("pool", 7, 1)),
     ):
         try:
             ask()
@@ -114,7 +116,9 @@ def _read_transfer(data: bytes) -> None:
         nodes = DataNodes(5)
         connection = _Connection(("127.0.0.1", 1), ours)
         nodes._take = lambda address: connection  # type: ignore[method-assign]
-        block = StoredBlock(0, 4096, b"block", b"token", (Replica(("127.0.0.1", 1)),))
+        block = StoredBlock(
+            0, ExtendedBlock("pool", 7, 1, 4096), b"token", (Replica(("127.0.0.1", 1)),)
+        )
         buffer = bytearray(_LENGTH)
         assert nodes.read_into([block], 0, memoryview(buffer), Attempt()) in (0, _LENGTH)
         nodes.close()

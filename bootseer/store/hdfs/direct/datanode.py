@@ -16,22 +16,21 @@ import time
 from collections.abc import Sequence
 
 from bootseer.store.abilities.opened import Attempt
-from bootseer.store.hdfs.direct.packets import (
-    HEAD_BYTES,
-    VERSION,
-    block_message,
-    data_bytes,
+from bootseer.store.hdfs.direct.replicas import Address, Replicas
+from bootseer.store.hdfs.rpc.calls import StoredBlock
+from bootseer.store.hdfs.rpc.messages import (
+    NO_CHECKSUM,
+    PACKET_HEAD_BYTES,
+    READ_STATUS,
+    SUCCESS,
+    BlockOpResponse,
+    op_read_block,
+    packet_data_bytes,
     packet_head,
 )
-from bootseer.store.hdfs.direct.replicas import Address, Replicas
-from bootseer.store.hdfs.rpc import protobuf as pb
-from bootseer.store.hdfs.rpc.calls import StoredBlock
+from bootseer.store.hdfs.rpc.protobuf import take_delimited
 
 _CLIENT = "bootseer"
-_READ = VERSION + b"\x51"
-_SUCCESS, _NULL_CHECKSUM = 0, 0
-# ClientReadStatusProto: the bytes came (CHECKSUM_OK); the DataNode then takes the next request.
-_THANKS = b"\x02\x08\x06"
 _RESPONSE_MAX_BYTES = 4096
 # What a DataNode sends begins and ends at a multiple of this, or at the end of the block: what is
 # sent beside the bytes that are wanted goes to memory of its own.
@@ -96,7 +95,7 @@ class DataNodes:
             attempt.server = f"{address[0]}:{address[1]}"
             try:
                 self._read(address, block, within, buffer[done : done + length], attempt)
-            except (OSError, ValueError, IndexError, struct.error):
+            except (OSError, ValueError, struct.error):
                 self._shun(address)
                 attempt.done_bytes = done
                 break
@@ -127,10 +126,11 @@ class DataNodes:
         behind = memoryview(bytearray(end - within - len(target)))
         connection = self._take(address)
         end_s = time.monotonic() + self._silence_max_s
-        connection.socket.sendall(_request(block, start, end - start))
+        request = op_read_block(block.block, block.token, _CLIENT, start, end - start)
+        connection.socket.sendall(request)
         self._check_response(connection, start, end_s)
-        first = self._exactly(connection, HEAD_BYTES, end_s)
-        packet_bytes = data_bytes(first)
+        first = self._exactly(connection, PACKET_HEAD_BYTES, end_s)
+        packet_bytes = packet_data_bytes(first)
         if not 0 < packet_bytes <= _PACKET_MAX_BYTES:
             raise ValueError("not the length of a packet")
         wanted = end - start
@@ -138,13 +138,13 @@ class DataNodes:
             raise ValueError("packets of hardly any bytes")
         headers = _headers(start, wanted, packet_bytes)
         received = bytearray(len(headers))
-        received[:HEAD_BYTES] = first
+        received[:PACKET_HEAD_BYTES] = first
         views = _views(received, (before, target, behind), packet_bytes)
         if not self._receive(connection, views, len(target), attempt):
             return
         if received != headers:
             raise ValueError("not the packets that were asked for")
-        connection.socket.sendall(_THANKS)
+        connection.socket.sendall(READ_STATUS)
         self._keep(connection)
 
     def _receive(
@@ -193,17 +193,15 @@ class DataNodes:
         """Read BlockOpResponseProto: bytes from `within` on, without checksums, are to come."""
         received = b""
         while True:
-            response, end = pb.delimited(received, _RESPONSE_MAX_BYTES)
+            response, end = take_delimited(received, _RESPONSE_MAX_BYTES)
             if response is not None:
                 break
             received += self._exactly(connection, end - len(received), end_s)
-        status = dict(pb.fields(response)).get(1)
-        # ReadOpChecksumInfoProto: checksum, chunkOffset; ChecksumProto: type
-        (info,) = pb.every(response, 4)
-        (checksum,) = pb.every(info, 1)
-        kind = dict(pb.fields(checksum)).get(1)
-        if (status, kind) != (_SUCCESS, _NULL_CHECKSUM) or dict(pb.fields(info)).get(2) != within:
+        answer = BlockOpResponse.decode(response)
+        if answer.status != SUCCESS or answer.reading is None:
             raise ValueError("refused")
+        if (answer.reading.checksum.kind, answer.reading.offset) != (NO_CHECKSUM, within):
+            raise ValueError("not what was asked for")
 
     def _exactly(self, connection: _Connection, count: int, end_s: float) -> bytes:
         data = b""
@@ -250,13 +248,6 @@ class DataNodes:
             self._idle = [idle for idle in self._idle if idle.address != address]
 
 
-def _request(block: StoredBlock, within: int, length: int) -> bytes:
-    """To read a range of a block: OpReadBlockProto, without checksums."""
-    header = pb.blob(1, block_message(block.block, block.token)) + pb.text(2, _CLIENT)
-    message = pb.blob(1, header) + pb.number(2, within) + pb.number(3, length) + pb.number(4, 0)
-    return _READ + pb.varint(len(message)) + message
-
-
 def _headers(start: int, length: int, packet_bytes: int) -> bytes:
     """Those of all packets that are to come, the empty one at the end too."""
     headers = []
@@ -270,17 +261,17 @@ def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -
     """What is to be filled after the first header, in order: packets with the bytes of `parts`."""
     all_headers = memoryview(headers)
     views = []
-    at = HEAD_BYTES
+    at = PACKET_HEAD_BYTES
     room = packet_bytes
     for part in parts:
         rest = part
         while rest:
             if not room:
-                views.append(all_headers[at : at + HEAD_BYTES])
-                at += HEAD_BYTES
+                views.append(all_headers[at : at + PACKET_HEAD_BYTES])
+                at += PACKET_HEAD_BYTES
                 room = packet_bytes
             views.append(rest[:room])
             rest = rest[room:]
             room -= len(views[-1])
-    views.append(all_headers[at : at + HEAD_BYTES])
+    views.append(all_headers[at : at + PACKET_HEAD_BYTES])
     return views

@@ -15,20 +15,23 @@ from collections import deque
 from msgspec import Struct
 
 from bootseer.store.backend import Piece
-from bootseer.store.hdfs.direct.added_block import AddedBlock
 from bootseer.store.hdfs.direct.checksums import LARGE, ChecksumKind, checksums_of
-from bootseer.store.hdfs.direct.packets import VERSION, block_message, packet_head
-from bootseer.store.hdfs.rpc import protobuf as pb
-from bootseer.store.hdfs.rpc.calls import NameNode
+from bootseer.store.hdfs.rpc.calls import AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.frames import RpcError
+from bootseer.store.hdfs.rpc.messages import (
+    HEARTBEAT,
+    SUCCESS,
+    BlockOpResponse,
+    Checksum,
+    ExtendedBlock,
+    PipelineAck,
+    op_write_block,
+    packet_head,
+)
+from bootseer.store.hdfs.rpc.protobuf import take_delimited, zigzag
 
-_WRITE = VERSION + b"\x50"
-_SUCCESS = 0
-# OpWriteBlockProto: stage
-_PIPELINE_SETUP_CREATE = 6
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
-_HEARTBEAT = -1
 # Answers to heartbeats that nobody sent: some are a mistake, more would never end.
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
@@ -70,8 +73,7 @@ class StraightFile:
         return self._block.sent_bytes - self._block.confirmed_bytes + self._waiting_bytes
 
     def write(self, data: Piece) -> None:
-        """Append `data`. Raises: OSError, ValueError, IndexError, RpcError, UnavailableError,
-        DeadlineError."""
+        """Append `data`. Raises: OSError, ValueError, RpcError, UnavailableError, DeadlineError."""
         rest = memoryview(data)
         while rest:
             block_room = self._block_bytes - self._block.sent_bytes
@@ -158,11 +160,12 @@ class _Block:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
-            self._send([_request(added, holder, kind)])
+            checksum = Checksum(kind.number, kind.piece_bytes)
+            self._send([op_write_block(added.located, holder, checksum)])
             end_s = time.monotonic() + silence_max_s
             while (response := self._message()) is None:
                 self._wait(select.POLLIN, end_s)
-            if dict(pb.fields(response)).get(1) != _SUCCESS:
+            if BlockOpResponse.decode(response).status != SUCCESS:
                 raise ValueError("the DataNode refuses the block")
             self._is_open = True
         except BaseException:
@@ -180,10 +183,10 @@ class _Block:
 
     def keep_alive(self) -> None:
         self._heartbeat_count += 1
-        self._send([packet_head(0, _HEARTBEAT, 0)])
+        self._send([packet_head(0, HEARTBEAT, 0)])
 
-    def finish(self) -> bytes:
-        """ExtendedBlockProto, when all DataNodes have all."""
+    def finish(self) -> ExtendedBlock:
+        """The block, when all DataNodes have all of it."""
         self._unconfirmed.append(0)
         self._send([packet_head(self.sent_bytes, self._number, 0, is_last=True)])
         known = -1
@@ -226,17 +229,15 @@ class _Block:
     def _take_confirmations(self) -> None:
         # After the last one the DataNode closes the connection.
         while self._unconfirmed and (message := self._message()) is not None:
-            # PipelineAckProto: seqno, reply of each DataNode
-            facts = list(pb.fields(message))
-            number = pb.positive(dict(facts).get(1))
-            if any(field == 2 and value != _SUCCESS for field, value in facts):
+            ack = PipelineAck.decode(message)
+            if any(reply != SUCCESS for reply in ack.replies):
                 raise ValueError("a DataNode failed")
-            if number == 1:  # -1, as sint64: of a heartbeat
+            if ack.number == zigzag(HEARTBEAT):
                 self._heartbeat_count -= 1
                 if self._heartbeat_count < -_STRAY_ANSWERS_MAX:
                     raise ValueError("answers to heartbeats that nobody sent")
                 continue
-            if number != 2 * self._confirmed_count:
+            if ack.number != zigzag(self._confirmed_count):
                 raise ValueError("not the packet that is under way")
             self.confirmed_bytes += self._unconfirmed.popleft()
             self._confirmed_count += 1
@@ -245,7 +246,7 @@ class _Block:
         """The next one that the DataNode sent; None where it is not here yet."""
         received = self._received
         while True:
-            message, end = pb.delimited(received, _MESSAGE_MAX_BYTES)
+            message, end = take_delimited(received, _MESSAGE_MAX_BYTES)
             if message is not None:
                 del received[:end]
                 return message
@@ -256,19 +257,3 @@ class _Block:
             if not data:
                 raise ConnectionError("the DataNode closed the connection")
             received += data
-
-
-def _request(added: AddedBlock, holder: str, kind: ChecksumKind) -> bytes:
-    """To write a new block: OpWriteBlockProto."""
-    checksum = pb.number(1, kind.number) + pb.number(2, kind.piece_bytes)
-    others = added.infos[1:]
-    message = pb.blob(1, pb.blob(1, block_message(added.block, added.token)) + pb.text(2, holder))
-    message += b"".join(pb.blob(2, info) for info in others)
-    message += pb.number(4, _PIPELINE_SETUP_CREATE) + pb.number(5, 1 + len(others))
-    message += pb.number(6, 0) + pb.number(7, 0) + pb.number(8, added.generation_stamp)
-    message += pb.blob(9, checksum)
-    for index, storage_type in enumerate(added.storage_types):
-        message += pb.number(12 if index else 11, storage_type)
-    for index, storage in enumerate(added.storages):
-        message += pb.blob(17 if index else 16, storage)
-    return _WRITE + pb.varint(len(message)) + message

@@ -11,11 +11,11 @@ import re
 import threading
 from collections.abc import Collection
 
-from bootseer.store.hdfs.direct.added_block import rack_of
 from bootseer.store.hdfs.direct.direct_writer import Placed
 from bootseer.store.hdfs.errors import TOO_FEW_DATANODES
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.store.hdfs.rpc.frames import RpcError
+from bootseer.store.hdfs.rpc.messages import DatanodeInfo
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 
 # "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
@@ -29,7 +29,7 @@ class HdfsPlacer:
         self._found = found
         self._lock = threading.Lock()
         self._holder = "unknown"
-        self._seen: dict[str, bytes] = {}
+        self._seen: dict[str, DatanodeInfo] = {}
         """Of DataNodes that were chosen before, by UUID: what an exclusion must show."""
         self._replica_count = 0
         self._awaited: dict[str, Placed | None] = {}
@@ -38,11 +38,7 @@ class HdfsPlacer:
     def is_one_rack(self) -> bool:
         """As `PlacesFiles.is_one_rack`, of the DataNodes that were chosen before."""
         with self._lock:
-            infos = tuple(self._seen.values())
-        try:
-            return len({rack_of(info) for info in infos}) <= 1
-        except (ValueError, IndexError):
-            return False
+            return len({server.rack for server in self._seen.values()}) <= 1
 
     def await_placed(self, path: str) -> None:
         """From now on `path` will be placed, and `take_placed` wants to know."""
@@ -73,7 +69,7 @@ class HdfsPlacer:
                 added = name_node.add_block(path, holder, excluded)
             if excluded and len(added.servers) < self._replica_count:
                 # Fewer replicas than the file is to have: rather all of them, anywhere.
-                name_node.abandon_block(path, holder, added.block)
+                name_node.abandon_block(path, holder, added.located.block)
                 return None
         except RpcError as error:
             return None if excluded and TOO_FEW_DATANODES in str(error) else ()

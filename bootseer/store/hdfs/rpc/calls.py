@@ -11,31 +11,47 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
-from bootseer.store.hdfs.direct.added_block import AddedBlock, rack_of
 from bootseer.store.hdfs.direct.replicas import Replica
-from bootseer.store.hdfs.rpc import protobuf as pb
 from bootseer.store.hdfs.rpc.failover import CONNECT_S, Turns
 from bootseer.store.hdfs.rpc.frames import (
     FRAME_MAX_BYTES,
     NotHadoopError,
     RpcError,
     frame,
-    header,
     receive,
     result_of,
 )
+from bootseer.store.hdfs.rpc.messages import (
+    RPC_BEGIN,
+    AddBlockResponse,
+    AnyResponse,
+    CompleteResponse,
+    DatanodeInfo,
+    ExtendedBlock,
+    GetBlockLocationsResponse,
+    GetFileInfoResponse,
+    GetFsStatsResponse,
+    GetQuotaUsageResponse,
+    GetServerDefaultsResponse,
+    LocatedBlock,
+    connection_context,
+    request_header,
+    rpc_request_header,
+)
+from bootseer.store.hdfs.rpc.protobuf import Message, Value, arguments
 
-_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _ATTEMPTS_MAX = 5
 _PAUSE_S = 0.3
 _CONTEXT_CALL_ID = -3
+_R = TypeVar("_R", bound=Message)
 
-UNANSWERED = (RpcError, OSError, ValueError, IndexError)
+UNANSWERED = (RpcError, OSError, ValueError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
 
 
@@ -44,13 +60,32 @@ class StoredBlock(Struct, frozen=True):
 
     start: int
     """In the file."""
-    length: int
-    block: bytes
-    """ExtendedBlockProto."""
+    block: ExtendedBlock
     token: bytes
-    """TokenProto: what a DataNode wants to see where blocks are guarded."""
     replicas: tuple[Replica, ...]
     """The nearest one first."""
+
+    @property
+    def length(self) -> int:
+        """How many bytes of the file are in it."""
+        return self.block.length
+
+
+class AddedBlock(Struct, frozen=True):
+    """A block that was allocated, and is still empty."""
+
+    located: LocatedBlock
+    address: tuple[str, int]
+    """Of the first server."""
+
+    @property
+    def servers(self) -> dict[str, DatanodeInfo]:
+        """By UUID, in the order in which they pass on what is written."""
+        return {server.id.uuid: server for server in self.located.servers}
+
+    def block_of(self, size_bytes: int) -> ExtendedBlock:
+        """The block with so much in it."""
+        return replace(self.located.block, length=size_bytes)
 
 
 class NameNode(Struct, frozen=True):
@@ -66,129 +101,97 @@ class NameNode(Struct, frozen=True):
     """Whom to ask first; shared by copies."""
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
-        """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError."""
-        message = pb.text(1, target) + b"".join(pb.text(2, source) for source in sources)
-        self._call("concat", message)
+        """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError; ValueError for an
+        answer that makes no sense."""
+        self._call("concat", AnyResponse, target, tuple(sources))
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
         """The DataNodes of the block that is being written at the end of `path`.
 
         Raises: as `concat`.
         """
-        answer = self._call(
-            "getBlockLocations", pb.text(1, path) + pb.number(2, 0) + pb.number(3, 1)
-        )
-        servers: list[str] = []
-        # GetBlockLocationsResponseProto > LocatedBlocksProto: lastBlock, or else the blocks
-        for located in pb.every(answer, 1):
-            for block in pb.every(located, 4) or pb.every(located, 2)[-1:]:
-                servers += _servers(block)
-        return tuple(servers)
+        found = self._call("getBlockLocations", GetBlockLocationsResponse, path, 0, 1).locations
+        blocks = found.blocks[-1:] if found.last is None else (found.last,)
+        return tuple(server.id.uuid for block in blocks for server in block.servers)
 
     def stored_blocks(self, path: str, end: int) -> tuple[StoredBlock, ...]:
         """The blocks of the bytes before `end` of a file, in order; none where a block is no plain
-        run of its bytes (encrypted, erasure-coded) or is being written. Raises: as `concat`;
-        ValueError."""
-        message = pb.text(1, path) + pb.number(2, 0) + pb.number(3, end)
-        (located,) = pb.every(self._call("getBlockLocations", message), 1)
-        # LocatedBlocksProto: underConstruction, fileEncryptionInfo, ecPolicy
-        facts = dict(pb.fields(located))
-        if facts.get(3) != 0 or 6 in facts or 7 in facts:
+        run of its bytes (encrypted, erasure-coded) or is being written. Raises: as `concat`."""
+        found = self._call("getBlockLocations", GetBlockLocationsResponse, path, 0, end).locations
+        is_plain = found.encryption is None and found.erasure_coding is None
+        if found.is_being_written or not is_plain:
             return ()
-        return tuple(self._stored_block(block) for block in pb.every(located, 2))
-
-    def _stored_block(self, located: bytes) -> StoredBlock:
-        # LocatedBlockProto: b, offset, locs, corrupt, blockToken
-        facts = dict(pb.fields(located))
-        (block,), (token,) = pb.every(located, 1), pb.every(located, 5)
-        infos = pb.every(located, 3) if facts.get(4) == 0 else []
-        racks = [rack_of(info) for info in infos]
-        replicas = tuple(
-            Replica(self._address(info), rack != racks[0])
-            for info, rack in zip(infos, racks, strict=True)
+        return tuple(
+            StoredBlock(block.offset, block.block, block.token, self._replicas(block))
+            for block in found.blocks
         )
-        length = pb.positive(dict(pb.fields(block)).get(4))
-        return StoredBlock(pb.positive(facts.get(2)), length, block, token, replicas)
+
+    def _replicas(self, block: LocatedBlock) -> tuple[Replica, ...]:
+        servers = () if block.is_corrupt else block.servers
+        return tuple(
+            Replica(self._address(server), server.rack != servers[0].rack) for server in servers
+        )
 
     def add_block(
-        self, path: str, holder: str, excluded: Sequence[bytes], *, previous: bytes | None = None
+        self,
+        path: str,
+        holder: str,
+        excluded: Sequence[DatanodeInfo],
+        *,
+        previous: ExtendedBlock | None = None,
     ) -> AddedBlock:
-        """Allocate a block of a file that `holder` is writing, not on the `excluded`
-        (DatanodeInfoProto): the first one, or that after `previous` (ExtendedBlockProto).
+        """Allocate a block of a file that `holder` is writing, not on the `excluded`: the first
+        one, or that after `previous`. Raises: as `concat`."""
+        answer = self._call("addBlock", AddBlockResponse, path, holder, previous, tuple(excluded))
+        if not answer.block.servers:
+            raise ValueError("a block without DataNodes")
+        return AddedBlock(answer.block, self._address(answer.block.servers[0]))
 
-        Raises: as `concat`; ValueError, IndexError.
-        """
-        message = pb.text(1, path) + pb.text(2, holder)
-        if previous is not None:
-            message += pb.blob(3, previous)
-        message += b"".join(pb.blob(4, server) for server in excluded)
-        (located,) = pb.every(self._call("addBlock", message), 1)
-        (block,), (token,) = pb.every(located, 1), pb.every(located, 5)
-        types = tuple(value for field, value in pb.fields(located) if field == 7)
-        return AddedBlock(
-            block,
-            _servers(located),
-            token,
-            tuple(pb.positive(value) for value in types),
-            tuple(pb.every(located, 8)),
-            self._address(pb.every(located, 3)[0]),
-        )
-
-    def _address(self, info: bytes) -> tuple[str, int]:
-        """Of a DatanodeInfoProto > DatanodeIDProto: ipAddr, hostName, xferPort."""
-        identity = dict(pb.fields(pb.every(info, 1)[0]))
-        host = identity.get(2 if self.calls_by_name else 1)
-        if not isinstance(host, bytes):
-            raise ValueError("a DataNode has no address")
-        return host.decode("utf-8"), pb.positive(identity.get(4))
+    def _address(self, server: DatanodeInfo) -> tuple[str, int]:
+        return server.id.host if self.calls_by_name else server.id.address, server.id.port
 
     def plain_block_bytes(self, path: str) -> int:
         """How large the blocks of a file are at most; 0 where their bytes are not the file's
-        (encrypted, erasure-coded). Raises: as `concat`; ValueError."""
-        (status,) = pb.every(self._call("getFileInfo", pb.text(1, path)), 1)
-        # HdfsFileStatusProto: blocksize, fileEncryptionInfo, ecPolicy
-        facts = dict(pb.fields(status))
-        return 0 if {15, 17} & facts.keys() else pb.positive(facts.get(11))
+        (encrypted, erasure-coded). Raises: as `concat`."""
+        status = self._call("getFileInfo", GetFileInfoResponse, path).status
+        is_plain = status.encryption is None and status.erasure_coding is None
+        return status.block_bytes if is_plain else 0
 
-    def complete(self, path: str, holder: str, last: bytes) -> bool:
-        """Close a file with its `last` block (ExtendedBlockProto); False: not all of its blocks
-        were reported yet. Raises: as `concat`."""
-        message = pb.text(1, path) + pb.text(2, holder) + pb.blob(3, last)
-        return dict(pb.fields(self._call("complete", message))).get(1) == 1
+    def complete(self, path: str, holder: str, last: ExtendedBlock) -> bool:
+        """Close a file with its `last` block; False: not all of its blocks were reported yet.
+        Raises: as `concat`."""
+        return self._call("complete", CompleteResponse, path, holder, last).is_complete
 
-    def abandon_block(self, path: str, holder: str, block: bytes) -> None:
+    def abandon_block(self, path: str, holder: str, block: ExtendedBlock) -> None:
         """Give back what `add_block` returned. Raises: as `concat`."""
-        self._call("abandonBlock", pb.blob(1, block) + pb.text(2, path) + pb.text(3, holder))
+        self._call("abandonBlock", AnyResponse, block, path, holder)
 
     def capacity(self) -> tuple[int, int]:
         """The cluster's bytes in all, and those that are free. Raises: as `concat`."""
-        numbers = dict(pb.fields(self._call("getFsStats", b"")))
-        # GetFsStatsResponseProto: capacity, used, remaining
-        return pb.positive(numbers.get(1)), pb.positive(numbers.get(3))
+        answer = self._call("getFsStats", GetFsStatsResponse)
+        return answer.capacity_bytes, answer.remaining_bytes
 
     def default_block_bytes(self) -> int:
         """Of files whose writer does not say. Raises: as `concat`."""
-        # GetServerDefaultsResponseProto > FsServerDefaultsProto: blockSize
-        (defaults,) = pb.every(self._call("getServerDefaults", b""), 1)
-        return pb.positive(dict(pb.fields(defaults)).get(1))
+        return self._call("getServerDefaults", GetServerDefaultsResponse).defaults.block_bytes
 
     def quota(self, path: str) -> tuple[int, int] | None:
         """The space quota of a directory and what it has used, both with replication; None where
         it has none, which costs the NameNode a walk through it. Raises: as `concat`."""
-        for usage in pb.every(self._call("getQuotaUsage", pb.text(1, path)), 1):
-            numbers = dict(pb.fields(usage))
-            # QuotaUsageProto: count, quota, spaceConsumed, spaceQuota
-            total, used = numbers.get(4), numbers.get(3)
-            # Of 64 bits; "none" is -1.
-            if isinstance(total, int) and 0 <= total < 2**63:
-                return total, pb.positive(used)
-        return None
+        usage = self._call("getQuotaUsage", GetQuotaUsageResponse, path).usage
+        # Of 64 bits; "none" is -1.
+        if usage is None or usage.quota_bytes >= 2**63:
+            return None
+        return usage.quota_bytes, usage.used_bytes
 
     def ask(self, attempts_max: int | None = None) -> None:
         """Return if it takes calls from us: not where it wants Kerberos. Raises: as `concat`."""
-        self._call("getFileInfo", pb.text(1, "/"), attempts_max)
+        self._answer("getFileInfo", arguments("/"), attempts_max)
 
-    def _call(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
+    def _call(self, method: str, response: type[_R], *values: Value) -> _R:
+        return response.decode(self._answer(method, arguments(*values)))
+
+    def _answer(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
         """`attempts_max`: None: until the deadline where there are several, of which one is active
         sooner or later; one that refuses goes on doing so."""
         client = os.urandom(16)
@@ -230,31 +233,21 @@ class NameNode(Struct, frozen=True):
         message: bytes,
         end_s: float,
     ) -> bytes:
-        context = pb.blob(2, pb.text(1, self.user)) + pb.text(3, _PROTOCOL)
-        request = pb.text(1, method) + pb.text(2, _PROTOCOL) + pb.number(3, 1)
         # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
         where: Any = (address[0].encode(), address[1]) if address[0].isascii() else address
         connect_s = max(0.1, end_s - time.monotonic())
         if len(self.addresses) > 1:
             connect_s = min(connect_s, CONNECT_S)
         with socket.create_connection(where, connect_s) as connection:
+            begin = rpc_request_header(_CONTEXT_CALL_ID, client, -1)
+            call = rpc_request_header(0, client, attempt)
             connection.sendall(
-                b"hrpc\x09\x00\x00"
-                + frame(header(_CONTEXT_CALL_ID, client, -1), context)
-                + frame(header(0, client, attempt), request, message)
+                RPC_BEGIN
+                + frame(begin, connection_context(self.user))
+                + frame(call, request_header(method), message)
             )
             # The whole answer has one deadline, not each of its bytes.
             (length,) = struct.unpack(">I", receive(connection, 4, end_s))
             if length > FRAME_MAX_BYTES:
                 raise NotHadoopError(f"{address[0]}:{address[1]} does not speak Hadoop's RPC")
             return result_of(receive(connection, length, end_s))
-
-
-def _servers(located_block: bytes) -> dict[str, bytes]:
-    """DatanodeInfoProto by UUID, which stands in its DatanodeIDProto; of a LocatedBlockProto."""
-    servers = {}
-    for info in pb.every(located_block, 3):
-        for identity in pb.every(info, 1):
-            for uuid in pb.every(identity, 3):
-                servers[uuid.decode("utf-8", "replace")] = info
-    return servers

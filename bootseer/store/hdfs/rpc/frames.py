@@ -4,12 +4,10 @@ import socket
 import struct
 import time
 
-from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.messages import SUCCESS, RpcResponseHeader
+from bootseer.store.hdfs.rpc.protobuf import delimited, take_delimited
 
 FRAME_MAX_BYTES = 1 << 20
-# Of RpcRequestHeaderProto: protocol buffers, "final packet" (an ordinary call).
-_RPC_KIND, _RPC_OPERATION = 2, 0
-_SUCCESS = 0
 # Of an exception: its class, and a message with a stack trace.
 _TEXT_MAX_BYTES = 64 << 10
 
@@ -43,35 +41,25 @@ def result_of(answer: bytes) -> bytes:
     """The message that the answer holds. Raises: RpcError, what the NameNode raised."""
     try:
         head, end = _message(answer)
-        status = [value for field, value in pb.fields(head) if field == 2 and value != _SUCCESS]
-        if not status:
+        header = RpcResponseHeader.decode(head)
+        if header.status == SUCCESS:
             return _message(answer[end:])[0]
-        texts = pb.every(head, 4) + pb.every(head, 5)
-    except (IndexError, ValueError) as error:
+    except ValueError as error:
         raise ConnectionError("the NameNode's answer cannot be understood") from error
-    message = ": ".join(text[:_TEXT_MAX_BYTES].decode("utf-8", "replace") for text in texts[:2])
-    raise RpcError(message)
+    texts = (header.exception, header.text)
+    raise RpcError(
+        ": ".join(text[:_TEXT_MAX_BYTES].decode("utf-8", "replace") for text in texts if text)
+    )
 
 
 def _message(data: bytes) -> tuple[bytes, int]:
-    message, end = pb.delimited(data, FRAME_MAX_BYTES)
+    message, end = take_delimited(data, FRAME_MAX_BYTES)
     if message is None:
         raise ValueError("no message")
     return message, end
 
 
-def header(call_id: int, client: bytes, retry_count: int) -> bytes:
-    """RpcRequestHeaderProto."""
-    return (
-        pb.number(1, _RPC_KIND)
-        + pb.number(2, _RPC_OPERATION)
-        + pb.signed(3, call_id)
-        + pb.blob(4, client)
-        + pb.signed(5, retry_count)
-    )
-
-
 def frame(*messages: bytes) -> bytes:
     """What is sent of some messages."""
-    body = b"".join(pb.varint(len(message)) + message for message in messages)
+    body = b"".join(map(delimited, messages))
     return struct.pack(">I", len(body)) + body

@@ -16,6 +16,7 @@ from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.direct.datanode import DataNodes, _headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import StoredBlock
+from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from tests.support.bounded import run_bounded
 from tests.support.servers.answering import answering
 
@@ -97,6 +98,10 @@ _GOOD = _headers(0, 1024, 512)
 _HEADER_BYTES = len(_GOOD) // 3
 
 
+def _block(length: int) -> ExtendedBlock:
+    return ExtendedBlock("pool", 7, 1, length)
+
+
 def _packets(headers: bytes) -> bytes:
     parts = [headers[at : at + _HEADER_BYTES] for at in range(0, len(headers), _HEADER_BYTES)]
     return parts[0] + b"a" * 512 + parts[1] + b"b" * 512 + parts[2]
@@ -132,7 +137,7 @@ def _packets(headers: bytes) -> bytes:
 def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
     with answering(lambda connection: connection.sendall(answer)) as address:
         nodes = DataNodes(0.5)
-        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
+        blocks = [StoredBlock(0, _block(4096), b"token", (Replica(address),))]
         assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
         nowhere = nodes._replicas.begin(blocks[0].replicas, Attempt()) is None
         assert nowhere == (count == 0)
@@ -142,14 +147,14 @@ def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: i
 def test_a_datanode_that_hangs_is_left_in_time() -> None:
     gone = threading.Event()
     with answering(lambda _: gone.wait(20)) as address:
-        blocks = [StoredBlock(0, 4096, b"block", b"token", (Replica(address),))]
+        blocks = [StoredBlock(0, _block(4096), b"token", (Replica(address),))]
         assert not DataNodes(0.2).read_into(blocks, 0, memoryview(bytearray(512)), Attempt())
         gone.set()
 
 
 def test_packets_of_one_byte_do_not_take_what_they_would_cost() -> None:
     length = 2**25
-    blocks = [StoredBlock(0, length, b"block", b"token", (Replica(("127.0.0.1", 1)),))]
+    blocks = [StoredBlock(0, _block(length), b"token", (Replica(("127.0.0.1", 1)),))]
 
     def answer(connection: socket.socket) -> None:
         connection.sendall(_RESPONSE + _headers(0, 4, 1)[:_HEADER_BYTES])
@@ -175,7 +180,7 @@ def test_a_byte_now_and_then_is_silence() -> None:
             time.sleep(0.02)
 
     with answering(answer) as address:
-        blocks = [StoredBlock(0, 2**20, b"block", b"token", (Replica(address),))]
+        blocks = [StoredBlock(0, _block(2**20), b"token", (Replica(address),))]
         nodes = DataNodes(0.3)
         assert not nodes.read_into(blocks, 0, memoryview(bytearray(2**20)), Attempt())
         nodes.close()

@@ -4,6 +4,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from typing import Annotated
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +14,9 @@ from bootseer.store.backend import Writer
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.direct.checksums import crc32c
 from bootseer.store.hdfs.direct.direct_writer import StraightFile
-from bootseer.store.hdfs.rpc import protobuf as pb
+from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
 from bootseer.store.hdfs.writer import HdfsWriter
+from tests.support.servers import protobuf as pb
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -123,19 +125,23 @@ def test_a_small_file_has_the_checksums_of_any_other(backend: HdfsBackend, size:
     assert _checksum(backend, "small") == _checksum(backend, "other")
 
 
+class _BlockOpResponse(Message, frozen=True):
+    checksum: Annotated[bytes, 3]
+    """OpBlockChecksumResponseProto."""
+
+
 def _checksum(backend: HdfsBackend, path: str) -> bytes:
     """Of all checksums of its block, and their kind, as the DataNode tells who compares copies."""
     (block,) = backend.stored_blocks(path)
-    message = pb.blob(1, pb.blob(1, block.block) + pb.blob(2, block.token))
+    message = pb.blob(1, pb.blob(1, block.block.encode()) + pb.blob(2, block.token))
     with socket.create_connection(block.replicas[0].address, 10) as datanode:
-        # Op.BLOCK_CHECKSUM; OpBlockChecksumResponseProto is the field 3 of the answer
-        datanode.sendall(b"\x00\x1c\x55" + pb.varint(len(message)) + message)
-        with datanode.makefile("rb") as answer:
-            length = answer.read(1)
-            while length[-1] & 0x80:
-                length += answer.read(1)
-            (found,) = pb.every(answer.read(pb.read_varint(length, 0)[0]), 3)
-    return found
+        # Op.BLOCK_CHECKSUM
+        datanode.sendall(b"\x00\x1c\x55" + delimited(message))
+        received, (found, end) = b"", take_delimited(b"", 4096)
+        while found is None:
+            received += datanode.recv(end - len(received))
+            found, end = take_delimited(received, 4096)
+    return _BlockOpResponse.decode(found).checksum
 
 
 def test_a_small_file_whose_datanode_fails_is_written_again(

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.hdfs.direct.added_block import AddedBlock
 from bootseer.store.hdfs.direct.direct_writer import Placed, StraightFile
-from bootseer.store.hdfs.rpc import protobuf as pb
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode
+from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
+from bootseer.store.hdfs.rpc.messages import ExtendedBlock, LocatedBlock
 from tests.support.servers.answering import answering
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.
+_LOCATED = LocatedBlock(ExtendedBlock("pool", 7, 1), 0, False, b"")
 _TAKEN = b"\x02\x08\x00"
 _CONFIRMED = b"\x04\x08\x00\x10\x00"
 
@@ -59,9 +59,8 @@ def _write(placed: Placed) -> None:
     ids=["nothing", "nonsense", "token", "taken", "junk", "other", "failed", "half"],
 )
 def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) -> None:
-    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1)
     with _datanode(answer, hangs=hangs) as address:
-        added = AddedBlock(block, {}, b"", (), (), address)
+        added = AddedBlock(_LOCATED, address)
         # Nobody is there to be told that the file is complete.
         placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED) as caught:
@@ -76,7 +75,6 @@ def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) ->
 )
 def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes) -> None:
     """What it says confirms nothing: that is silence."""
-    block = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1)
     sent = 0
 
     def reply(connection: socket.socket) -> None:
@@ -88,7 +86,7 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
             time.sleep(0.01)
 
     with answering(reply) as address:
-        added = AddedBlock(block, {}, b"", (), (), address)
+        added = AddedBlock(_LOCATED, address)
         placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED):
             _write(placed)
