@@ -115,7 +115,7 @@ def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
         layers = OutsideLayers(request.layers, environ, directory, targets)
         return lambda setup_s: layers.changed()
     if request.root != Path("/"):
-        return lambda setup_s: Outside((), False)
+        return lambda setup_s: Outside(is_complete=False)
     began_ns = outside.now_ns()
     return lambda setup_s: outside.look(
         attempt.settings, began_ns, setup_s, environ, directory, targets

@@ -66,9 +66,9 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
 
     type: Any
     """What a document is read as: a frozen struct, or a list of these."""
-    what: str
-    """For error messages: "a snapshot manifest"."""
     size_max: int
+    what: str = "a document that can be read"
+    """For error messages: "a pointer to a bundle"."""
     kind: str = ""
     """The name that a document of this kind carries; empty: it carries none."""
     kind_member: str = "kind"
@@ -76,6 +76,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
     """The versions that this release reads, the one that it writes first; (): there are none."""
     checksum_member: str = ""
     """The member with the digest of all others. Documents of the first releases have none."""
+    value_count_max: int = VALUE_COUNT_MAX
     is_foreign: bool = False
     """Programs of others write it, for whom null and absence are one."""
     indent: int | None = None
@@ -87,7 +88,11 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
     def decode(self, data: bytes, where: str) -> T:
         """The document in `data`, which came from `where`. Raises: CorruptError,
         UnknownFormatError."""
-        return self.convert(parse(data, where, self.size_max, self.is_foreign), where)
+        return self.convert(self.parse(data, where), where)
+
+    def parse(self, data: bytes, where: str) -> Any:
+        """The JSON in `data`, not yet compared with the struct. Raises: CorruptError."""
+        return parse(data, where, self.size_max, self.is_foreign, self.value_count_max)
 
     def convert(self, document: Any, where: str) -> T:
         """As `decode`, of a document that is parsed. Raises: CorruptError, UnknownFormatError."""

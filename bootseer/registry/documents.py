@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.bounded_json import parse_json
+from bootseer.base.documents import parse
 from bootseer.errors import CorruptError
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -40,7 +40,7 @@ def fallback_tag(digest: str) -> str:
 def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     """A JSON object from a registry. Raises: CorruptError."""
     try:
-        document = parse_json(data, where, DOCUMENT_BYTES_MAX)
+        document = parse(data, where, DOCUMENT_BYTES_MAX, is_foreign=True)
     except CorruptError:
         document = None
     if not isinstance(document, dict):

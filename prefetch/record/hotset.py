@@ -5,13 +5,19 @@ Alone owns how traces are merged and what is stored of the result (docs/format/h
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct, field
 
-from bootseer.base.checked_json import count_in
+from bootseer.base.documents import Count, Form
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
+from bootseer.prefetch.record.file_rows import (
+    HEADER_BYTES_MAX,
+    TracedFile,
+    decode_rows,
+    encode_rows,
+)
 from bootseer.prefetch.record.parquet_hotset import PARQUET_MAGIC, read_parquet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_files
 from bootseer.prefetch.record.touches import PAGE_BYTES, first_touches
@@ -20,7 +26,23 @@ from bootseer.prefetch.record.trace import Trace
 SHARED_TRACE_COUNT = 3
 """From this many traces on, what only one of them touched is taken for an accident."""
 
-_FORMAT = RowFormat("bootseer-hotset", 2, "hot set", "range_count", 2**22, ("index", "workload"))
+
+class _Header(Struct, frozen=True):
+    index_digest: str = field(name="index")
+    workload: str
+    trace_count: Count
+    file_count: Annotated[int, Meta(ge=0, le=2**22)]
+    row_count: Annotated[int, Meta(ge=0, le=2**22)] = field(name="range_count")
+
+
+_FORM: Form[_Header] = Form(
+    type=_Header,
+    what="a hot set",
+    kind="bootseer-hotset",
+    kind_member="format",
+    versions=(2,),
+    size_max=HEADER_BYTES_MAX,
+)
 
 
 class HotRange(Struct, frozen=True):
@@ -146,18 +168,14 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
 
 def encode(hot: HotSet) -> bytes:
     """The hot set as zstd-compressed JSON lines. Deterministic."""
-    header = {
-        "index": hot.index_digest,
-        "workload": hot.workload,
-        "trace_count": hot.trace_count,
-    }
     numbers: dict[TracedFile, int] = {}
     rows = [
         (numbers.setdefault(file, len(numbers)), one.offset, one.length, one.trace_count)
         for one in hot.ranges
         for file in (TracedFile(one.path, one.digest),)
     ]
-    return _FORMAT.encode(header, tuple(numbers), rows)
+    header = _Header(hot.index_digest, hot.workload, hot.trace_count, len(numbers), len(rows))
+    return encode_rows(_FORM, header, tuple(numbers), rows)
 
 
 def decode(data: bytes) -> HotSet:
@@ -166,11 +184,11 @@ def decode(data: bytes) -> HotSet:
     if data.startswith(PARQUET_MAGIC):
         index_digest, workload, trace_count, ranges = read_parquet(data)
         return HotSet(index_digest, workload, trace_count, tuple(HotRange(*r) for r in ranges))
-    header, files, rows = _FORMAT.decode(data)
+    header, files, rows = decode_rows(_FORM, data)
     return HotSet(
-        header["index"],
-        header["workload"],
-        count_in(header, "trace_count", "a hot set"),
+        header.index_digest,
+        header.workload,
+        header.trace_count,
         tuple(
             HotRange(files[file].path, files[file].digest, offset, length, count)
             for file, offset, length, count in rows

@@ -10,13 +10,18 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct, field
 
-from bootseer.base.checked_json import count_in
+from bootseer.base.documents import Count, Count64, Form
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.record.file_rows import RowFormat, TracedFile
+from bootseer.prefetch.record.file_rows import (
+    HEADER_BYTES_MAX,
+    TracedFile,
+    decode_rows,
+    encode_rows,
+)
 
 _AHEAD_NS = 2**62
 """Added to the time of what was handed to the kernel unasked: was it wanted? Nobody knows."""
@@ -24,13 +29,25 @@ _AHEAD_NS = 2**62
 ACCESS_COUNT_MAX = 2**20
 """A log that is full takes no more: a start that reads a million ranges is no start."""
 
-_FORMAT = RowFormat(
-    "bootseer-trace",
-    1,
-    "trace",
-    "access_count",
-    ACCESS_COUNT_MAX,
-    ("index", "workload", "node", "ended"),
+
+class _Header(Struct, frozen=True):
+    index_digest: str = field(name="index")
+    workload: str
+    node: str
+    started_ns: Count64
+    ended: str
+    readahead_bytes: Count
+    file_count: Annotated[int, Meta(ge=0, le=ACCESS_COUNT_MAX)]
+    row_count: Annotated[int, Meta(ge=0, le=ACCESS_COUNT_MAX)] = field(name="access_count")
+
+
+_FORM: Form[_Header] = Form(
+    type=_Header,
+    what="a trace",
+    kind="bootseer-trace",
+    kind_member="format",
+    versions=(1,),
+    size_max=HEADER_BYTES_MAX,
 )
 _ENTRY = struct.Struct("<IIQQ")
 # count, closed, start on the monotonic clock
@@ -171,27 +188,29 @@ def renumbered(
 
 def encode(trace: Trace) -> bytes:
     """The trace as zstd-compressed JSON lines. Deterministic."""
-    header = {
-        "index": trace.index_digest,
-        "workload": trace.workload,
-        "node": trace.node,
-        "started_ns": trace.started_ns,
-        "ended": trace.ended,
-        "readahead_bytes": trace.readahead_bytes,
-    }
-    return _FORMAT.encode(header, trace.files, trace.accesses)
+    header = _Header(
+        trace.index_digest,
+        trace.workload,
+        trace.node,
+        trace.started_ns,
+        trace.ended,
+        trace.readahead_bytes,
+        len(trace.files),
+        len(trace.accesses),
+    )
+    return encode_rows(_FORM, header, trace.files, trace.accesses)
 
 
 def decode(data: bytes) -> Trace:
-    """Raises: CorruptError; UnknownFormatError for another kind or version."""
-    header, files, rows = _FORMAT.decode(data)
+    """Raises: CorruptError; UnknownFormatError for another version."""
+    header, files, rows = decode_rows(_FORM, data)
     return Trace(
-        header["index"],
-        header["workload"],
-        header["node"],
-        count_in(header, "started_ns", "a trace", 2**63),
-        header["ended"],
-        count_in(header, "readahead_bytes", "a trace"),
+        header.index_digest,
+        header.workload,
+        header.node,
+        header.started_ns,
+        header.ended,
+        header.readahead_bytes,
         files,
         tuple(map(Access._make, rows)),
     )

@@ -7,21 +7,12 @@ in a document is believed: every type, count and size is checked, and digests ar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct, field
 
-from bootseer.base.checked_json import (
-    check_digest,
-    count_in,
-    digest_in,
-    list_in,
-    object_in,
-    parse,
-    string_in,
-    strings_in,
-)
+from bootseer.base.documents import Digest, Form, Text
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES
@@ -34,6 +25,10 @@ ENTRY_COUNT_MAX = 10_000
 LAYER_BYTES_MAX = 2**40
 
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
+
+
+_Words = Annotated[tuple[Text, ...], Meta(max_length=ENTRY_COUNT_MAX)]
+T = TypeVar("T")
 
 
 class Descriptor(Struct, frozen=True):
@@ -69,69 +64,123 @@ def verified(data: bytes, expected: Descriptor, where: str) -> bytes:
     return data
 
 
+class _Annotations(Struct, frozen=True):
+    tag: Text = field(name="org.opencontainers.image.ref.name", default="")
+
+
+class _Platform(Struct, frozen=True):
+    system: Text = field(name="os", default="")
+    architecture: Text = ""
+    variant: Text = ""
+
+
+class _Descriptor(Struct, frozen=True):
+    digest: Digest
+    size: Annotated[int, Meta(ge=0, le=LAYER_BYTES_MAX)]
+    media_type: Text = field(name="mediaType", default="")
+    annotations: _Annotations = _Annotations()
+    platform: _Platform = _Platform()
+
+    def checked(self, where: str) -> Descriptor:
+        """Raises: UnknownFormatError."""
+        if self.media_type.startswith(_SCHEMA_1):
+            raise UnknownFormatError(
+                f"{where}: Docker's image format of 2015 (schema 1) is not read"
+            )
+        runs_on = self.platform
+        return Descriptor(
+            self.digest,
+            self.size,
+            self.media_type,
+            self.annotations.tag,
+            runs_on.system,
+            runs_on.architecture,
+            runs_on.variant,
+        )
+
+
+class _Index(Struct, frozen=True):
+    manifests: Annotated[tuple[_Descriptor, ...], Meta(max_length=ENTRY_COUNT_MAX)] = ()
+
+
+class _Manifest(Struct, frozen=True):
+    config: _Descriptor
+    layers: Annotated[tuple[_Descriptor, ...], Meta(max_length=LAYER_COUNT_MAX)] = ()
+
+
+class _Process(Struct, frozen=True, rename="pascal"):
+    env: _Words = ()
+    entrypoint: _Words = ()
+    cmd: _Words = ()
+    working_dir: Text = ""
+    user: Text = ""
+
+
+class _RootFs(Struct, frozen=True):
+    diff_ids: Annotated[tuple[Digest, ...], Meta(max_length=LAYER_COUNT_MAX)] = ()
+
+
+class _Config(Struct, frozen=True):
+    rootfs: _RootFs
+    config: _Process = _Process()
+    architecture: Text = ""
+
+
+class ArchivedImage(Struct, frozen=True, rename="pascal"):
+    """One entry of Docker's `manifest.json`: paths in the archive, and names."""
+
+    config: Text = ""
+    tags: _Words = field(name="RepoTags", default=())
+    layers: Annotated[tuple[Text, ...], Meta(max_length=LAYER_COUNT_MAX)] = ()
+
+
+def _form(kind: Any, what: str) -> Form[Any]:
+    return Form(type=kind, what=what, size_max=DOCUMENT_BYTES_MAX, is_foreign=True)
+
+
+_INDEX: Form[_Index] = _form(_Index, "an index of images")
+_MANIFEST: Form[_Manifest] = _form(_Manifest, "the manifest of an image")
+_CONFIG: Form[_Config] = _form(_Config, "the configuration of an image")
+_ARCHIVE: Form[list[ArchivedImage]] = _form(
+    Annotated[list[ArchivedImage], Meta(max_length=ENTRY_COUNT_MAX)], "a list of images"
+)
+
+
 def parse_index(data: bytes, where: str) -> tuple[Descriptor, ...]:
     """The manifests of an index. Raises: CorruptError, UnknownFormatError."""
-    document = _document(data, where)
-    _check_schema(document, where)
-    entries = list_in(document, "manifests", dict, ENTRY_COUNT_MAX, where)
-    return tuple(_descriptor(entry, where) for entry in entries)
+    index = _second_schema(_INDEX, data, where)
+    return tuple(entry.checked(where) for entry in index.manifests)
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Raises: CorruptError, UnknownFormatError."""
-    document = _document(data, where)
-    _check_schema(document, where)
-    layers = list_in(document, "layers", dict, LAYER_COUNT_MAX, where)
-    return Manifest(
-        _descriptor(object_in(document, "config", where), where),
-        tuple(_descriptor(layer, where) for layer in layers),
-    )
+    manifest = _second_schema(_MANIFEST, data, where)
+    layers = tuple(layer.checked(where) for layer in manifest.layers)
+    return Manifest(manifest.config.checked(where), layers)
 
 
 def parse_config(data: bytes, where: str) -> ImageConfig:
     """Raises: CorruptError; InvalidInputError where it configures no container image."""
-    document = _document(data, where)
-    rootfs = document.get("rootfs")
+    document = _CONFIG.parse(data, where)
+    rootfs = document.get("rootfs") if isinstance(document, dict) else {"type": "layers"}
     if not isinstance(rootfs, dict) or rootfs.get("type") != "layers":
         raise InvalidInputError(f"{where} is an artifact without a root file system, not an image")
-    run = object_in(document, "config", where)
+    config = _CONFIG.convert(document, where)
+    run = config.config
     return ImageConfig(
-        env=strings_in(run, "Env", ENTRY_COUNT_MAX, where),
-        entrypoint=strings_in(run, "Entrypoint", ENTRY_COUNT_MAX, where),
-        cmd=strings_in(run, "Cmd", ENTRY_COUNT_MAX, where),
-        working_dir=string_in(run, "WorkingDir", where),
-        user=string_in(run, "User", where),
-        architecture=string_in(document, "architecture", where),
-        diff_ids=tuple(
-            check_digest(entry, where)
-            for entry in strings_in(rootfs, "diff_ids", LAYER_COUNT_MAX, where)
-        ),
+        env=run.env,
+        entrypoint=run.entrypoint,
+        cmd=run.cmd,
+        working_dir=run.working_dir,
+        user=run.user,
+        architecture=config.architecture,
+        diff_ids=config.rootfs.diff_ids,
     )
-
-
-class ArchivedImage(Struct, frozen=True):
-    """One entry of Docker's `manifest.json`: paths in the archive, and names."""
-
-    config: str
-    tags: tuple[str, ...]
-    layers: tuple[str, ...]
 
 
 def parse_archive_manifest(data: bytes, where: str) -> list[ArchivedImage]:
     """Raises: CorruptError."""
-    entries = parse(data, DOCUMENT_BYTES_MAX, where)
-    if not isinstance(entries, list) or len(entries) > ENTRY_COUNT_MAX:
-        raise CorruptError(f"{where} is not a list of images")
-    if not all(isinstance(entry, dict) for entry in entries):
-        raise CorruptError(f"{where}: an image is not an object")
-    return [
-        ArchivedImage(
-            string_in(entry, "Config", where),
-            strings_in(entry, "RepoTags", ENTRY_COUNT_MAX, where),
-            strings_in(entry, "Layers", LAYER_COUNT_MAX, where),
-        )
-        for entry in entries
-    ]
+    return _ARCHIVE.decode(data, where)
 
 
 def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
@@ -155,31 +204,9 @@ def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
     )
 
 
-def _document(data: bytes, where: str) -> Mapping[str, Any]:
-    document = parse(data, DOCUMENT_BYTES_MAX, where)
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where} is not a JSON object")
-    return document
-
-
-def _check_schema(document: Mapping[str, Any], where: str) -> None:
-    if document.get("schemaVersion") != 2:
+def _second_schema(form: Form[T], data: bytes, where: str) -> T:
+    document = form.parse(data, where)
+    if isinstance(document, dict) and document.get("schemaVersion") != 2:
         version = str(document.get("schemaVersion"))[:20]
         raise UnknownFormatError(f"{where}: schema version {version} is not read, only 2")
-
-
-def _descriptor(entry: Mapping[str, Any], where: str) -> Descriptor:
-    media_type = string_in(entry, "mediaType", where)
-    if media_type.startswith(_SCHEMA_1):
-        raise UnknownFormatError(f"{where}: Docker's image format of 2015 (schema 1) is not read")
-    annotations = object_in(entry, "annotations", where)
-    runs_on = object_in(entry, "platform", where)
-    return Descriptor(
-        digest_in(entry, "digest", where),
-        count_in(entry, "size", where, LAYER_BYTES_MAX),
-        media_type,
-        tag=string_in(annotations, "org.opencontainers.image.ref.name", where),
-        system=string_in(runs_on, "os", where),
-        architecture=string_in(runs_on, "architecture", where),
-        variant=string_in(runs_on, "variant", where),
-    )
+    return form.convert(document, where)

@@ -7,25 +7,21 @@ three functions that are given a store.
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import zstandard
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from bootseer.base.checked_json import parse
+from bootseer.base.documents import Count64, Form, PathBytes
 from bootseer.blob.index.zstd_frame import expand
-from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
 
-_FORMAT = "bootseer-warm"
-_VERSION = 1
 FILE_COUNT_MAX = 2**18
 RANGE_COUNT_MAX = 2**20
 ENCODED_BYTES_MAX = 32 * 2**20
 _DECODED_BYTES_MAX = 128 * 2**20
-_LINE_BYTES_MAX = 2**23
-"""A file in as many ranges as it is ever stored with takes a hundredth of that."""
 _TIME_NS_MAX = 2**63 * 10**9
 """Of 64 bits of seconds, as file systems have them."""
 _PATH_BYTES_MAX = 4096
@@ -78,6 +74,27 @@ class WarmRecord(Struct, frozen=True):
     def range_bytes(self) -> int:
         """How much is worth having early."""
         return sum(file.range_bytes for file in self.files)
+
+
+class _Header(Struct, frozen=True):
+    identity: str
+    workload: str
+    method: Annotated[str, Meta(max_length=20)]
+    recording_count: Count64
+    recorded_ns: Count64
+    file_count: Annotated[int, Meta(ge=0, le=FILE_COUNT_MAX)]
+
+
+_HEADER_FORM: Form[_Header] = Form(
+    type=_Header,
+    kind="bootseer-warm",
+    kind_member="format",
+    versions=(1,),
+    size_max=64 * 1024,
+)
+# A path, the file's size and time of change, and by turns offsets and lengths of its ranges.
+_Line = tuple[PathBytes, Count64, int, tuple[Count64, ...]]
+_LINES_FORM: Form[list[_Line]] = Form(type=list[_Line], size_max=_DECODED_BYTES_MAX)
 
 
 def identity_of(directory: str, name: str | None) -> str:
@@ -164,18 +181,16 @@ def bounded(files: Iterable[WarmFile]) -> tuple[WarmFile, ...]:
 
 def encode(record: WarmRecord) -> bytes:
     """The record as zstd-compressed JSON lines. Deterministic."""
-    header = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "identity": record.identity,
-        "workload": record.workload,
-        "method": record.method,
-        "recording_count": record.recording_count,
-        "recorded_ns": record.recorded_ns,
-        "file_count": len(record.files),
-    }
+    header = _Header(
+        record.identity,
+        record.workload,
+        record.method,
+        record.recording_count,
+        record.recorded_ns,
+        len(record.files),
+    )
     # JSON has no bytes: a path that is not UTF-8 travels as lone surrogates, escaped.
-    lines = [json.dumps(header)]
+    lines = [_HEADER_FORM.encode(header).decode("ascii")]
     for file in record.files:
         path = json.dumps(file.path.decode("utf-8", "surrogateescape"))
         numbers = ",".join(f"{offset},{length}" for offset, length in file.ranges)
@@ -192,83 +207,40 @@ def decode(data: bytes, identity: str, workload: str) -> WarmRecord:
     if len(data) > ENCODED_BYTES_MAX:
         raise CorruptError(f"a warm record of {len(data)} bytes is absurdly large")
     text = expand(data, "a warm record", _DECODED_BYTES_MAX)
-    if text.count(b"\n") > FILE_COUNT_MAX + 1:
-        raise CorruptError("a warm record has more lines than any record")
-    lines = text.split(b"\n")
-    header = parse(lines[0], _LINE_BYTES_MAX, "a warm record")
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise UnknownFormatError("this is no warm record of Bootseer")
-    if header.get("version") != _VERSION:
-        raise UnknownFormatError(
-            f"the warm record has version {str(header.get('version'))[:20]}; "
-            f"this release reads {_VERSION}"
-        )
-    if (header.get("identity"), header.get("workload")) != (identity, workload):
+    head, _, rest = text.partition(b"\n")
+    header = _HEADER_FORM.decode(head, "a warm record")
+    if (header.identity, header.workload) != (identity, workload):
         raise CorruptError("the warm record is of another directory or workload")
+    lines = rest.splitlines()
+    found = _LINES_FORM.decode(b"[%b]" % b",".join(lines), "a warm record")
+    if not len(lines) == len(found) == header.file_count:
+        raise CorruptError("a warm record has another number of files than it says")
+    if sum(len(numbers) // 2 for *_, numbers in found) > RANGE_COUNT_MAX:
+        raise CorruptError("a warm record has too many ranges")
     try:
-        return _decode_lines(header, lines)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, CorruptError):
-            raise
-        raise CorruptError(f"a warm record makes no sense: {error!r}") from error
-
-
-def _decode_lines(header: dict[str, Any], lines: list[bytes]) -> WarmRecord:
-    file_count = _number(header["file_count"])
-    if file_count > FILE_COUNT_MAX or len(lines) != file_count + 2 or lines[-1]:
-        raise ValueError("its line count is wrong")
-    if not isinstance(header["method"], str):
-        raise TypeError("its method is no string")
-    files = []
-    range_count = 0
-    for line in lines[1:-1]:
-        text, size_bytes, mtime_ns, numbers = parse(
-            line, _LINE_BYTES_MAX, "a file of a warm record"
-        )
-        if not isinstance(text, str) or not isinstance(numbers, list):
-            raise TypeError("a file is no path with ranges")
-        path = text.encode("utf-8", "surrogateescape")
-        _check_path(path)
-        range_count += len(numbers) // 2
-        if range_count > RANGE_COUNT_MAX:
-            raise ValueError("it has too many ranges")
-        ranges = _ranges(numbers, _number(size_bytes))
-        if type(mtime_ns) is not int or abs(mtime_ns) >= _TIME_NS_MAX:
-            raise ValueError("a time is out of range")
-        files.append(WarmFile(path, size_bytes, mtime_ns, ranges))
+        files = tuple(_file(*line) for line in found)
+    except ValueError as error:
+        raise CorruptError(f"a warm record makes no sense: {error}") from error
     return WarmRecord(
-        header["identity"],
-        header["workload"],
-        header["method"][:20],
-        _number(header["recording_count"]),
-        _number(header["recorded_ns"]),
-        tuple(files),
+        identity, workload, header.method, header.recording_count, header.recorded_ns, files
     )
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a number is out of range")
-    return value
-
-
-def _check_path(path: bytes) -> None:
+def _file(path: bytes, size_bytes: int, mtime_ns: int, numbers: tuple[int, ...]) -> WarmFile:
     parts = path.split(b"/")
     if len(path) > _PATH_BYTES_MAX or b"\0" in path or any(p in (b"", b".", b"..") for p in parts):
         raise ValueError("a path is not plain")
-
-
-def _ranges(numbers: list[int], size_bytes: int) -> tuple[Range, ...]:
+    if abs(mtime_ns) >= _TIME_NS_MAX:
+        raise ValueError("a time is out of range")
     if len(numbers) % 2:
         raise ValueError("a range has no length")
-    ranges = []
+    ranges = tuple(map(Range, numbers[::2], numbers[1::2]))
     end = -1
-    for offset, length in zip(numbers[::2], numbers[1::2], strict=True):
-        if _number(offset) <= end or _number(length) == 0 or offset + length > size_bytes:
+    for found in ranges:
+        if found.offset <= end or found.length == 0 or found.end > size_bytes:
             raise ValueError("ranges overlap, are empty or lie outside their file")
-        end = offset + length
-        ranges.append(Range(offset, length))
-    return tuple(ranges)
+        end = found.end
+    return WarmFile(path, size_bytes, mtime_ns, ranges)
 
 
 def read_record(store: Store, identity: str, workload: str) -> WarmRecord | None:

@@ -177,7 +177,9 @@ def make_manifest(
         node=node,
         name=name,
         version=bootseer.__version__,
-        outside=Outside(shown, outside.is_complete, len(outside.paths)),
+        outside=Outside(
+            paths=shown, is_complete=outside.is_complete, path_count=len(outside.paths)
+        ),
     )
 
 

@@ -128,8 +128,8 @@ def changed_since(
             ):
                 found.append(path)
         if count > _NAMES_MAX or time.monotonic() > end:
-            return Outside(_not_open(found), False)
-    return Outside(_not_open(found), True)
+            return Outside(paths=_not_open(found), is_complete=False)
+    return Outside(paths=_not_open(found), is_complete=True)
 
 
 def _is_job_output(name: str, job_id: str) -> bool:

@@ -45,10 +45,10 @@ class OutsideLayers:
     def changed(self) -> Outside:
         """What has changed since. Never raises: what cannot be read is left out."""
         if not self._is_whole:
-            return Outside((), False)
+            return Outside(is_complete=False)
         after, is_whole = self._written()
         paths = changed_paths(self._before, after, self._lower, is_whole=is_whole)
-        return Outside(tuple(sorted(map(os.fsdecode, paths))), is_whole)
+        return Outside(paths=tuple(sorted(map(os.fsdecode, paths))), is_complete=is_whole)
 
     def _inside(self, path: Path) -> bytes:
         below = os.fsencode(path.relative_to(self._layers.root.absolute()))

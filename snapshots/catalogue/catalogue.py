@@ -4,12 +4,14 @@ Alone owns the keys. A manifest is published after everything that it names, so 
 can be found can be restored. Thread-safe as the store is.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from msgspec import Struct
+
+from bootseer.base.documents import Form
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
@@ -21,6 +23,7 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.snapshots.catalogue.manifest import (
+    Key,
     Manifest,
     Stored,
     Target,
@@ -42,7 +45,15 @@ _NAMES = "snapshots/names/"
 _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
-_POINTER_BYTES_MAX = 4096
+
+
+class _Name(Struct, frozen=True):
+    fingerprint: Key
+
+
+_NAME_FORM: Form[_Name] = Form(
+    type=_Name, what="a name of a snapshot (give it anew)", versions=(1,), size_max=4096
+)
 
 
 def manifest_key(fingerprint: str) -> str:
@@ -152,18 +163,9 @@ def _read_name(store: Store, name: str) -> str | None:
 def read_pointer(store: Store, key: str) -> str:
     """The fingerprint that the name at `key` stands for.
 
-    Raises: NotFoundError, CorruptError, UnavailableError.
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
-    damaged = f"{key} in {store.url} is damaged; give the name anew"
-    try:
-        fingerprint = json.loads(store.read(key, 0, _POINTER_BYTES_MAX))["fingerprint"]
-    except BootseerError:
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise CorruptError(damaged) from None
-    if not isinstance(fingerprint, str) or not _HEX.fullmatch(fingerprint):
-        raise CorruptError(damaged)
-    return fingerprint
+    return _NAME_FORM.read(store, key).fingerprint
 
 
 def publish_target(
@@ -204,8 +206,8 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
                 raise BusyError(f"{needed} was deleted while it was needed; run it again")
     if manifest.name:
         _tell_moved(store, manifest)
-        pointer = json.dumps({"version": 1, "fingerprint": manifest.fingerprint}).encode()
-        store.publish(f"{_NAMES}{manifest.name}.json", pointer, replace=True)
+        named = _NAME_FORM.encode(_Name(manifest.fingerprint))
+        store.publish(f"{_NAMES}{manifest.name}.json", named, replace=True)
     return done
 
 

@@ -4,9 +4,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct, field
 
+from bootseer.base.documents import BlobDigest, Count64, PathBytes
 from bootseer.errors import CorruptError, InvalidInputError
 from bootseer.snapshots.setup.fingerprint import Part
 
@@ -20,13 +22,17 @@ _FOLDERS_SHOWN_MAX = 5
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+# Bounds that no honest manifest comes near; deletions of a whole conda environment take 10 MB.
+Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Text = Annotated[str, Meta(max_length=2**20)]
+_Size = Annotated[int, Meta(ge=0, lt=2**50)]
+
 
 class Stored(Struct, frozen=True):
     """An object of the store, named by its digest."""
 
-    digest: str
-    """`sha256:<hex>` of its bytes."""
-    size_bytes: int
+    digest: BlobDigest
+    size_bytes: _Size
 
     @property
     def hex(self) -> str:
@@ -34,25 +40,25 @@ class Stored(Struct, frozen=True):
         return self.digest.removeprefix("sha256:")
 
 
-class Target(Struct, frozen=True):
+class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One directory that the set-up made or changed."""
 
-    path: bytes
+    path: PathBytes
     """Absolute, as the job sees it (inside its root)."""
     whole: bool
     """There was nothing before: the blob holds all of it. Else it holds the difference."""
     blob: Stored
     index: Stored
     """The blob's tree."""
-    deletions: tuple[bytes, ...]
-    """Relative paths that the set-up removed, sorted."""
-    file_count: int
-    """Names in the blob, directories included."""
-    content_bytes: int
-    """Sum of the sizes of its regular files."""
-    earlier: tuple[Stored, ...] = ()
+    earlier: Annotated[tuple[Stored, ...], Meta(max_length=EARLIER_MAX)] = ()
     """Blobs of earlier snapshots that hold content which the tree has as well: what `blob` has not.
     The tree names them by number, behind its own."""
+    file_count: _Size
+    """Names in the blob, directories included."""
+    content_bytes: _Size
+    """Sum of the sizes of its regular files."""
+    deletions: Annotated[tuple[PathBytes, ...], Meta(max_length=4_000_000)]
+    """Relative paths that the set-up removed, sorted."""
 
     @property
     def blobs(self) -> tuple[Stored, ...]:
@@ -60,15 +66,15 @@ class Target(Struct, frozen=True):
         return (self.blob, *self.earlier)
 
 
-class Outside(Struct, frozen=True):
+class Outside(Struct, frozen=True, kw_only=True):
     """What a set-up changed outside its targets, as far as a look at the usual places told."""
 
-    paths: tuple[str, ...] = ()
+    paths: Annotated[tuple[_Text, ...], Meta(max_length=OUTSIDE_PATHS_MAX)] = ()
     """Changed names, sorted."""
+    path_count: _Size = 0
+    """Of a stored list, which holds only the first names: how many there were."""
     is_complete: bool = True
     """Whether all of the places were looked at."""
-    path_count: int = 0
-    """Of a stored list, which holds only the first names: how many there were."""
 
     def sentence(self) -> str:
         """For people where the set-up has run; empty where nothing was found."""
@@ -105,27 +111,27 @@ class Outside(Struct, frozen=True):
 NOTHING_OUTSIDE = Outside()
 
 
-class Manifest(Struct, frozen=True):
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One snapshot."""
 
-    fingerprint: str
+    fingerprint: Key
     """Its key: 64 hex digits."""
-    parts: tuple[Part, ...]
-    """What the key was computed from, sorted."""
-    targets: tuple[Target, ...]
-    created_ns: int
-    setup_ns: int
-    """How long the set-up command took: what a restore saves."""
-    node: str
-    name: str = ""
+    name: Annotated[str, Meta(max_length=128)]
     """Given by the user, or empty."""
-    version: str = ""
+    created_ns: Count64
+    setup_ns: Count64
+    """How long the set-up command took: what a restore saves."""
+    node: _Text
+    version: _Text = field(name="bootseer")
     """Of the Bootseer that made it."""
+    parts: Annotated[tuple[Part, ...], Meta(max_length=100_000)]
+    """What the key was computed from, sorted."""
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=1000)]
     outside: Outside = NOTHING_OUTSIDE
     """What the set-up changed that is not in it."""
     is_verified: bool = True
     """All of it has been compared with its digest. Earlier releases wrote none: then only the parts
-    have, with the key."""
+    have, with the key. It is not stored."""
 
     @property
     def file_count(self) -> int:

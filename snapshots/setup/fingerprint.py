@@ -34,7 +34,7 @@ SECRETS = "secrets"
 """The part that all secrets share."""
 
 
-class Part(Struct, frozen=True, order=True):
+class Part(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """One named thing that the result depends on: a short value, or the digest of a long one."""
 
     name: str

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 from hypothesis import strategies as st
 
-from bootseer.base.checked_json import with_checksum
+from bootseer.base.documents import members_digest
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import hot_store, relatives
@@ -27,16 +27,25 @@ _PARTS = (Part("command", '["x"]'), Part("salt", ""))
 
 
 def _manifest() -> Any:
-    stored = Stored(samples.DIGEST, 1000)
+    stored, index = Stored(samples.DIGEST, 1000), Stored(samples.INDEX, 100)
     targets = (
-        SnapshotTarget(b"/opt/env-\xff", False, stored, Stored(samples.INDEX, 100),
-                       (b"lib/old.py", b"\xfe"), 3, 5000),
-        SnapshotTarget(b"/other", True, stored, Stored(samples.INDEX, 100), (), 0, 0,
-                       (Stored("sha256:" + "77" * 32, 7),)),
+        SnapshotTarget(path=b"/opt/env-\xff", whole=False, blob=stored, index=index,
+                       deletions=(b"lib/old.py", b"\xfe"), file_count=3, content_bytes=5000),
+        SnapshotTarget(path=b"/other", whole=True, blob=stored, index=index, deletions=(),
+                       file_count=0, content_bytes=0,
+                       earlier=(Stored("sha256:" + "77" * 32, 7),)),
     )  # fmt: skip
-    outside = Outside(("/etc/x",), True, 7)
+    outside = Outside(paths=("/etc/x",), path_count=7)
     whole = Manifest(
-        fingerprint(_PARTS), _PARTS, targets, 1, 2, "node", "base", "0.1.0", outside=outside
+        fingerprint=fingerprint(_PARTS),
+        parts=_PARTS,
+        targets=targets,
+        created_ns=1,
+        setup_ns=2,
+        node="node",
+        name="base",
+        version="0.1.0",
+        outside=outside,
     )
     return json.loads(manifest_codec.encode(whole))
 
@@ -139,7 +148,7 @@ def _record_inputs(draw: st.DrawFn) -> bytes:
     if isinstance(document, dict) and draw(st.integers(0, 3)):
         document.pop("checksum", None)
         try:
-            document = with_checksum(document)
+            document["checksum"] = members_digest(document, "checksum")
         except UnicodeEncodeError:
             pass
     data = json.dumps(document).encode()
@@ -153,7 +162,7 @@ def _read_record(data: bytes) -> None:
         lambda: hot_store.decode_pointer(data, samples.INDEX, "x"),
         lambda: relatives.FORM.decode(data, "x"),
         lambda: chains.decode_chain(data, _CHAIN, "x"),
-        lambda: uses.decode_use(data, "x"),
+        lambda: uses.FORM.decode(data, "x"),
         lambda: lease.decode(data),
     ):
         try:

@@ -33,8 +33,25 @@ _STORED = Stored("sha256:" + "0" * 64, 1)
 
 
 def _manifest(parts: list[Part], created_ns: int = 1) -> Manifest:
-    target = Target(b"/t", True, _STORED, _STORED, (), 1, 1)
-    return Manifest(fingerprint(parts), tuple(sorted(parts)), (target,), created_ns, 1, "n")
+    target = Target(
+        path=b"/t",
+        whole=True,
+        blob=_STORED,
+        index=_STORED,
+        deletions=(),
+        file_count=1,
+        content_bytes=1,
+    )
+    return Manifest(
+        fingerprint=fingerprint(parts),
+        name="",
+        created_ns=created_ns,
+        setup_ns=1,
+        node="n",
+        version="",
+        parts=tuple(sorted(parts)),
+        targets=(target,),
+    )
 
 
 def _parts(**values: str) -> list[Part]:

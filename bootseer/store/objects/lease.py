@@ -24,18 +24,19 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
 
+from bootseer.base.documents import Form
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
     BusyError,
+    CorruptError,
     InvalidInputError,
     NotFoundError,
 )
@@ -47,48 +48,34 @@ logger = logging.getLogger(__name__)
 # What clocks of two nodes may differ by, plus the time a request may be on its way. Nodes of a
 # cluster run NTP (tens of milliseconds); 2 s also covers a node that has just booted.
 SKEW_S = 2.0
-# A record is a few hundred bytes; what is larger is not one.
-_RECORD_MAX_BYTES = 16 << 10
 # Well below the age at which the sweep removes renewals and tombstones (a day).
 TTL_MAX_S = 12 * 3600
 _NS = 1_000_000_000
-_TOKEN = re.compile("[0-9a-f]{32}")
+_Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
 
 
 class Record(Struct, frozen=True):
     """What a lease's object says."""
 
     owner: str
-    token: str
-    expires_at_ns: int
-    ttl_ns: int
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    expires_at_ns: _Time
+    ttl_ns: _Time
 
     def encode(self) -> bytes:
         """As canonical JSON."""
-        fields = {
-            "owner": self.owner,
-            "token": self.token,
-            "expires_at_ns": self.expires_at_ns,
-            "ttl_ns": self.ttl_ns,
-        }
-        return json.dumps(fields, sort_keys=True).encode()
+        return json.dumps(to_builtins(self), sort_keys=True).encode()
+
+
+_FORM: Form[Record] = Form(type=Record, size_max=16 << 10)
 
 
 def decode(data: bytes) -> Record | None:
     """The record in `data`, or None for anything else. Pure."""
     try:
-        fields = json.loads(data)
-        owner, token = fields["owner"], fields["token"]
-        expires_at_ns, ttl_ns = fields["expires_at_ns"], fields["ttl_ns"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return _FORM.decode(data, "a lease")
+    except CorruptError:
         return None
-    if not isinstance(owner, str) or not isinstance(token, str) or not _TOKEN.fullmatch(token):
-        return None
-    if any(
-        type(time_ns) is not int or abs(time_ns) >= 2**63 for time_ns in (expires_at_ns, ttl_ns)
-    ):
-        return None
-    return Record(owner, token, expires_at_ns, ttl_ns)
 
 
 class Lease:
@@ -232,7 +219,7 @@ def _read(backend: Backend, path: str) -> Record | None:
     last change, so that it blocks nobody for ever.
     """
     try:
-        data = backend.read(path, 0, _RECORD_MAX_BYTES)
+        data = backend.read(path, 0, _FORM.size_max)
         record = decode(data)
         if record is None:
             made_ns = backend.stat(path).modified_ns

@@ -24,17 +24,26 @@ def _synthetic(letters: str, salt: int) -> Manifest:
     parts = (Part("command", "x"), Part("salt", str(salt)))
     targets = tuple(
         Target(
-            b"/" + letter.encode(),
-            True,
-            Stored("sha256:" + _hash(letter), 1),
-            Stored("sha256:" + _hash(letter), 1),
-            (),
-            1,
-            1,
+            path=b"/" + letter.encode(),
+            whole=True,
+            blob=Stored("sha256:" + _hash(letter), 1),
+            index=Stored("sha256:" + _hash(letter), 1),
+            deletions=(),
+            file_count=1,
+            content_bytes=1,
         )
         for letter in sorted(set(letters))
     )
-    return Manifest(fingerprint(parts), parts, targets, salt, 1, "n")
+    return Manifest(
+        fingerprint=fingerprint(parts),
+        name="",
+        created_ns=salt,
+        setup_ns=1,
+        node="n",
+        version="",
+        parts=parts,
+        targets=targets,
+    )
 
 
 @given(

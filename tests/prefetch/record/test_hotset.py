@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode
-from bootseer.errors import BootseerError, UnknownFormatError
+from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.hotset import (
     HotRange,
@@ -197,5 +197,5 @@ def test_a_path_that_a_million_ranges_share_is_stored_once() -> None:
 
 
 def test_a_trace_is_no_hot_set() -> None:
-    with pytest.raises(UnknownFormatError, match="no hot set"):
+    with pytest.raises(CorruptError, match="not a hot set"):
         decode(encode_trace(trace_of((A, 0, 1))))

@@ -81,12 +81,12 @@ def test_the_look_is_bounded_and_follows_no_links(
     assert found.is_complete
     assert len(found.paths) == 49 + 2
     assert str(tmp_path / "before") not in found.paths
-    assert changed_since(since, ["/no/such"], []) == Outside((), True)
+    assert changed_since(since, ["/no/such"], []) == Outside(is_complete=True)
     assert not changed_since(since, [str(place)], [], look_s=-1).is_complete
     monkeypatch.setattr(outside, "_NAMES_MAX", 10)
     assert not changed_since(since, [str(place)], []).is_complete
-    assert Outside((), False).sentence() == ""
-    many = Outside(tuple(f"/d{number}/x" for number in range(9)), True).sentence()
+    assert Outside(is_complete=False).sentence() == ""
+    many = Outside(paths=tuple(f"/d{number}/x" for number in range(9))).sentence()
     assert "and 4 more folders" in many
 
 

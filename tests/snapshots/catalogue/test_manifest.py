@@ -33,7 +33,7 @@ _MANIFEST = Manifest(
     node="node-1",
     name="base",
     version="0.1.0",
-    outside=Outside(("/etc/x", "/usr/bin/y"), True, 7),
+    outside=Outside(paths=("/etc/x", "/usr/bin/y"), path_count=7),
 )
 
 
