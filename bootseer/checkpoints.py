@@ -9,7 +9,7 @@ The same files are reached through `bootseer mount` and, wherever fsspec URLs ar
 `bootseer::hdfs://namenode/checkpoints/...`. All names here may be used from any thread.
 """
 
-from bootseer.fuse.striped.doors.copy import (
+from bootseer.fuse.striped.api.copy import (
     copy_across,
     copy_in,
     copy_out,

@@ -42,7 +42,7 @@ from bootseer.snapshots.catalogue.manifest import (
     text_of,
 )
 from bootseer.snapshots.setup.fingerprint import Part
-from bootseer.snapshots.targets.scan import WORK_PREFIX
+from bootseer.snapshots.targets.scan import STAGING_PREFIX
 from bootseer.store import Store
 
 _LIMITS = Limits()
@@ -210,7 +210,7 @@ def _check(tree: Tree, archive: Path) -> None:
             raise InvalidInputError(
                 f"{archive} holds the device node {text_of(path)}; make it without"
             )
-        if path.rpartition(b"/")[2].startswith(WORK_PREFIX):
+        if path.rpartition(b"/")[2].startswith(STAGING_PREFIX):
             raise InvalidInputError(f"{archive} holds the reserved name {text_of(path)}")
 
 

@@ -37,7 +37,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
             f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
     from bootseer.snapshots.capture import capture
-    from bootseer.snapshots.restoring import staging as work
+    from bootseer.snapshots.restoring import staging
     from bootseer.snapshots.setup.targets import declared_targets
     from bootseer.snapshots.targets.scan import scan
     from bootseer.snapshots.targets.state import remember
@@ -45,7 +45,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
     with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
-        work.recover(hosts, remember(settings, _ROOT))
+        staging.recover(hosts, remember(settings, _ROOT))
         changes = []
         for path, host in zip(paths, hosts, strict=True):
             after = scan(host)
@@ -80,7 +80,7 @@ def restore_snapshot(
         loading.start()
         manifest = catalogue.find(store, key)
         loading.join()
-        from bootseer.snapshots.restoring import staging as work
+        from bootseer.snapshots.restoring import staging
         from bootseer.snapshots.restoring.mounting import mounted
         from bootseer.snapshots.restoring.restore import check_base, place, restore_to
         from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
@@ -111,7 +111,7 @@ def restore_snapshot(
             note = remember(settings, _ROOT)
             check_unused(settings.run_dir, hosts)
             mounted.recover(settings, hosts)
-            work.recover(hosts, note)
+            staging.recover(hosts, note)
             bases = {}
             for item in placed:
                 before = scan(item.path)
@@ -157,13 +157,13 @@ def _restore_relocated(
     settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
 ) -> None:
     from bootseer.snapshots.relocation.apply import restore_relocated
-    from bootseer.snapshots.restoring import staging as work
+    from bootseer.snapshots.restoring import staging
     from bootseer.snapshots.targets.state import remember
 
     # Its links are followed on the way there; what files are told is the path that was asked for.
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
-        work.recover([path], remember(settings, _ROOT))
+        staging.recover([path], remember(settings, _ROOT))
         restore_relocated(
             store,
             manifest,

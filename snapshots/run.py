@@ -27,8 +27,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
-from bootseer.snapshots.restoring import own_view
-from bootseer.snapshots.restoring import staging as working
+from bootseer.snapshots.restoring import own_view, staging
 from bootseer.snapshots.restoring.mounting import mounted
 from bootseer.snapshots.restoring.mounting.early import server_ahead
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_instead, restore_stored
@@ -40,7 +39,7 @@ from bootseer.snapshots.targets.scan import base_digest
 from bootseer.snapshots.targets.state import remember
 from bootseer.snapshots.targets.target_users import check_unused, note_user, other_users
 from bootseer.store import LeaseWatch, Store, open_own_store, open_store
-from bootseer.store.objects.lease_renewal import LeaseKeeper
+from bootseer.store.objects.lease_renewal import LeaseRenewal
 
 __all__ = ["SetupResult", "run_setup"]
 
@@ -140,7 +139,7 @@ class _Run:
                 )
                 self.is_locked = True
                 mounted.recover(self.settings, hosts)
-                working.recover(hosts, attempt.note)
+                staging.recover(hosts, attempt.note)
                 if self.store_is_silent:
                     self._probe()
                 store = stack.enter_context(open_own_store(self.settings, self.report))
@@ -211,10 +210,10 @@ class _Run:
             return
         hosts = list(self.attempt.paths.values())
         try:
-            working.recover(hosts, self.attempt.note)
+            staging.recover(hosts, self.attempt.note)
         except BootseerError as error:
             logger.warning("giving up an interrupted restore: %s", error)
-            working.abandon(hosts)
+            staging.abandon(hosts)
 
     def _end_server(self) -> None:
         """Nothing will be mounted, and a set-up may take long."""
@@ -261,7 +260,7 @@ class _Run:
                 watch=watch,
             )
             if lease is not None:
-                with LeaseKeeper(lease, self.lease_s):
+                with LeaseRenewal(lease, self.lease_s):
                     # It may have been published between our look and our lease.
                     if not replace and self._is_published(store, too_old):
                         continue

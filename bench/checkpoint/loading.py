@@ -179,8 +179,8 @@ def _dcp(reader: Callable[[Any], Any], size_bytes: int) -> Timed:
 
 def _our_fsspec(url: str) -> Any:
     fsspec = importlib.import_module("fsspec")
-    door = importlib.import_module("bootseer.fuse.striped.doors.filesystem")
-    fsspec.register_implementation("bootseer", door.CheckpointFileSystem, clobber=True)
+    module = importlib.import_module("bootseer.fuse.striped.api.filesystem")
+    fsspec.register_implementation("bootseer", module.CheckpointFileSystem, clobber=True)
     return fsspec.core.url_to_fs(f"bootseer::{url}")
 
 

@@ -18,7 +18,7 @@ from bootseer.gc.inventory import Inventory, take_inventory
 from bootseer.gc.plan import CONTENT, Plan, make_plan
 from bootseer.gc.retention import Rules
 from bootseer.store import Store
-from bootseer.store.objects.lease_renewal import LeaseKeeper
+from bootseer.store.objects.lease_renewal import LeaseRenewal
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def collect(
     lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
     if lease is None:
         raise BusyError(f"somebody else collects in {store.url}; try again later")
-    with LeaseKeeper(lease, _LEASE_S):
+    with LeaseRenewal(lease, _LEASE_S):
         deleter = _Deleter(store, inventory, on_deleted)
         records = [key for key in plan.deletions if not key.startswith(CONTENT)]
         deleter.delete(records)

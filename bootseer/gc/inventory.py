@@ -19,7 +19,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnknownFormatError,
 )
-from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.index.chains import Chain, read_chain
 from bootseer.prefetch.index.records import (
@@ -60,7 +60,7 @@ class Inventory(Struct, frozen=True):
     layers: Mapping[str, LayerRecord]
     chains: Mapping[str, Chain]
     pointers: Mapping[str, HotPointer]
-    relatives: Mapping[str, tuple[str, ...]]
+    similar_images: Mapping[str, tuple[str, ...]]
     """The key of a record of images with bundles -> digests of their indexes."""
     uses: Mapping[str, Use]
     now_ns: int = 0
@@ -107,8 +107,8 @@ def take_inventory(store: Store) -> Inventory:
         layers=read_all(lambda key: _is_json(key, "layers/"), _read_layer),
         chains=read_all(lambda key: _is_json(key, "chains/"), _read_chain),
         pointers=read_all(_is_pointer, _read_pointer),
-        relatives=read_all(
-            lambda key: key.startswith(("hot/names/", "hot/streams/")), _read_relatives
+        similar_images=read_all(
+            lambda key: key.startswith(("hot/names/", "hot/streams/")), _read_similar
         ),
         uses=read_all(lambda key: key.startswith(USES), read_use),
         now_ns=now_ns,
@@ -190,5 +190,5 @@ def _read_pointer(store: Store, key: str) -> HotPointer:
     return pointer
 
 
-def _read_relatives(store: Store, key: str) -> tuple[str, ...]:
-    return tuple(relative.index_digest for relative in relatives.read(store, key))
+def _read_similar(store: Store, key: str) -> tuple[str, ...]:
+    return tuple(similar.index_digest for similar in bundle_reuse.read_similar(store, key))

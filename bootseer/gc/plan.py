@@ -20,8 +20,8 @@ from bootseer.gc.retention import (
     judge_snapshots,
     last_used_ns,
 )
+from bootseer.prefetch.bundle.bundle_reuse import name_of
 from bootseer.prefetch.bundle.hot_store import header_key, hotset_key, name_key
-from bootseer.prefetch.bundle.relatives import name_of
 from bootseer.prefetch.index.chains import chain_ids, chain_key
 from bootseer.snapshots.catalogue.catalogue import manifest_key
 
@@ -166,7 +166,7 @@ class _Marks:
         # Builds of an image that stays lend their bundles to the next build, and for that their
         # trees are needed, but not their blobs.
         lent: set[str] = set()
-        for key, indexes in inventory.relatives.items():
+        for key, indexes in inventory.similar_images.items():
             workload = key.rpartition("/")[2].removesuffix(".json")
             is_named = key in {name_key(name, workload) for name in names}
             if is_named or key in self.marked or not self._indexes.isdisjoint(indexes):

@@ -194,7 +194,7 @@ class CheckpointMounts:
     def check(self) -> None:
         """Raises what a mount has failed with by now; does not wait."""
         self._receive(0.0)
-        self._raise_reported()
+        self._raise_child_error()
 
     def finish(self) -> list[tuple[Path, str]]:
         """Wait for the mounts: (where it is mounted, where the job wants it).
@@ -206,7 +206,7 @@ class CheckpointMounts:
             if left_s <= 0:
                 raise DeadlineError("the checkpoint folders were not mounted within the deadline")
             self._receive(left_s)
-        self._raise_reported()
+        self._raise_child_error()
         if len(self._mounted()) < len(self._paths):
             raise UnavailableError("the process that mounts checkpoint folders was killed")
         self._say_made()
@@ -238,7 +238,7 @@ class CheckpointMounts:
         found = [document.get("mounted") for document in self._documents()]
         return [number for number in found if isinstance(number, int)]
 
-    def _raise_reported(self) -> None:
+    def _raise_child_error(self) -> None:
         for document in self._documents():
             if "error" in document:
                 kind = getattr(errors, str(document["class"]), None)

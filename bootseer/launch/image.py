@@ -47,21 +47,21 @@ def open_image(
             process = stack.enter_context(begin_tree_server(settings, forks=True))
         from bootseer.prefetch.container.container_start import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
-        from bootseer.prefetch.resolve.resolve import obtain_image
+        from bootseer.prefetch.resolve.resolve import resolve_image
 
-        obtained = obtain_image(settings, image, say=say, timeline=timeline.below(span))
+        resolved = resolve_image(settings, image, say=say, timeline=timeline.below(span))
         try:
-            container = prepare_container(settings, obtained, binds=binds, process=process)
-            span.set("bootseer.from", "store" if obtained.image.is_published else "node")
+            container = prepare_container(settings, resolved, binds=binds, process=process)
+            span.set("bootseer.from", "store" if resolved.image.is_published else "node")
         except (InvalidInputError, NotFoundError):
             raise
         except (BootseerError, OSError) as error:
             say(f"warning: starting from an extracted image, since none can be mounted: {error}")
             span.set("bootseer.fallback", "extracted")
-            container = prepare_extracted(settings, obtained, binds=binds)
+            container = prepare_extracted(settings, resolved, binds=binds)
         if timeline.is_written:
             _show_timeline(container, timeline.path)
-        return container, obtained.store_is_silent
+        return container, resolved.store_is_silent
 
 
 def container_environment(container: "Container") -> dict[str, str]:

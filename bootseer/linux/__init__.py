@@ -1,1 +1,1 @@
-"""The kernel's doors: paths below a root, processes, waiting, ownership and removal of files."""
+"""What Bootseer asks of Linux, each once: paths below a root, processes, waiting, ownership."""

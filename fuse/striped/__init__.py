@@ -4,7 +4,7 @@
   is), `stripe_settings` (how new files are stored)
 - core: `reading` and `writing` (bytes, through one `memory` budget), `names` (what is there,
   commits, and what was replaced); `storage` puts them together
-- edge: `mounted` (the kernel's view, and the processes behind a mount), `doors` (without a mount:
+- edge: `mounted` (the kernel's view, and the processes behind a mount), `api` (without a mount:
   functions, fsspec, and the work behind `bootseer stripe`), `group` (for ranks of one training job)
 
 Alone owns what is durable and visible when; docs/SEMANTICS.md says what users may rely on. Nothing

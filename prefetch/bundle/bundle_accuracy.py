@@ -21,7 +21,7 @@ PRECISION_ENOUGH = 0.5
 """A bundle of which less than this share is used takes longer to come than what it is for."""
 
 
-class Aim(Struct, frozen=True):
+class BundleAccuracy(Struct, frozen=True):
     """How well a bundle met what a start read. Uncompressed bytes, in whole sectors of 512."""
 
     bundle_bytes: int
@@ -41,12 +41,12 @@ class Aim(Struct, frozen=True):
         return self.used_bytes / self.asked_bytes if self.asked_bytes else None
 
 
-def aim_of(
+def accuracy_of(
     bundle: Bundle | None,
     stream_lengths: Sequence[int],
     accesses: Iterable[tuple[int, int, int, int]],
     extents_of: Callable[[int], Sequence[Extent]],
-) -> Aim:
+) -> BundleAccuracy:
     """Compare a bundle with a log of accesses (inode, offset, length, time). Pure."""
     # One number for each sector of all streams, one stream behind the other.
     starts = list(accumulate((-(-length // SECTOR_BYTES) for length in stream_lengths), initial=0))
@@ -64,7 +64,9 @@ def aim_of(
     asked, held = _union(asked), _union(held)
     held_count, asked_count = _count(held), _count(asked)
     used_count = held_count + asked_count - _count(_union(asked + held))
-    return Aim(SECTOR_BYTES * held_count, SECTOR_BYTES * asked_count, SECTOR_BYTES * used_count)
+    return BundleAccuracy(
+        SECTOR_BYTES * held_count, SECTOR_BYTES * asked_count, SECTOR_BYTES * used_count
+    )
 
 
 def scattered_inodes(tree: Tree, paths: Iterable[bytes]) -> frozenset[int]:
@@ -93,14 +95,14 @@ def _count(spans: Sequence[_Span]) -> int:
     return sum([end - first for first, end in spans])
 
 
-def is_worthwhile(aim: Aim, trace_count: int, ended: str) -> bool:
+def is_worthwhile(accuracy: BundleAccuracy, trace_count: int, ended: str) -> bool:
     """Whether a start that a bundle of `trace_count` traces met like this should be recorded, and a
     bundle be made anew. Pure.
 
     Yes where it missed much. Also where it wasted much, as long as further traces can show what is
     not needed, and unless the start ended before it was ready: it may have failed half-way.
     """
-    if (aim.recall or 0.0) < RECALL_ENOUGH:
+    if (accuracy.recall or 0.0) < RECALL_ENOUGH:
         return True
     settled = trace_count >= MERGED_TRACE_COUNT or ended == "unmount"
-    return not settled and (aim.precision or 0.0) < PRECISION_ENOUGH
+    return not settled and (accuracy.precision or 0.0) < PRECISION_ENOUGH

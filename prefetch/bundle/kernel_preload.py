@@ -2,7 +2,7 @@
 
 A start that is replayed asks for a few kilobytes at a time, and waits for each answer while another
 processor has nothing to do. So a process beside this one looks the names up (`name_walk`), and the
-pages that come next in the bundle go into the kernel's page cache (`ahead_window` says how many).
+pages that come next in the bundle go into the kernel's page cache (`preload_window` says how many).
 They are noted as if they had been asked for.
 
 A help, never a condition: what is not handed over, the kernel asks for. Alone decides what is.
@@ -21,8 +21,8 @@ from typing import TypeAlias
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Buffer
 from bootseer.prefetch.bundle import name_walk
-from bootseer.prefetch.bundle.preload_plan import AheadPlan
-from bootseer.prefetch.bundle.preload_window import AheadWindow
+from bootseer.prefetch.bundle.preload_plan import PreloadPlan
+from bootseer.prefetch.bundle.preload_window import PreloadWindow
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.index.stream_contents import Pages
 
@@ -42,12 +42,12 @@ StorePages: TypeAlias = Callable[[int, int, Buffer], bool]
 """Puts bytes at an offset of a node into the kernel's page cache; False where it cannot yet."""
 
 
-class Ahead:
-    """One start's. Begin with `start`; `stop` it before the caches are closed."""
+class KernelPreload:
+    """The preload of one start. Begin with `start`; `stop` it before the caches are closed."""
 
     def __init__(
         self,
-        plan: AheadPlan,
+        plan: PreloadPlan,
         caches: Sequence[ImageStream],
         store_pages: StorePages | None,
         note: Callable[[int, int, int], None],
@@ -60,7 +60,7 @@ class Ahead:
         self._caches = caches
         self._note = note
         self._is_replayed = is_replayed
-        self._window = AheadWindow(len(plan.pieces))
+        self._window = PreloadWindow(len(plan.pieces))
         self._touched: SimpleQueue[int] = SimpleQueue()
         self._walked = threading.Event()
         self._stopping = threading.Event()
@@ -68,7 +68,7 @@ class Ahead:
         if store_pages is not None:
             args = (store_pages,)
             self._thread = threading.Thread(
-                target=self._hand_over, args=args, name="ahead", daemon=True
+                target=self._hand_over, args=args, name="preload", daemon=True
             )
 
     def start(self, root: int) -> None:
@@ -113,7 +113,7 @@ class Ahead:
                 except subprocess.TimeoutExpired:
                     process.kill()
         except OSError as error:
-            _log.debug("names are not looked up ahead: %s", error)
+            _log.debug("the names of a bundle are not looked up before the start asks: %s", error)
         finally:
             if root >= 0:
                 os.close(root)
@@ -138,7 +138,10 @@ class Ahead:
                     wanted = [self._plan.pieces[n] for n in self._window.after(number)]
                     late += self._left_of(store_pages, wanted, len(wanted))
         except (BootseerError, OSError, ValueError) as error:
-            _log.debug("pages are not handed over ahead: %s", error)
+            _log.debug(
+                "the pages of a bundle are not handed to the kernel before the start asks: %s",
+                error,
+            )
 
     def _left_of(
         self, store_pages: StorePages, wanted: Sequence[Pages], failures_max: int

@@ -1,9 +1,9 @@
 """Looks names up below a directory, so that the kernel knows them: a small program of its own.
 
 `python name_walk.py FD` with paths on standard input, separated by NUL, as
-`ahead_plan.AheadPlan.names` has them; FD is the directory. A process that waits for a file system's
-answer cannot be killed, so whoever serves one never asks it anything itself. Fails at nothing: what
-cannot be looked up is left out. Imports nothing of ours.
+`preload_plan.PreloadPlan.names` has them; FD is the directory. A process that waits for a file
+system's answer cannot be killed, so a FUSE server never asks its own file system anything. A name
+that cannot be looked up is left out. Imports nothing of Bootseer.
 """
 
 import os

@@ -24,7 +24,7 @@ _EXTENT_COUNT_MAX = 100_000
 first."""
 
 
-class AheadPlan(Struct, frozen=True):
+class PreloadPlan(Struct, frozen=True):
     """What to tell the kernel of a bundle's files."""
 
     pieces: tuple[Pages, ...]
@@ -44,7 +44,7 @@ class AheadPlan(Struct, frozen=True):
         return numbers[max(bisect_right(starts, offset) - 1, 0)]
 
 
-def plan_ahead(tree: Tree, frames: Iterable[BundleFrame]) -> AheadPlan:
+def plan_preload(tree: Tree, frames: Iterable[BundleFrame]) -> PreloadPlan:
     """What `frames`, in their order, mean for the kernel's caches of `tree`. Pure.
 
     Raises: CorruptError for a tree whose contents make no sense.
@@ -67,7 +67,7 @@ def plan_ahead(tree: Tree, frames: Iterable[BundleFrame]) -> AheadPlan:
         starts, numbers = places.setdefault(pieces[number].inode, ([], []))
         starts.append(pieces[number].file_offset)
         numbers.append(number)
-    return AheadPlan(tuple(pieces), places, tuple(_names(tree, pieces)))
+    return PreloadPlan(tuple(pieces), places, tuple(_names(tree, pieces)))
 
 
 def _names(tree: Tree, pieces: Iterable[Pages]) -> Iterator[bytes]:

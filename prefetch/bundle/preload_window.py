@@ -12,7 +12,7 @@ _MARKED_MIN = 8
 there is time to hand it over."""
 
 
-class AheadWindow:
+class PreloadWindow:
     """One start's. Not thread-safe."""
 
     def __init__(self, count: int) -> None:

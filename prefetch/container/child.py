@@ -28,7 +28,7 @@ def run_in_child(work: Callable[[], int]) -> int:
     try:
         pid, report = _start(work)
         code = signals.forward_until_exit(pid)
-        _raise_reported(report)
+        _raise_child_error(report)
         return code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
@@ -52,7 +52,7 @@ def try_in_child(work: Callable[[], object]) -> None:
     if os.WIFSTOPPED(status):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    _raise_reported(report)
+    _raise_child_error(report)
 
 
 def _start(work: Callable[[], int]) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _start(work: Callable[[], int]) -> tuple[int, int]:
     return pid, read_fd
 
 
-def _raise_reported(read_fd: int) -> None:
+def _raise_child_error(read_fd: int) -> None:
     with os.fdopen(read_fd, "rb") as pipe:
         report = pipe.read(_REPORT_BYTES_MAX)
     if report:

@@ -41,9 +41,9 @@ from bootseer.prefetch.container.process_spec import (
     take_identity,
 )
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.resolve.found_image import ObtainedImage
+from bootseer.prefetch.resolve.found_image import ResolvedImage
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
-from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.folders import is_alive, new_mount_dir
@@ -225,7 +225,7 @@ class Container(Struct):
 
 def prepare_container(
     settings: Settings,
-    image: str | ObtainedImage,
+    image: str | ResolvedImage,
     options: ServeOptions = DEFAULTS,
     *,
     binds: Sequence[str] = (),
@@ -243,12 +243,12 @@ def prepare_container(
         # Loads while we look for the image.
         process = process or stack.enter_context(begin_tree_server(settings))
         # Before the folder: a pull takes minutes, and one without a server is soon swept away.
-        obtained = obtain_image(settings, image) if isinstance(image, str) else image
+        resolved = resolve_image(settings, image) if isinstance(image, str) else image
         rootless = not can_mount_directly()
         try:
             state_dir = new_mount_dir(settings.run_dir, process.identity)
         except BaseException:
-            obtained.release()
+            resolved.release()
             raise
         scratch = settings.cache_dir / "containers" / state_dir.name
         try:
@@ -264,10 +264,10 @@ def prepare_container(
                 owner=(os.geteuid(), os.getegid()) if rootless else None,
             )
             mounted = mount_image(
-                settings, obtained, tree, options, state_dir=state_dir, process=process
+                settings, resolved, tree, options, state_dir=state_dir, process=process
             )
         except BaseException:
-            obtained.release()
+            resolved.release()
             with contextlib.suppress(OSError):
                 scratch.rmdir()
             if not is_alive(state_dir):

@@ -39,8 +39,8 @@ from bootseer.prefetch.container.container_root import parse_bind
 from bootseer.prefetch.container.container_start import Container
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import ObtainedImage, publish_later
-from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
@@ -74,7 +74,7 @@ class ExtractedImage(Struct, frozen=True):
 
 
 def prepare_extracted(
-    settings: Settings, image: str | ObtainedImage, *, binds: Sequence[str] = ()
+    settings: Settings, image: str | ResolvedImage, *, binds: Sequence[str] = ()
 ) -> Container:
     """As `container.prepare_container`, without any mount outside the container.
 
@@ -82,11 +82,11 @@ def prepare_extracted(
     NoSpaceError.
     """
     parsed = [parse_bind(text) for text in binds]
-    obtained = obtain_image(settings, image) if isinstance(image, str) else image
-    record = obtained.record
+    resolved = resolve_image(settings, image) if isinstance(image, str) else image
+    record = resolved.record
     try:
         base = private_directory(settings.cache_dir / "extracted")
-        target = _locked_tree(settings, obtained, base)
+        target = _locked_tree(settings, resolved, base)
         own = _locked_folder(base)
         root = private_directory(own / "root")
     except OSError as error:
@@ -94,22 +94,22 @@ def prepare_extracted(
             raise
         raise from_oserror(error, f"extract the image {record.reference}") from error
     finally:
-        obtained.release()
-    publish_later(settings, obtained)
+        resolved.release()
+    publish_later(settings, resolved)
     extracted = ExtractedImage(record, target, own)
     return Container(extracted, root, own, not can_mount_directly(), parsed)
 
 
-def _locked_tree(settings: Settings, obtained: ObtainedImage, base: Path) -> Path:
+def _locked_tree(settings: Settings, resolved: ResolvedImage, base: Path) -> Path:
     """The image's tree, whole and locked. Raises: BootseerError, OSError."""
-    index_digest = obtained.record.index_digest
+    index_digest = resolved.record.index_digest
     own = base / _name_of(index_digest)
     for _ in range(_ATTEMPTS_MAX):
         target = own if own.exists() else _before_published(settings, index_digest, base) or own
         _remove_unused(base, keep=target)
         if not target.exists():
             with contextlib.suppress(AlreadyExistsError):
-                _extract(settings, obtained, target)
+                _extract(settings, resolved, target)
         if _lock(target):
             return target
     raise BusyError(f"others keep removing the extracted image {own}; start it again")
@@ -140,8 +140,8 @@ def _locked_folder(base: Path) -> Path:
     raise BusyError(f"others keep removing new folders in {base}; start the container again")
 
 
-def _extract(settings: Settings, obtained: ObtainedImage, target: Path) -> None:
-    tree = read_kept_tree(settings.cache_dir, obtained.record.index_digest)
+def _extract(settings: Settings, resolved: ResolvedImage, target: Path) -> None:
+    tree = read_kept_tree(settings.cache_dir, resolved.record.index_digest)
     keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
     cache = NodeCache(settings.cache_dir)
     with (
@@ -152,7 +152,7 @@ def _extract(settings: Settings, obtained: ObtainedImage, target: Path) -> None:
         for number, blob in enumerate(tree.blobs):
             if not blob.frames:
                 # Only an index that this node made of what it pulled may name such a stream.
-                is_local = not obtained.image.is_published
+                is_local = not resolved.image.is_published
                 stream = cache.open_whole_blob(blob) if is_local else None
                 if stream is None:
                     raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")

@@ -24,8 +24,8 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.private_files import private_directory
-from bootseer.prefetch.bundle import hot_store, relatives
-from bootseer.prefetch.bundle.bundle_accuracy import aim_of, is_worthwhile, scattered_inodes
+from bootseer.prefetch.bundle import bundle_reuse, hot_store
+from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of, is_worthwhile, scattered_inodes
 from bootseer.prefetch.bundle.format import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.cache.node_cache import NodeCache
@@ -93,8 +93,8 @@ def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
         for access in trace.accesses
         if (number := numbers[access.file]) is not None and number not in scattered
     )
-    aim = aim_of(bundle, lengths, accesses, lambda number: tree.inode(number).extents)
-    return is_worthwhile(aim, pointer.trace_count, trace.ended)
+    accuracy = accuracy_of(bundle, lengths, accesses, lambda number: tree.inode(number).extents)
+    return is_worthwhile(accuracy, pointer.trace_count, trace.ended)
 
 
 def build_bundle(
@@ -142,7 +142,7 @@ def build_bundle(
         hot_store.POINTER_FORM.encode(pointer),
         replace=True,
     )
-    relatives.publish(store, pointer, reference, workload, tree)
+    bundle_reuse.publish_similar(store, pointer, reference, workload, tree)
     _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
     return pointer
 

@@ -36,7 +36,7 @@ def scattered_files(traces: Sequence[Trace]) -> frozenset[TracedFile]:
     """
     asked: dict[TracedFile, list[_Runs]] = {}
     for trace in traces:
-        wanted = tuple(access for access in trace.accesses if not access.is_ahead)
+        wanted = tuple(access for access in trace.accesses if not access.is_preloaded)
         by_file: dict[int, _Runs] = {}
         for touched in first_touches(replace(trace, accesses=wanted)):
             run = touched.first, touched.first + touched.page_count

@@ -23,7 +23,7 @@ from bootseer.prefetch.record.file_rows import (
     encode_rows,
 )
 
-_AHEAD_NS = 2**62
+_PRELOADED_NS = 2**62
 """Added to the time of what was handed to the kernel unasked: was it wanted? Nobody knows."""
 
 ACCESS_COUNT_MAX = 2**20
@@ -63,14 +63,14 @@ class Access(NamedTuple):
     time_ns: int
 
     @property
-    def is_ahead(self) -> bool:
+    def is_preloaded(self) -> bool:
         """Whether the server handed it to the kernel unasked."""
-        return self.time_ns >= _AHEAD_NS
+        return self.time_ns >= _PRELOADED_NS
 
     @property
     def after_ns(self) -> int:
         """When it happened, after the start."""
-        return self.time_ns - _AHEAD_NS if self.is_ahead else self.time_ns
+        return self.time_ns - _PRELOADED_NS if self.is_preloaded else self.time_ns
 
 
 class Trace(Struct, frozen=True):
@@ -122,9 +122,9 @@ class AccessLog:
         count: int = _LOG_HEADER.unpack_from(self._map, 0)[0]
         return count
 
-    def append_ahead(self, inode: int, offset: int, length: int) -> None:
+    def append_preloaded(self, inode: int, offset: int, length: int) -> None:
         """As `append`, of what is handed to the kernel unasked."""
-        self.append(inode, offset, length, _AHEAD_NS)
+        self.append(inode, offset, length, _PRELOADED_NS)
 
     def append(self, inode: int, offset: int, length: int, added_ns: int = 0) -> None:
         """Does nothing when the log is closed or full."""

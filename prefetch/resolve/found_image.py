@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
 
-class ObtainedImage(Struct, frozen=True):
+class ResolvedImage(Struct, frozen=True):
     """An image that can be mounted. `release` it once a server has it open."""
 
     image: NodeImage
@@ -54,7 +54,7 @@ class ObtainedImage(Struct, frozen=True):
             stream.close()
 
 
-def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
+def image_by_name(settings: Settings, name: str, say: Say) -> ResolvedImage:
     """The image called `name`. Raises: NotFoundError, InvalidInputError, and what the store raises
     where this node does not know the image either."""
     check_reference(name)
@@ -84,7 +84,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ObtainedImage:
 
 def _stored(
     settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
-) -> ObtainedImage:
+) -> ResolvedImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
     # Left in the node's cache, where the server takes it from without the store, and decodes it.
     have_index(store, record, settings.cache_dir, run_dir=settings.run_dir)
@@ -95,7 +95,7 @@ def _stored(
         say(f"warning: {error}")
     image = NodeImage(record)
     remember(lambda: catalogue.keep_image(image))
-    return ObtainedImage(image)
+    return ResolvedImage(image)
 
 
 def remember(keep: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ def remember(keep: Callable[[], None]) -> None:
 
 def image_on_node(
     settings: Settings, known: NodeImage, *, whole: bool = True
-) -> ObtainedImage | None:
+) -> ResolvedImage | None:
     """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
     cache = NodeCache(settings.cache_dir)
     streams: list[StreamCache] = []
@@ -129,15 +129,15 @@ def image_on_node(
         for stream in streams:
             stream.close()
         return None
-    return ObtainedImage(known, tuple(streams))
+    return ResolvedImage(known, tuple(streams))
 
 
-def publish_later(settings: Settings, obtained: ObtainedImage) -> None:
+def publish_later(settings: Settings, resolved: ResolvedImage) -> None:
     """Begin to publish an image that only this node has, in the background, unless the settings say
     otherwise. Never raises: a later start tries again."""
-    if obtained.image.is_published or not settings.auto_index:
+    if resolved.image.is_published or not settings.auto_index:
         return
     try:
-        start_image_publisher(settings, obtained.record.index_digest)
+        start_image_publisher(settings, resolved.record.index_digest)
     except (BootseerError, OSError) as error:
-        _log.warning("image %s is not published: %s", obtained.record.reference, error)
+        _log.warning("image %s is not published: %s", resolved.record.reference, error)

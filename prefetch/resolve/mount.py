@@ -17,8 +17,8 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import ObtainedImage, publish_later
-from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
 from bootseer.prefetch.serve.start_server import (
     begin_serving,
@@ -66,7 +66,7 @@ class MountedImage(Closing, Struct, frozen=True):
 
 def mount_image(
     settings: Settings,
-    image: str | ObtainedImage,
+    image: str | ResolvedImage,
     directory: Path,
     options: ServeOptions = DEFAULTS,
     *,
@@ -89,22 +89,22 @@ def mount_image(
         if not sweep(settings.run_dir):
             raise
         path = check_mount_point(directory)
-    obtained = obtain_image(settings, image) if isinstance(image, str) else image
+    resolved = resolve_image(settings, image) if isinstance(image, str) else image
     try:
         plan = begin_serving(
             settings,
-            obtained.record.reference,
-            obtained.record.index_digest,
+            resolved.record.reference,
+            resolved.record.index_digest,
             path,
-            replace(options, is_local=not obtained.image.is_published),
+            replace(options, is_local=not resolved.image.is_published),
             state_dir=state_dir,
             process=process,
         ).wait()
     finally:
         # The server has the streams open by now.
-        obtained.release()
-    publish_later(settings, obtained)
-    return MountedImage(settings, obtained.record, plan.state, plan.state_dir, plan.ready_name)
+        resolved.release()
+    publish_later(settings, resolved)
+    return MountedImage(settings, resolved.record, plan.state, plan.state_dir, plan.ready_name)
 
 
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:

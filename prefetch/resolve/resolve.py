@@ -1,6 +1,6 @@
 """Finds what a start needs of an image: a record, and an index whose bytes can be had.
 
-Alone tells an image that is named from one that is given by its source (`obtain_source`, which
+Alone tells an image that is named from one that is given by its source (`resolve_source`, which
 loads all that pulling takes). Stateless; any thread.
 """
 
@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from bootseer.prefetch.index.source_names import is_source
-from bootseer.prefetch.resolve.found_image import ObtainedImage, Say, image_by_name
+from bootseer.prefetch.resolve.found_image import ResolvedImage, Say, image_by_name
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def obtain_image(
+def resolve_image(
     settings: Settings,
     image: str,
     *,
     say: Say = _log.warning,
     timeline: "Timeline | None" = None,
-) -> ObtainedImage:
+) -> ResolvedImage:
     """The image called `image` in the store, or that a source `image` holds, whose layers are
     pulled unless the store or this node has them.
 
@@ -32,6 +32,6 @@ def obtain_image(
     """
     if not is_source(image):
         return image_by_name(settings, image, say)
-    from bootseer.prefetch.resolve.resolve_source import obtain_from_source
+    from bootseer.prefetch.resolve.resolve_source import resolve_from_source
 
-    return obtain_from_source(settings, image, say, timeline)
+    return resolve_from_source(settings, image, say, timeline)

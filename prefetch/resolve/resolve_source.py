@@ -42,7 +42,7 @@ from bootseer.prefetch.index.source_names import name_of_source
 from bootseer.prefetch.publish.indexing import change_time_ns, describe_image
 from bootseer.prefetch.publish.layer_packing import stored_layer
 from bootseer.prefetch.resolve.found_image import (
-    ObtainedImage,
+    ResolvedImage,
     Say,
     image_by_name,
     image_on_node,
@@ -58,10 +58,10 @@ from bootseer.timeline.recorder import Span, Timeline
 _log = logging.getLogger(__name__)
 
 
-def obtain_from_source(
+def resolve_from_source(
     settings: Settings, image: str, say: Say, timeline: Timeline | None
-) -> ObtainedImage:
-    """The image that the source `image` holds. As `obtain.obtain_image`, which calls this."""
+) -> ResolvedImage:
+    """The image that the source `image` holds. As `obtain.resolve_image`, which calls this."""
     return _Start(settings, image, say, timeline).obtain()
 
 
@@ -81,7 +81,7 @@ class _Start:
         self._pulled_bytes = 0
         self._lock = threading.Lock()
 
-    def obtain(self) -> ObtainedImage:
+    def obtain(self) -> ResolvedImage:
         settings = self._settings
         try:
             source = open_source(
@@ -112,7 +112,7 @@ class _Start:
 
     # ---- what is known ------------------------------------------------------------------------
 
-    def _known(self, source: ImageSource) -> ObtainedImage | None:
+    def _known(self, source: ImageSource) -> ResolvedImage | None:
         """The image, if the store or this node has it as it is now."""
         name = self._name(source)
         if self._store is not None:
@@ -131,7 +131,7 @@ class _Start:
                     # What starts and how is for the source to say.
                     image = NodeImage(replace(record, config=source.config))
                     remember(lambda: self._catalogue.keep_image(image))
-                    return ObtainedImage(image)
+                    return ResolvedImage(image)
                 self._news = f"image {name} has changed: pulling what is new"
             except (NotFoundError, InvalidInputError):
                 pass
@@ -164,10 +164,10 @@ class _Start:
         version = f"{status.st_ino} {status.st_ctime_ns}"
         return f"{source.reference}-{_short(os.fsencode(path))}:{_short(version.encode())}"
 
-    def _without_source(self, error: BootseerError) -> ObtainedImage:
+    def _without_source(self, error: BootseerError) -> ResolvedImage:
         """The image as it was when its source could be reached. Raises: `error` without one."""
         name = name_of_source(self._image)
-        found: ObtainedImage | None = None
+        found: ResolvedImage | None = None
         if name is not None:
             with contextlib.suppress(BootseerError, OSError):
                 found = image_by_name(self._settings, name, _log.info)
@@ -184,7 +184,7 @@ class _Start:
 
     # ---- pulling ------------------------------------------------------------------------------
 
-    def _pulled(self, source: ImageSource) -> ObtainedImage:
+    def _pulled(self, source: ImageSource) -> ResolvedImage:
         name = self._name(source)
         news = self._news or f"image {name} is not indexed yet: pulling it whole, this once"
         # Before anything is read: a directory that changes meanwhile has changed.
@@ -221,7 +221,7 @@ class _Start:
             self._span.set("bootseer.bytes", self._pulled_bytes)
             self._span.set("bootseer.from", "source")
             self._span.end()
-        return ObtainedImage(image, streams)
+        return ResolvedImage(image, streams)
 
     def _begin(self, news: str) -> None:
         """Something must be pulled: only now is this known."""

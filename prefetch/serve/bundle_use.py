@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.bundle.bundle_accuracy import Aim, aim_of, scattered_inodes
-from bootseer.prefetch.bundle.bundle_reuse import borrow
+from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, accuracy_of, scattered_inodes
+from bootseer.prefetch.bundle.bundle_reuse import reuse_bundle
 from bootseer.prefetch.bundle.format import Bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import is_refused, keep_bundle, kept_bundle, refuse_bundle
-from bootseer.prefetch.bundle.kernel_preload import Ahead, StorePages
-from bootseer.prefetch.bundle.preload_plan import plan_ahead
+from bootseer.prefetch.bundle.kernel_preload import KernelPreload, StorePages
+from bootseer.prefetch.bundle.preload_plan import plan_preload
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.cache.node_cache import NodeCache
@@ -48,8 +48,8 @@ class BundleUse:
         self._store = store
         self._streams = streams
         self._log = log
-        self._ahead: Ahead | None = None
-        self._aim_at_end: Aim | None = None
+        self._preload: KernelPreload | None = None
+        self._accuracy_at_end: BundleAccuracy | None = None
         self._scattered: frozenset[int] = frozenset()
         """Files of which each start reads other bytes: no bundle could meet them."""
         self.is_damaged = False
@@ -69,15 +69,15 @@ class BundleUse:
     def accessed(self, inode: int, offset: int, length: int) -> None:
         """The kernel asks for bytes of a file."""
         self._log.append(inode, offset, length)
-        if self._ahead is not None:
-            self._ahead.touched(inode, offset)
+        if self._preload is not None:
+            self._preload.touched(inode, offset)
 
     def stop(self) -> None:
         """Hand over nothing more. Idempotent."""
         with self._lock:
             self._is_stopped = True
-            if self._ahead is not None:
-                self._ahead.stop()
+            if self._preload is not None:
+                self._preload.stop()
 
     def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
@@ -110,7 +110,7 @@ class BundleUse:
             replay.start()
             self._streams.replay = replay
             if self._root >= 0:
-                self._begin_ahead(bundle, replay, store_pages)
+                self._begin_preload(bundle, replay, store_pages)
         except CorruptError as error:
             self.is_damaged = True
             _log.warning("no bundle is used: %s", error)
@@ -123,13 +123,13 @@ class BundleUse:
         """It brought bytes that are not the image's: hand over nothing more, and never use it
         again."""
         self.is_damaged = True
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self._preload is not None:
+            self._preload.stop()
         if self.pointer is not None:
             state = self._plan.state
             refuse_bundle(self._plan.settings, state.workload, self.pointer)
 
-    # ---- ahead of the start ---------------------------------------------------------------
+    # ---- preload --------------------------------------------------------------------------
 
     def _open_root(self) -> None:
         # A record that was asked for says what was read, not what was read by others before.
@@ -140,7 +140,7 @@ class BundleUse:
             # file system, which is ours, nothing.
             self._root = os.open(self._plan.state.directory, os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
-            _log.debug("nothing is handed over ahead: %s", error)
+            _log.debug("the kernel is given nothing before the start asks: %s", error)
             return
         timer = threading.Timer(_ROOT_S, self._close_root)
         timer.daemon = True
@@ -152,20 +152,22 @@ class BundleUse:
         if root >= 0:
             os.close(root)
 
-    def _begin_ahead(self, bundle: Bundle, replay: Replay, store_pages: StorePages | None) -> None:
-        ahead = Ahead(
-            plan_ahead(self._tree, bundle.frames),
+    def _begin_preload(
+        self, bundle: Bundle, replay: Replay, store_pages: StorePages | None
+    ) -> None:
+        preload = KernelPreload(
+            plan_preload(self._tree, bundle.frames),
             self._streams.caches,
             store_pages,
-            self._log.append_ahead,
+            self._log.append_preloaded,
             lambda: replay.is_over,
         )
         with self._lock:
             if self._root < 0 or self._is_stopped:
                 return
             root, self._root = self._root, -1
-            ahead.start(root)
-            self._ahead = ahead
+            preload.start(root)
+            self._preload = preload
 
     # ---- how well it met what was read ----------------------------------------------------
 
@@ -177,18 +179,18 @@ class BundleUse:
             return 0
         return pointer.trace_count
 
-    def aim(self) -> Aim:
+    def accuracy(self) -> BundleAccuracy:
         """As far as the log goes; once it is closed, for good."""
-        if self._aim_at_end is not None:
-            return self._aim_at_end
+        if self._accuracy_at_end is not None:
+            return self._accuracy_at_end
         is_over = not self._log.is_open
         replay = self._streams.replay
         lengths = [blob.stream_length for blob in self._tree.blobs]
         bundle = replay.bundle if replay else None
-        aim = aim_of(bundle, lengths, self._log.entries(), self._extents)
+        accuracy = accuracy_of(bundle, lengths, self._log.entries(), self._extents)
         if is_over and replay is not None:
-            self._aim_at_end = aim
-        return aim
+            self._accuracy_at_end = accuracy
+        return accuracy
 
     def _extents(self, inode: int) -> tuple[Extent, ...]:
         return () if inode in self._scattered else self._tree.inode(inode).extents
@@ -212,7 +214,9 @@ def _find_bundle(
         return kept
     pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
     if pointer is None:
-        found = borrow(settings, store, state.index_digest, state.reference, state.workload, tree)
+        found = reuse_bundle(
+            settings, store, state.index_digest, state.reference, state.workload, tree
+        )
         if found is not None:
             _check_refused(settings, state.workload, found[0])
         return found

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.structs import asdict
-from bootseer.prefetch.bundle.bundle_accuracy import Aim
+from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
 from bootseer.transfer.statistics import Statistics
@@ -41,25 +41,25 @@ class PrefetchFigures(Struct, frozen=True):
 
 
 def prefetch_figures(
-    replay: Replay, aim: Aim, *, bundle: str | None, bundle_index: str | None
+    replay: Replay, accuracy: BundleAccuracy, *, bundle: str | None, bundle_index: str | None
 ) -> PrefetchFigures:
-    """The figures of `replay`, which met what was read as `aim` says."""
+    """The figures of `replay`, which met what was read as `accuracy` says."""
     finished_ns = replay.finished_after_ns
     return PrefetchFigures(
         bundle=bundle,
         bundle_index=bundle_index,
         bundle_size_bytes=replay.bundle.size_bytes,
-        bundle_stream_bytes=aim.bundle_bytes,
+        bundle_stream_bytes=accuracy.bundle_bytes,
         fetched_stream_bytes=replay.fetched_bytes,
         remaining_frame_count=replay.remaining_count,
         finished_after_s=None if finished_ns is None else finished_ns / 1e9,
         error=replay.error,
-        asked_bytes=aim.asked_bytes,
-        used_bytes=aim.used_bytes,
-        wasted_bytes=aim.bundle_bytes - aim.used_bytes,
-        missed_bytes=aim.asked_bytes - aim.used_bytes,
-        precision=aim.precision,
-        recall=aim.recall,
+        asked_bytes=accuracy.asked_bytes,
+        used_bytes=accuracy.used_bytes,
+        wasted_bytes=accuracy.bundle_bytes - accuracy.used_bytes,
+        missed_bytes=accuracy.asked_bytes - accuracy.used_bytes,
+        precision=accuracy.precision,
+        recall=accuracy.recall,
     )
 
 

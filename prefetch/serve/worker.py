@@ -222,7 +222,7 @@ class ImageServer:
             plan.options.record == "auto"
             and replay is not None
             and replay.error is None
-            and not is_worthwhile(self._bundle.aim(), self._bundle.own_trace_count, ended)
+            and not is_worthwhile(self._bundle.accuracy(), self._bundle.own_trace_count, ended)
         ):
             self._record = "not needed"
             return
@@ -285,7 +285,7 @@ class ImageServer:
             return None
         return prefetch_figures(
             replay,
-            self._bundle.aim(),
+            self._bundle.accuracy(),
             bundle=pointer.bundle_digest if pointer else None,
             bundle_index=pointer.index_digest if pointer else None,
         )

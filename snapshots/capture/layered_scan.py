@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.snapshots.targets.scan import WORK_PREFIX, Entry, Scan, entry_of, open_below, scan
+from bootseer.snapshots.targets.scan import STAGING_PREFIX, Entry, Scan, entry_of, open_below, scan
 from bootseer.snapshots.targets.upper_layer import CannotTellError, Layers, check_directory
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def scan_tree(tree: Tree, directory: bytes) -> Scan:
     while stack:
         prefix, directory_number = stack.pop()
         for i in range(*tree.span(directory_number)):
-            if names[i].startswith(WORK_PREFIX):
+            if names[i].startswith(STAGING_PREFIX):
                 continue
             number = inodes[i]
             path = prefix + names[i]
@@ -208,7 +208,7 @@ def _look_into(
     lower = touched.listed[directory] = []
     found = []
     for name in shown:
-        if name.startswith(WORK_PREFIX):
+        if name.startswith(STAGING_PREFIX):
             continue
         path = directory + b"/" + name if directory else name
         if name not in written:

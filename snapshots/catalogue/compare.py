@@ -17,7 +17,7 @@ from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue.catalogue import load_tree
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.catalogue.packages import PackageChange, compare_packages, packages_in
-from bootseer.snapshots.targets.scan import WORK_PREFIX
+from bootseer.snapshots.targets.scan import STAGING_PREFIX
 from bootseer.store import Store
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
@@ -132,7 +132,7 @@ def _entries(view: View) -> dict[bytes, Inode | None]:
     found: dict[bytes, Inode | None] = dict.fromkeys(view.deletions)
     for top, tree in view.trees.items():
         for path, number in tree.walk():
-            if not path.startswith(WORK_PREFIX) and b"/" + WORK_PREFIX not in path:
+            if not path.startswith(STAGING_PREFIX) and b"/" + STAGING_PREFIX not in path:
                 found[top + b"/" + path if path else top] = tree.inode(number)
     return found
 

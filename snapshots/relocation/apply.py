@@ -94,7 +94,7 @@ def restore_relocated(
         store,
         fill=fill,
         # What is there is no longer what the snapshot holds.
-        on_finished=lambda target, fingerprint, base, exact: None,
+        on_finished=lambda target, fingerprint, base, tree_fingerprint: None,
         privileges=privileges,
     )
 

@@ -38,9 +38,9 @@ def shared(targets: Iterable[Path]) -> list[Path]:
 def of_shared(note: OnFinished) -> OnFinished:
     """`note`, but nothing for targets that nobody else sees."""
 
-    def save(target: Path, fingerprint: str, base: str, exact: str) -> None:
+    def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
         if target not in _own:
-            note(target, fingerprint, base, exact)
+            note(target, fingerprint, base, tree_fingerprint)
 
     return save
 

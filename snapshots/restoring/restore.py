@@ -1,7 +1,7 @@
 """Puts a snapshot's targets in place: fetched, verified, staged beside them, then moved.
 
 Until every target is staged and verified nothing that a job could see has changed. The caller
-holds the locks of the targets and has called `work.recover`.
+holds the locks of the targets and has called `staging.recover`.
 """
 
 import os
@@ -19,18 +19,18 @@ from bootseer.errors import (
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue.catalogue import load_encoded_tree, load_tree
 from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
-from bootseer.snapshots.restoring import staging as working
+from bootseer.snapshots.restoring import staging as staging_folders
 from bootseer.snapshots.targets.admission import admit_tree
 from bootseer.snapshots.targets.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
 
-# Names whose directory knows its own path: such a tree works nowhere else.
+# Names whose directory knows its own path: such a tree stagings nowhere else.
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
 
 
 Fill = Callable[[Target, Tree, Path], str]
 """Makes a target's tree at a path that does not exist, whole or not at all. Returns its
-`exact.made_digest`, or nothing where it is not known."""
+`tree_fingerprint.fingerprint_of_restored`, or nothing where it is not known."""
 
 
 class Placed(Struct, frozen=True):
@@ -81,7 +81,7 @@ def restore(
     store: Store,
     *,
     fill: Fill,
-    on_finished: working.OnFinished,
+    on_finished: staging_folders.OnFinished,
     privileges: bool,
 ) -> None:
     """Put all targets of a snapshot in place, or change nothing.
@@ -92,28 +92,28 @@ def restore(
     DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed, unless the message says
     that a restore could not be *finished*; the next run goes on with it.
     """
-    works: list[working.Work] = []
-    exact: list[str] = []
+    stagings: list[staging_folders.Staging] = []
+    fingerprints: list[str] = []
     try:
         for item in placed:
             tree, encoded = load_encoded_tree(store, item.target)
             admit_tree(item.target, tree, privileges=privileges)
-            work = working.make_work(item.path)
-            works.append(work)
-            exact.append(fill(item.target, tree, work.tree))
-            working.write_plan(
-                work,
-                works[0],
+            staging = staging_folders.make_staging(item.path)
+            stagings.append(staging)
+            fingerprints.append(fill(item.target, tree, staging.tree))
+            staging_folders.write_plan(
+                staging,
+                stagings[0],
                 fingerprint=manifest.fingerprint,
                 base=bases[item.target.path],
                 encoded_tree=encoded,
                 deletions=item.target.deletions,
             )
-        working.commit(works)
-        working.complete(works, exact, on_finished)
+        staging_folders.commit(stagings)
+        staging_folders.complete(stagings, fingerprints, on_finished)
     except BaseException:
-        if not working.is_committed(works):
-            working.remove(works)
+        if not staging_folders.is_committed(stagings):
+            staging_folders.remove(stagings)
         raise
 
 
@@ -140,17 +140,17 @@ def fetch_tree(
     from bootseer.base.progress import Progress
     from bootseer.blob.extract.extraction import extract
     from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-    from bootseer.snapshots.restoring.linking.local_blobs import near_blobs
+    from bootseer.snapshots.restoring.linking.local_blobs import find_local_blobs
 
     label = f"restoring {text_of(target.path)}"
-    near = near_blobs(store, tree)
-    if near is not None:
+    local = find_local_blobs(store, tree)
+    if local is not None:
         with Progress(label, sum(tree.columns.extent_length)) as progress:
             result = extract(
                 tree,
-                near.read,
+                local.read,
                 directory,
-                files=near.files,
+                files=local.files,
                 recorded=recorded,
                 on_progress=progress.advance,
             )

@@ -23,7 +23,7 @@ from bootseer.snapshots.restoring.modes import Choice
 from bootseer.snapshots.restoring.mounting.lazy_mount import mount_snapshot
 from bootseer.snapshots.restoring.restore import Placed, fetch_tree, restore
 from bootseer.snapshots.restoring.staging import OnFinished
-from bootseer.snapshots.targets.tree_fingerprint import made_digest, names_to_record
+from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored, names_to_record
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def restore_by_choice(
         recorded = names_to_record(tree) if target.whole and not wish.is_container else b""
         done = fetch_tree(store, target, tree, directory, settings.deadline_s, recorded=recorded)
         moved_bytes += done.moved_bytes
-        return made_digest(tree, recorded, done.records)
+        return fingerprint_of_restored(tree, recorded, done.records)
 
     restore(
         manifest,

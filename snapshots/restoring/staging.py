@@ -30,7 +30,7 @@ from bootseer.linux.removal import remove_tree
 from bootseer.snapshots.catalogue.manifest import is_plain, text_of
 from bootseer.snapshots.restoring.host_paths import is_entered, is_mount_point
 from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
-from bootseer.snapshots.targets.scan import WORK_PREFIX
+from bootseer.snapshots.targets.scan import STAGING_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _PLAN_BYTES_MAX = 1 << 30
 
 
 OnFinished = Callable[[Path, str, str, str], None]
-"""Called with target, fingerprint, base and exact digest, if it is known, once a target is in
+"""Called with target, fingerprint, base and tree fingerprint, if it is known, once a target is in
 place, and again if a crash lets a restore be finished twice."""
 
 
@@ -49,7 +49,7 @@ class _Plan(Struct, frozen=True):
     deletions: list[bytes]
 
 
-class Work(Struct, frozen=True):
+class Staging(Struct, frozen=True):
     """The working directory for one target (a host path without symbolic links)."""
 
     target: Path
@@ -67,30 +67,30 @@ class Work(Struct, frozen=True):
 
 
 def _name(target: Path) -> str:
-    return WORK_PREFIX.decode() + hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
+    return STAGING_PREFIX.decode() + hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
 
 
 def _places(target: Path) -> tuple[Path, Path]:
     return target.parent / _name(target), target / _name(target)
 
 
-def make_work(target: Path) -> Work:
+def make_staging(target: Path) -> Staging:
     """A new, empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Work(target, inside if is_mount_point(target) else beside)
-        work.directory.mkdir(mode=0o700)
+        staging = Staging(target, inside if is_mount_point(target) else beside)
+        staging.directory.mkdir(mode=0o700)
     except FileExistsError as error:
-        raise BusyError(f"{work.directory} is in the way; remove it") from error
+        raise BusyError(f"{staging.directory} is in the way; remove it") from error
     except OSError as error:
         raise from_oserror(error, f"prepare the restore of {target}") from error
-    return work
+    return staging
 
 
 def write_plan(
-    work: Work,
-    first: Work,
+    staging: Staging,
+    first: Staging,
     *,
     fingerprint: str,
     base: str,
@@ -106,28 +106,29 @@ def write_plan(
         "deletions": [text_of(path) for path in deletions],
     }
     try:
-        (work.directory / "index").write_bytes(encoded_tree)
-        (work.directory / "plan").write_text(json.dumps(plan), encoding="ascii")
+        (staging.directory / "index").write_bytes(encoded_tree)
+        (staging.directory / "plan").write_text(json.dumps(plan), encoding="ascii")
     except OSError as error:
-        raise from_oserror(error, f"write the plan in {work.directory}") from error
+        raise from_oserror(error, f"write the plan in {staging.directory}") from error
 
 
-def commit(works: Sequence[Work]) -> None:
+def commit(stagings: Sequence[Staging]) -> None:
     """From here on the restore of all planned targets is finished, whatever happens."""
-    file = works[0].directory / "commit"
+    file = stagings[0].directory / "commit"
     try:
         draft = file.with_suffix(".draft")
         draft.write_text(
-            json.dumps([text_of(os.fsencode(work.directory)) for work in works]), encoding="ascii"
+            json.dumps([text_of(os.fsencode(staging.directory)) for staging in stagings]),
+            encoding="ascii",
         )
         draft.rename(file)
     except OSError as error:
         raise from_oserror(error, f"write the commit {file}") from error
 
 
-def is_committed(works: Sequence[Work]) -> bool:
+def is_committed(stagings: Sequence[Staging]) -> bool:
     """Whether `commit` took place, and the rest was not removed yet."""
-    return bool(works) and (works[0].directory / "commit").exists()
+    return bool(stagings) and (stagings[0].directory / "commit").exists()
 
 
 def abandon(targets: Sequence[Path]) -> None:
@@ -136,36 +137,40 @@ def abandon(targets: Sequence[Path]) -> None:
         for directory in _places(target):
             with contextlib.suppress(OSError):
                 if os.lstat(directory).st_uid == os.geteuid():
-                    remove([Work(target, directory)])
+                    remove([Staging(target, directory)])
 
 
-def complete(works: Sequence[Work], exact: Sequence[str], on_finished: OnFinished) -> None:
-    """Carry out committed plans. `exact`: of each staged tree its exact digest, or nothing.
+def complete(
+    stagings: Sequence[Staging], fingerprints: Sequence[str], on_finished: OnFinished
+) -> None:
+    """Carry out committed plans. `fingerprints`: the tree fingerprint of each staged
+    tree, or an empty string.
     Raises: BootseerError; the next `recover` goes on."""
-    for work, digest in zip(works, exact, strict=True):
-        _finish(work, digest, on_finished)
-    remove(works)
+    for staging, tree_fingerprint in zip(stagings, fingerprints, strict=True):
+        _finish(staging, tree_fingerprint, on_finished)
+    remove(stagings)
 
 
-def _finish(work: Work, exact: str, on_finished: OnFinished) -> None:
+def _finish(staging: Staging, tree_fingerprint: str, on_finished: OnFinished) -> None:
     """Carry out a plan: first or again."""
-    plan = _read_plan(work)
-    is_all = _carry_out(work, plan)
-    on_finished(work.target, plan.fingerprint, plan.base, exact if is_all else "")
+    plan = _read_plan(staging)
+    is_all = _carry_out(staging, plan)
+    on_finished(staging.target, plan.fingerprint, plan.base, tree_fingerprint if is_all else "")
 
 
-def _carry_out(work: Work, plan: _Plan) -> bool:
+def _carry_out(staging: Staging, plan: _Plan) -> bool:
     """Whether the target is now the staged tree, and nothing else."""
     try:
-        # Who works in the target, as the shell that started us may, would stay in what is replaced.
-        is_kept = work.is_inside or is_entered(work.target)
-        if work.tree.is_dir() and not is_kept and _rename_whole(work):
+        # A process whose working directory is the target, such as the shell that started us,
+        # would stay in the directory that is replaced.
+        is_kept = staging.is_inside or is_entered(staging.target)
+        if staging.tree.is_dir() and not is_kept and _rename_whole(staging):
             return True
-        tree = _read_tree(work)
-        target = os.open(work.target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        tree = _read_tree(staging)
+        target = os.open(staging.target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            if work.tree.is_dir():
-                staged = os.open(work.tree, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if staging.tree.is_dir():
+                staged = os.open(staging.tree, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     move_into(staged, target)
                 finally:
@@ -175,68 +180,68 @@ def _carry_out(work: Work, plan: _Plan) -> bool:
         finally:
             os.close(target)
     except OSError as error:
-        raise from_oserror(error, f"finish the restore of {work.target}") from error
+        raise from_oserror(error, f"finish the restore of {staging.target}") from error
     return False
 
 
-def _rename_whole(work: Work) -> bool:
+def _rename_whole(staging: Staging) -> bool:
     """Put the staged tree in the place of a missing or empty target, in one step."""
     try:
         # rename(2) replaces an empty directory and nothing else.
-        work.tree.rename(work.target)
+        staging.tree.rename(staging.target)
     except OSError as error:
-        if not work.target.is_dir():
+        if not staging.target.is_dir():
             raise
-        logger.debug("merging into %s: %s", work.target, error)
+        logger.debug("merging into %s: %s", staging.target, error)
         return False
     return True
 
 
-def _read_plan(work: Work) -> _Plan:
+def _read_plan(staging: Staging) -> _Plan:
     try:
-        with (work.directory / "plan").open("rb") as file:
+        with (staging.directory / "plan").open("rb") as file:
             document = json.loads(file.read(_PLAN_BYTES_MAX))
         if document["version"] != _VERSION:
-            raise CorruptError(f"{work.directory} was left by another release; remove it")
+            raise CorruptError(f"{staging.directory} was left by another release; remove it")
         plan = _Plan(
             fingerprint=str(document["fingerprint"]),
             base=str(document["base"]),
             deletions=[text.encode("utf-8", "surrogateescape") for text in document["deletions"]],
         )
     except OSError as error:
-        raise from_oserror(error, f"read the plan in {work.directory}") from error
+        raise from_oserror(error, f"read the plan in {staging.directory}") from error
     except CorruptError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{work.directory} is damaged: {error}; remove it") from None
+        raise CorruptError(f"{staging.directory} is damaged: {error}; remove it") from None
     if not all(is_plain(path.split(b"/")) for path in plan.deletions):
-        raise CorruptError(f"{work.directory} is damaged; remove it")
+        raise CorruptError(f"{staging.directory} is damaged; remove it")
     return plan
 
 
-def _read_tree(work: Work) -> Tree:
+def _read_tree(staging: Staging) -> Tree:
     """Only where directories are merged: to decode a large one takes a tenth of a second."""
-    return index.decode((work.directory / "index").read_bytes())
+    return index.decode((staging.directory / "index").read_bytes())
 
 
-def remove(works: Sequence[Work]) -> None:
+def remove(stagings: Sequence[Staging]) -> None:
     """Throw working directories away: they are finished, or were never committed."""
-    for work in works:
+    for staging in stagings:
         # Without these nothing of it is ever carried out again.
         for name in ("commit", "plan"):
-            (work.directory / name).unlink(missing_ok=True)
-    for work in works:
-        _throw_away(work)
+            (staging.directory / name).unlink(missing_ok=True)
+    for staging in stagings:
+        _throw_away(staging)
 
 
-def _throw_away(work: Work) -> None:
+def _throw_away(staging: Staging) -> None:
     """Remove the directory; a target that it lies in keeps its time."""
     with contextlib.suppress(OSError):
-        kept = os.stat(work.directory.parent)
+        kept = os.stat(staging.directory.parent)
         with contextlib.suppress(OSError):
-            remove_tree(work.directory)
-        if work.is_inside:
-            os.utime(work.target, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+            remove_tree(staging.directory)
+        if staging.is_inside:
+            os.utime(staging.target, ns=(kept.st_atime_ns, kept.st_mtime_ns))
 
 
 def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
@@ -245,7 +250,7 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
     Raises: PermissionDeniedError for a working directory that is not ours; BootseerError where it
     cannot be finished.
     """
-    committed: list[Work] = []
+    committed: list[Staging] = []
     for target in targets:
         for directory in _places(target):
             try:
@@ -256,34 +261,36 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
                 raise PermissionDeniedError(
                     f"{directory} belongs to somebody else; remove it, it is in the way"
                 )
-            work = Work(target, directory)
-            if _is_committed(work):
-                committed.append(work)
-            elif not _others(work):
+            staging = Staging(target, directory)
+            if _is_committed(staging):
+                committed.append(staging)
+            elif not _others(staging):
                 logger.info("removing %s, left by an interrupted restore", directory)
                 with contextlib.suppress(OSError):
                     remove_tree(directory)
-    for work in committed:
-        logger.warning("finishing the interrupted restore of %s", work.target)
-        _finish(work, "", on_finished)
-        (work.directory / "plan").unlink()
-    for work in committed:
-        if not _others(work):
-            _throw_away(work)
+    for staging in committed:
+        logger.warning("finishing the interrupted restore of %s", staging.target)
+        _finish(staging, "", on_finished)
+        (staging.directory / "plan").unlink()
+    for staging in committed:
+        if not _others(staging):
+            _throw_away(staging)
 
 
-def _others(work: Work) -> bool:
+def _others(staging: Staging) -> bool:
     """Whether targets that are not ours to lock now still need this working directory's commit."""
     try:
-        paths = json.loads((work.directory / "commit").read_text(encoding="ascii"))
-        return any(Path(path, "plan").is_file() for path in paths if Path(path) != work.directory)
+        paths = json.loads((staging.directory / "commit").read_text(encoding="ascii"))
+        return any(
+            Path(path, "plan").is_file() for path in paths if Path(path) != staging.directory
+        )
     except (OSError, ValueError, TypeError):
         return False
 
 
-def _is_committed(work: Work) -> bool:
+def _is_committed(staging: Staging) -> bool:
     try:
-        with (work.directory / "plan").open("rb") as file:
+        with (staging.directory / "plan").open("rb") as file:
             return Path(json.loads(file.read(_PLAN_BYTES_MAX))["commit"]).is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -11,7 +11,7 @@ from array import array
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, PermissionDeniedError
 from bootseer.snapshots.catalogue.manifest import Target, text_of
-from bootseer.snapshots.targets.scan import WORK_PREFIX
+from bootseer.snapshots.targets.scan import STAGING_PREFIX
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def admit_tree(target: Target, tree: Tree, *, privileges: bool) -> None:
     Raises: CorruptError for the names of restores; PermissionDeniedError for a device node.
     """
     where = text_of(target.path)
-    if any(name.name.startswith(WORK_PREFIX) for name in tree.children(0)):
+    if any(name.name.startswith(STAGING_PREFIX) for name in tree.children(0)):
         raise CorruptError(f"the snapshot of {where} holds a reserved name")
     # Of many thousands of inodes there are few modes; to find these takes the time.
     modes = set(tree.columns.mode)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 
 # Names that restores use beside or inside a target; never part of a snapshot.
-WORK_PREFIX = b".bootseer-"
+STAGING_PREFIX = b".bootseer-"
 # A tree of more is not an environment; the bound keeps memory finite (about 500 bytes each).
 ENTRIES_MAX = 5_000_000
 NOTHING = "nothing"
@@ -98,7 +98,7 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
                 for entry in entries:
                     # Listing through a descriptor gives str names.
                     name = os.fsencode(entry.name)
-                    if name.startswith(WORK_PREFIX):
+                    if name.startswith(STAGING_PREFIX):
                         continue
                     try:
                         info = entry.stat(follow_symlinks=False)

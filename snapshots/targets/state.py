@@ -19,7 +19,7 @@ from bootseer.errors import BootseerError
 from bootseer.linux.private_files import write_private_file
 from bootseer.settings.config import Settings
 from bootseer.snapshots.targets.scan import NOTHING, Scan, scan
-from bootseer.snapshots.targets.tree_fingerprint import exact_digest
+from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
 
 _VERSION = 2
 _BYTES_MAX = 64 * 1024
@@ -33,7 +33,7 @@ class State(Struct, frozen=True):
     base: str
     """What was there before (`scan.base_digest`)."""
     exact: str
-    """What is there now (`exact.exact_digest`)."""
+    """What is there now (`tree_fingerprint.fingerprint_of_scan`)."""
     boot_id: str
     """After a crash of the node files may be shorter than their sizes tell: another boot's state
     is not trusted."""
@@ -53,7 +53,7 @@ def _file(cache_dir: Path, target: Path) -> Path:
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     """What `target` (a host path) holds, or None where it is not known or was touched."""
     state = _read(cache_dir, target)
-    if state is None or state.boot_id != _boot_id() or state.exact != exact_digest(scanned):
+    if state is None or state.boot_id != _boot_id() or state.exact != fingerprint_of_scan(scanned):
         return None
     return state
 
@@ -77,16 +77,16 @@ def _read(cache_dir: Path, target: Path) -> State | None:
 
 
 def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:
-    """A function of (target, fingerprint, base, exact) that saves the state of the target: the
-    exact digest that is given, or if it is empty, that of what is there now.
+    """Returns a function of (target, fingerprint, base, tree fingerprint) that saves the state of
+    the target. An empty tree fingerprint stands for that of the tree that is there now.
 
     It does nothing for a root other than this host's: that one is gone after the job.
     """
 
-    def save(target: Path, fingerprint: str, base: str, exact: str) -> None:
+    def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
         if root == Path("/"):
-            exact = exact or exact_digest(scan(target))
-            _save_state(settings.cache_dir, target, State(fingerprint, base, exact, _boot_id()))
+            present = tree_fingerprint or fingerprint_of_scan(scan(target))
+            _save_state(settings.cache_dir, target, State(fingerprint, base, present, _boot_id()))
 
     return save
 

@@ -14,13 +14,13 @@ from itertools import compress
 
 from bootseer.blob.pack.stat_record import RECORD, Records, directory_record
 from bootseer.blob.tree import Tree
-from bootseer.snapshots.targets.scan import WORK_PREFIX, Entry, Scan, is_cache
+from bootseer.snapshots.targets.scan import STAGING_PREFIX, Entry, Scan, is_cache
 
 _Directory = tuple[bytes, list[bytes], bytes | Records]
 """Path, sorted names in it that count, at least one, and their records one behind the other."""
 
 
-def exact_digest(scanned: Scan) -> str:
+def fingerprint_of_scan(scanned: Scan) -> str:
     """Equal later on this node only if nothing was written here in between."""
     below: dict[bytes, list[bytes]] = {}
     for path in scanned:
@@ -43,17 +43,20 @@ def _record(entry: Entry) -> bytes:
 
 
 def names_to_record(tree: Tree) -> bytes:
-    """For each name of a tree whether `made_digest` needs its record; empty if it cannot be told
-    without a scan."""
+    """Returns for each name of a tree whether `fingerprint_of_restored` needs its record; empty
+    bytes if only a scan can tell."""
     names = tree.columns.names
-    if any(name.startswith(WORK_PREFIX) for name in names):
+    if any(name.startswith(STAGING_PREFIX) for name in names):
         return b""
     return bytes(not is_cache(name) for name in names)
 
 
-def made_digest(tree: Tree, recorded: bytes, records: Records) -> str:
-    """`exact_digest` of a directory that holds the tree and nothing else, from the records of
-    `recorded` names, made after the last change. Nothing if there are none."""
+def fingerprint_of_restored(tree: Tree, recorded: bytes, records: Records) -> str:
+    """Returns the `fingerprint_of_scan` of a directory that holds the tree and nothing else.
+
+    `records`: those of the `recorded` names, made after the last change; without any the answer is
+    an empty string.
+    """
     if not recorded:
         return ""
     names, parents = tree.columns.names, tree.columns.name_parent

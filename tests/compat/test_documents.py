@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from bootseer.prefetch.bundle import hot_store, relatives
+from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
 from bootseer.prefetch.record import trace
 from bootseer.prefetch.warm import record as warm
@@ -39,7 +39,7 @@ _AGAIN: dict[str, Callable[[bytes], bytes]] = {
     "pointer-with-scattered-files.json": lambda d: hot_store.POINTER_FORM.encode(
         hot_store.decode_pointer(d, _D, "x")
     ),
-    "relatives.json": lambda d: relatives.FORM.encode(relatives.FORM.decode(d, "x")),
+    "relatives.json": lambda d: bundle_reuse.FORM.encode(bundle_reuse.FORM.decode(d, "x")),
     "use.json": lambda d: uses.FORM.encode(uses.FORM.decode(d, "x")),
     "lease.json": _lease,
     "manifest-1.json": lambda d: manifest_codec.encode(manifest_codec.decode(d)),

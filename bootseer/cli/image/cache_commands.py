@@ -36,7 +36,7 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     the setting cache_limit by themselves.
     """
     from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
-    from bootseer.prefetch.resolve.room import CacheRoom, folders
+    from bootseer.prefetch.resolve.cache_limit import CacheRoom, folders
 
     settings = current_settings()
     node = NodeCache(settings.cache_dir)

@@ -241,13 +241,13 @@ def warm(reference: str, as_json: bool) -> None:
     from bootseer.prefetch.cache.kept_indexes import read_kept_tree
     from bootseer.prefetch.cache.node_cache import NodeCache
     from bootseer.prefetch.resolve.found_image import publish_later
-    from bootseer.prefetch.resolve.resolve import obtain_image
+    from bootseer.prefetch.resolve.resolve import resolve_image
     from bootseer.prefetch.streams.streams import BlobStreams
 
     settings = current_settings()
-    obtained = obtain_image(settings, reference)
+    resolved = resolve_image(settings, reference)
     try:
-        record = obtained.record
+        record = resolved.record
         tree = read_kept_tree(settings.cache_dir, record.index_digest)
         size_bytes = sum(blob.size_bytes for blob in tree.blobs)
         with (
@@ -260,7 +260,7 @@ def warm(reference: str, as_json: bool) -> None:
                 NodeCache(settings.cache_dir),
                 deadline_s=settings.deadline_s,
                 on_progress=progress.advance,
-                is_local=not obtained.image.is_published,
+                is_local=not resolved.image.is_published,
             )
             try:
                 streams.fill()
@@ -272,8 +272,8 @@ def warm(reference: str, as_json: bool) -> None:
             finally:
                 streams.close()
     finally:
-        obtained.release()
-    publish_later(settings, obtained)
+        resolved.release()
+    publish_later(settings, resolved)
     if as_json:
         emit_json(
             {

@@ -101,7 +101,7 @@ def trace_show(reference: str, identity: str | None, workload: str | None, as_js
     rows = [
         {
             "after_s": access.after_ns / 1e9,
-            "is_ahead": access.is_ahead,
+            "is_ahead": access.is_preloaded,
             "offset": access.offset,
             "length": access.length,
             "path": found.files[access.file].path.decode("utf-8", "surrogateescape"),

@@ -26,7 +26,7 @@ from bootseer.errors import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.doors.fsck import Garbage
+    from bootseer.fuse.striped.api.fsck import Garbage
 
 _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
@@ -44,9 +44,9 @@ def verify(url: str, as_json: bool) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.doors.locating import files_below
-    from bootseer.fuse.striped.doors.stopping import Stoppable
-    from bootseer.fuse.striped.doors.verify import verify_file
+    from bootseer.fuse.striped.api.locating import files_below
+    from bootseer.fuse.striped.api.stopping import Stoppable
+    from bootseer.fuse.striped.api.verify import verify_file
 
     started_s = time.monotonic()
     damaged: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def fsck(url: str, delete: bool, age_s: float, grace_s: float, as_json: bool) ->
     on another node: what is young by the storage's clock stays, and on HDFS what somebody has open
     for writing. Exits with 15 when a file cannot be read in whole.
     """
-    from bootseer.fuse.striped.doors.fsck import MIN_AGE_S, check_tree, delete_garbage
+    from bootseer.fuse.striped.api.fsck import MIN_AGE_S, check_tree, delete_garbage
 
     if delete and age_s < MIN_AGE_S:
         raise InvalidInputError("--age must be at least 1h: a save may pause for that long")

@@ -28,7 +28,7 @@ from bootseer.cli.stripe.stripe_output import described, form_options, opened
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.doors.copy_tree import Place
+    from bootseer.fuse.striped.api.copy_tree import Place
     from bootseer.fuse.striped.storage import StripedStorage
     from bootseer.store.backend import FileInfo
 
@@ -68,8 +68,8 @@ def cp(
     in "/", gets the sources into it. Names are replaced as by cp.
     """
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.doors.copy_tree import Place, copy_one, copy_tree
-    from bootseer.fuse.striped.doors.locating import is_url
+    from bootseer.fuse.striped.api.copy_tree import Place, copy_one, copy_tree
+    from bootseer.fuse.striped.api.locating import is_url
 
     if not any(map(is_url, (*sources, target))):
         raise InvalidInputError("none of these is a URL: for local files use cp")
@@ -112,7 +112,7 @@ def _job(
     source: "Place", into: "Place", is_into: bool, recursive: bool
 ) -> "tuple[Place, Place, dict[str, int]]":
     """What is copied to where, and its files with their sizes; "" is the source itself."""
-    from bootseer.fuse.striped.doors.copy_tree import sizes_below
+    from bootseer.fuse.striped.api.copy_tree import sizes_below
 
     goal = into.at(source.name) if is_into and source.name else into
     if not source.is_dir():

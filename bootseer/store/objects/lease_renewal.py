@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 5.0
 
 
-class LeaseKeeper:
-    """`with LeaseKeeper(lease, ttl_s): ...` renews three times per `ttl_s`, then releases."""
+class LeaseRenewal:
+    """`with LeaseRenewal(lease, ttl_s): ...` renews three times per `ttl_s`, then releases."""
 
     def __init__(self, lease: Lease, ttl_s: float) -> None:
         self._lease = lease
         self._pause_s = ttl_s / 3
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._pause_s):

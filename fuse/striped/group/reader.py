@@ -24,7 +24,7 @@ from torch.futures import Future
 from bootseer.base.redact import public_url
 from bootseer.base.urls import absolute_url
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
-from bootseer.fuse.striped.doors.copy import open_storage
+from bootseer.fuse.striped.api.copy import open_storage
 from bootseer.fuse.striped.group.channel import GroupChannel
 from bootseer.fuse.striped.group.loading import Loading
 from bootseer.fuse.striped.group.piece_reader import PieceReader

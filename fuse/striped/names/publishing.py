@@ -1,7 +1,7 @@
 """How a file gets new content in one step, and what everybody who changes names shares.
 
 Owns the commit (a rename, a put or a join, as the storage can) and the order of its steps: what is
-open is made safe first (`reader_keeper`), what was replaced goes to the `graveyard` last. Changes
+open is made safe first (`open_readers`), what was replaced goes to the `graveyard` last. Changes
 of names are made one at a time. Thread-safe.
 """
 
@@ -20,7 +20,7 @@ from bootseer.errors import (
 from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import Graveyard, run_name
-from bootseer.fuse.striped.names.reader_keeper import ReaderKeeper
+from bootseer.fuse.striped.names.open_readers import OpenReaders
 from bootseer.fuse.striped.names.stored import StoredFiles, plain_view, refuse
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
@@ -60,8 +60,8 @@ class Publishing:
         self.counters = counters
         self._deadline_s = deadline_s
         self.stored = StoredFiles(backend)
-        self._keeper = ReaderKeeper(backend, reader)
-        self._graveyard = Graveyard(backend, grace_s, self._keeper.generations_in_use)
+        self._open_readers = OpenReaders(backend, reader)
+        self._graveyard = Graveyard(backend, grace_s, self._open_readers.generations_in_use)
         self._changing = threading.Lock()
 
     def publish_layout(
@@ -164,7 +164,7 @@ class Publishing:
             old = self._look(path)
             if expected is not None and (old is None or old.identity != expected):
                 raise refuse(errno.ESTALE, path)
-            self._keeper.keep(old)
+            self._open_readers.keep(old)
             commit()
             self.counters.add(published_count=1)
             self.stored.forget(path)

@@ -32,9 +32,9 @@ class StripedTree(Publishing):
             old = self._look(path)
             if old is None:
                 raise NotFoundError(f"{path} does not exist")
-            keeper = self._keeper
-            if old.layout is None and keeper.open_here(old) and not keeper.pin(old):
-                self._graveyard.retire(old.directory, {keeper.move_aside(old)})
+            readers = self._open_readers
+            if old.layout is None and readers.open_here(old) and not readers.pin(old):
+                self._graveyard.retire(old.directory, {readers.move_aside(old)})
             else:
                 self.backend.delete(path)
             self.stored.forget(path)
@@ -67,10 +67,10 @@ class StripedTree(Publishing):
             # The parts lie beside the layout, and the two cannot move in one step.
             raise refuse(errno.EXDEV, target)
         old = self._look(target) if replaced is not None else None
-        self._keeper.keep(old)
+        self._open_readers.keep(old)
         identity = self.stored.status_of(moved).identity
         self.backend.rename(moved.path, target, overwrite=replaced is not None)
-        self._keeper.renamed(moved.path, target, identity)
+        self._open_readers.renamed(moved.path, target, identity)
         self._retire(old, keep=set())
 
     def _rename_directory(self, source: str, target: str, replaced: FileInfo | None) -> None:
@@ -82,7 +82,7 @@ class StripedTree(Publishing):
             self._remove_directory(target)
         self.backend.rename(source, target)
         self._graveyard.moved(source, target)
-        self._keeper.renamed(source, target)
+        self._open_readers.renamed(source, target)
 
     # ---- directories ----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
+from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -44,7 +44,7 @@ def begin_segment(
     tree: StripedTree,
     path: str,
     settings: StripeSettings,
-    dealing: Dealing,
+    assignment: UnitAssignment,
     follows: SegmentWriter | None = None,
 ) -> SegmentWriter:
     """A new segment of the file at `path`; it `follows` one that is sealed."""
@@ -56,7 +56,7 @@ def begin_segment(
         tree.placement,
         tree.budget,
         tree.counters,
-        dealing,
+        assignment,
         settings.deadline_s,
         follows,
     )

@@ -11,7 +11,7 @@ from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
-from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
+from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.abilities.joining import joiner
@@ -47,14 +47,14 @@ class PlainBody(Body):
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:
-            self._segment = begin_segment(self._tree, self.path, self._settings, self._dealing())
+            self._segment = begin_segment(self._tree, self.path, self._settings, self._assignment())
         self._segment.send(pieces, length, cancelled)
         self._sent_bytes += length
 
-    def _dealing(self) -> Dealing:
+    def _assignment(self) -> UnitAssignment:
         settings = self._settings
         self._tree.open_parts.begin_file()
-        return Dealing(
+        return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
             settings.stripe_count if self._joiner else 1,

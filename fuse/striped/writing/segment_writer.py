@@ -22,7 +22,7 @@ from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.parts.part_writer import PartWriter
 from bootseer.fuse.striped.writing.parts.parts_watch import PartsWatch
 from bootseer.fuse.striped.writing.placing.placement import Placement
-from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
+from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.store.backend import Backend, Piece
 
 Result = TypeVar("Result")
@@ -40,15 +40,15 @@ class SegmentWriter:
         placement: Placement,
         budget: MemoryBudget,
         counters: Counters,
-        dealing: Dealing,
+        assignment: UnitAssignment,
         deadline_s: float,
         follows: "SegmentWriter | None" = None,
     ) -> None:
         """`follows`: a sealed segment of the same file."""
         self.generation = new_generation()
         self.size_bytes = 0
-        self.unit_bytes = dealing.unit_bytes
-        self.block_bytes = dealing.block_bytes
+        self.unit_bytes = assignment.unit_bytes
+        self.block_bytes = assignment.block_bytes
         self.backend = backend
         self.folder = generation_folder(directory, self.generation)
         self.budget = budget
@@ -56,9 +56,9 @@ class SegmentWriter:
         self.placement = placement
         self.counters = counters
         # Runs become an ordinary file, which others read.
-        self.has_checksums = dealing.run_units is None
-        self._dealing = dealing
-        self._writers_max = dealing.writers_max
+        self.has_checksums = assignment.run_units is None
+        self._assignment = assignment
+        self._writers_max = assignment.writers_max
         self._open_parts = open_parts
         self._follows = follows
         self._deadline_s = deadline_s
@@ -70,7 +70,7 @@ class SegmentWriter:
     @property
     def is_full(self) -> bool:
         """Whether the next unit must go to another segment."""
-        return self.size_bytes >= self._dealing.limit_bytes(
+        return self.size_bytes >= self._assignment.limit_bytes(
             self.placement.block_bytes, self._writers_max
         )
 
@@ -92,7 +92,7 @@ class SegmentWriter:
             raise
         self.size_bytes += length
         part.queue.put(unit)
-        if self._dealing.ends_part(self.size_bytes):
+        if self._assignment.ends_part(self.size_bytes):
             part.queue.put(None)
 
     def seal(self) -> None:
@@ -193,27 +193,27 @@ class SegmentWriter:
     def _part_of_next(self, cancelled: Callable[[], bool]) -> PartWriter:
         """The part that the next unit belongs to; begins it where the unit is its first."""
         number = self.size_bytes // self.unit_bytes
-        deals_in_turn = self._dealing.run_units is None
-        if deals_in_turn and len(self._parts) == number < self._writers_max:
+        is_round_robin = self._assignment.run_units is None
+        if is_round_robin and len(self._parts) == number < self._writers_max:
             charge_bytes = self._charge(number, cancelled)
             if charge_bytes is not None:
                 return self._begin_part(charge_bytes)
             # No memory for another one: units are dealt to those that there are.
-            if self._dealing.is_asked_for:
+            if self._assignment.is_asked_for:
                 raise InvalidInputError(
                     f"{self.budget.limit_bytes} bytes of memory are too few to write "
                     f"{self._writers_max} parts at once to {self.backend.url}: give more "
                     "(BOOTSEER_MEMORY), or ask for fewer parts"
                 )
             self._writers_max = number
-        index = self._dealing.part_of(number, self._writers_max)
+        index = self._assignment.part_of(number, self._writers_max)
         if index == len(self._parts):
             return self._begin_part(self._wait_for_a_place(cancelled))
         return self._parts[index]
 
     def _begin_part(self, charge_bytes: int) -> PartWriter:
         index = len(self._parts)
-        source = f"part {index % self._dealing.writers_max:02x}"
+        source = f"part {index % self._assignment.writers_max:02x}"
         try:
             part = PartWriter(self, f"{index:02x}", source, charge_bytes)
         except BaseException:
@@ -243,7 +243,7 @@ class SegmentWriter:
                     self.unit_bytes,
                     self._deadline_s,
                     lambda: cancelled() or self.failed,
-                    is_asked_for=self._dealing.is_asked_for,
+                    is_asked_for=self._assignment.is_asked_for,
                 )
             )
             if charge_bytes is not None:

@@ -15,7 +15,7 @@ from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
 from bootseer.fuse.striped.writing.generation import new_generation
-from bootseer.fuse.striped.writing.placing.unit_assignment import Dealing
+from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -51,7 +51,9 @@ class StripedBody(Body):
             sealed = self._open[-1] if self._open else None
             if sealed is not None:
                 sealed.seal()
-            segment = begin_segment(self._tree, self.path, self._settings, self._dealing(), sealed)
+            segment = begin_segment(
+                self._tree, self.path, self._settings, self._assignment(), sealed
+            )
             self._open.append(segment)
             self._unpublished.add(segment.generation)
         for segment in self._open:
@@ -59,13 +61,13 @@ class StripedBody(Body):
         self._open[-1].send(pieces, length, cancelled)
         self._sent_bytes += length
 
-    def _dealing(self) -> Dealing:
+    def _assignment(self) -> UnitAssignment:
         settings = self._settings
         if not self._is_counted:
             self._is_counted = True
             self._tree.open_parts.begin_file()
         is_object_store = not self._tree.backend.has_atomic_rename
-        return Dealing(
+        return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
             settings.stripe_count,

@@ -27,7 +27,7 @@ from bootseer.snapshots.restoring.linking.node_trees import (
     NodeTrees,
     is_same_file,
 )
-from bootseer.snapshots.targets.tree_fingerprint import made_digest, names_to_record
+from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored, names_to_record
 
 _SHARED_NAMES = 5000
 """So many are worth a second process, which costs what a hundred do."""
@@ -37,8 +37,8 @@ _Files = tuple[bytes, list[int]]
 
 
 def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
-    """Make `target`, which must not exist, equal to the node's extracted tree, file by file the
-    same ones: what is written to one of them in place is written to all. Its `exact.made_digest`.
+    """Make `target`, which must not exist, equal to the node's extracted tree. Every file is a
+    hard link, so a write to one of them in place is a write to all. Returns the tree fingerprint.
     See `NodeTrees.using`.
 
     What makes sure that a file is whole looks at its new name: once for both, and what it saw is
@@ -56,7 +56,7 @@ def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, tar
         return False
 
     with trees.using(index_digest, tree, build, link):
-        return made_digest(tree, recorded, made.records)
+        return fingerprint_of_restored(tree, recorded, made.records)
 
 
 class _Links:

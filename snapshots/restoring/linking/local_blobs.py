@@ -12,11 +12,11 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.store import Store
 from bootseer.store.abilities.opened import Attempt, HasDescriptor, open_reader
 
-# Those of one disk, whose numbers files show; what is not known is not near.
+# File systems of one disk, whose device numbers files show; any other is taken for a remote one.
 _LOCAL = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs", b"xfs"})
 
 
-class NearBlobs:
+class LocalBlobs:
     """Open files, one for each of a tree's blobs. Closed when it is dropped."""
 
     def __init__(self, readers: list[HasDescriptor]) -> None:
@@ -34,7 +34,7 @@ class NearBlobs:
         return bytes(memoryview(buffer)[:count])
 
 
-def near_blobs(store: Store, tree: Tree) -> NearBlobs | None:
+def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
     """The tree's blobs, if all of them are files of this node; else None, and the store is asked as
     any other. Raises: NotFoundError, UnavailableError."""
     readers: list[HasDescriptor] = []
@@ -46,4 +46,4 @@ def near_blobs(store: Store, tree: Tree) -> NearBlobs | None:
         if os.fstat(reader.fileno()).st_dev not in devices:
             return None
         readers.append(reader)
-    return NearBlobs(readers)
+    return LocalBlobs(readers)

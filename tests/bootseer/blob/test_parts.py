@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.prefetch.bundle.bundle_accuracy import aim_of
+from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of
 from bootseer.prefetch.record.hints import Hint, trace_of
 from bootseer.prefetch.record.hotset import HotRange, HotSet, stream_ranges
 from tests.support.bounded import run_bounded
@@ -52,7 +52,7 @@ def test_many_ranges_of_a_file_in_many_pieces() -> None:
         hot = HotSet(DIGEST, "w", 1, tuple(HotRange(b"f", b"", *one, 1) for one in ranges))
         assert len(list(stream_ranges(hot, tree))) == len(ranges)
         entries = [(1, offset, length, 0) for offset, length in ranges]
-        aim = aim_of(None, [4096 * count], entries, lambda inode: tree.inode(inode).extents)
+        aim = accuracy_of(None, [4096 * count], entries, lambda inode: tree.inode(inode).extents)
         assert aim.asked_bytes == 4096 * len(ranges)
         hints = [Hint(b"f", *one) for one in ranges]
         found = trace_of(hints, tree, index_digest=DIGEST, workload="w", node="n", started_ns=0)

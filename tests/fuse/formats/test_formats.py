@@ -63,9 +63,9 @@ def test_files_by_fsspec(torch_host: TorchHost, tree: Tree) -> None:
     torch_host.check("format_checks:by_fsspec", tree.url, tree.folder)
 
 
-@pytest.mark.parametrize("door", ["mount", "fsspec"])
-def test_distributed_checkpoints(torch_host: TorchHost, tree: Tree, door: str) -> None:
-    place = str(tree.folder / "dcp") if door == "mount" else f"{tree.url}/dcp-fsspec"
+@pytest.mark.parametrize("way", ["mount", "fsspec"])
+def test_distributed_checkpoints(torch_host: TorchHost, tree: Tree, way: str) -> None:
+    place = str(tree.folder / "dcp") if way == "mount" else f"{tree.url}/dcp-fsspec"
     torch_host.check("format_checks:save_distributed", place, ranks=3)
     torch_host.check("format_checks:load_distributed", place, ranks=2)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.doors import fsck
-from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.api import fsck
+from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
 from tests.fuse.striped.support.harness import storage_on

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch.bundle import hot_store, relatives
-from bootseer.prefetch.bundle.relatives import (
+from bootseer.prefetch.bundle import bundle_reuse, hot_store
+from bootseer.prefetch.bundle.bundle_reuse import (
     FORM,
-    Relative,
-    Relatives,
+    SimilarImage,
+    SimilarImages,
     Stream,
-    choose,
-    describe,
+    choose_similar,
+    describe_image,
     name_of,
 )
 from bootseer.prefetch.index.catalogue import read_tree
@@ -61,14 +61,16 @@ def test_an_images_name_is_without_tag_and_digest(reference: str, name: str) -> 
 
 
 def test_the_one_that_shares_most_is_chosen() -> None:
-    own = Relative(A, 0, (Stream(B, 1000), Stream(C, 10)))
-    small = Relative(B, 9, (Stream(C, 10),))
-    large = Relative(C, 1, (Stream(D, 5000), Stream(B, 1000)))
-    assert choose(own, [small, large]) == large
+    own = SimilarImage(A, 0, (Stream(B, 1000), Stream(C, 10)))
+    small = SimilarImage(B, 9, (Stream(C, 10),))
+    large = SimilarImage(C, 1, (Stream(D, 5000), Stream(B, 1000)))
+    assert choose_similar(own, [small, large]) == large
     # A stream of the same name and another length is none of ours.
-    assert choose(own, [small, Relative(C, 1, (Stream(B, 5000),))]) == small
-    assert choose(own, [Relative(B, 1, ()), Relative(C, 2, ())]) == Relative(C, 2, ())
-    assert choose(own, [Relative(A, 9, own.streams)]) is None
+    assert choose_similar(own, [small, SimilarImage(C, 1, (Stream(B, 5000),))]) == small
+    assert choose_similar(own, [SimilarImage(B, 1, ()), SimilarImage(C, 2, ())]) == SimilarImage(
+        C, 2, ()
+    )
+    assert choose_similar(own, [SimilarImage(A, 9, own.streams)]) is None
 
 
 def test_names_of_any_length_have_keys() -> None:
@@ -82,11 +84,11 @@ def blobs_of(*streams: tuple[str, int]) -> list[Blob]:
 
 
 def test_records_keep_the_longest_streams() -> None:
-    own = describe(A, 7, blobs_of((B, 10), (C, 1000), (B, 10)))
-    assert own == Relative(A, 7, (Stream(C, 1000), Stream(B, 10)))
-    assert FORM.decode(FORM.encode(Relatives((own,))), "x") == Relatives((own,))
-    many = describe(A, 7, blobs_of(*((f"sha256:{n:064x}", n) for n in range(1000))))
-    assert FORM.decode(FORM.encode(Relatives((many,) * 4)), "x").images == (many,) * 4
+    own = describe_image(A, 7, blobs_of((B, 10), (C, 1000), (B, 10)))
+    assert own == SimilarImage(A, 7, (Stream(C, 1000), Stream(B, 10)))
+    assert FORM.decode(FORM.encode(SimilarImages((own,))), "x") == SimilarImages((own,))
+    many = describe_image(A, 7, blobs_of(*((f"sha256:{n:064x}", n) for n in range(1000))))
+    assert FORM.decode(FORM.encode(SimilarImages((many,) * 4)), "x").images == (many,) * 4
     assert many.streams[0].length == 999
 
 
@@ -106,7 +108,7 @@ def test_records_keep_the_longest_streams() -> None:
     ],
 )
 def test_hostile_records(change: dict[str, object], error: type[BootseerError]) -> None:
-    document = {**json.loads(FORM.encode(Relatives(()))), **change}
+    document = {**json.loads(FORM.encode(SimilarImages(()))), **change}
     with pytest.raises(error):
         FORM.decode(json.dumps(document).encode(), "x")
 
@@ -233,25 +235,28 @@ def test_a_rebuilt_image_starts_with_the_old_bundle(
 @pytest_fuse
 @pytest.mark.parametrize(
     "damage",
-    ["relatives", "foreign", "pointer", "other-pointer", "header", "huge", "index", "no-index"],
+    ["similar", "foreign", "pointer", "other-pointer", "header", "huge", "index", "no-index"],
 )
 def test_damage_costs_one_warning_and_the_help(node: Node, damage: str) -> None:
     new = node.index("train:v2", (BASE, later(PACKAGES), CODE))
     with node.store() as store:
         pointer = hot_store.read_pointer(store, node.v1, "train")
         assert pointer is not None
-        stranger = relatives.find(
-            store, describe(D, 0, read_tree(store, new.index_digest).blobs), "train:v2", "train"
+        stranger = bundle_reuse.find_similar(
+            store,
+            describe_image(D, 0, read_tree(store, new.index_digest).blobs),
+            "train:v2",
+            "train",
         )
     assert stranger is not None
     pointer_path = node.stored(hot_store.pointer_key(node.v1, "train"))
-    if damage == "relatives":
+    if damage == "similar":
         for path in (node.base / "store/hot").glob("*s/*/train.json"):
             path.chmod(0o600)
             path.write_bytes(path.read_bytes()[:-20])
     elif damage == "foreign":
         # It names an image that was never indexed.
-        record = FORM.encode(Relatives((Relative(D, 1, stranger.streams),)))
+        record = FORM.encode(SimilarImages((SimilarImage(D, 1, stranger.streams),)))
         node.stored(hot_store.name_key("train", "train")).write_bytes(record)
         foreign = replace(pointer, index_digest=D)
         with node.store() as store:

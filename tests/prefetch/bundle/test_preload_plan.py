@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.bundle.preload_plan import AheadPlan, plan_ahead
-from bootseer.prefetch.bundle.preload_window import AheadWindow
+from bootseer.prefetch.bundle.preload_plan import PreloadPlan, plan_preload
+from bootseer.prefetch.bundle.preload_window import PreloadWindow
 from bootseer.prefetch.index.stream_contents import PAGE_BYTES
 from tests.prefetch.bundle.test_translation import Image, bundle_of, image_of, whole_files
 from tests.support.images.building import Member
@@ -19,7 +19,7 @@ def _files(**sizes: int) -> list[Member]:
     return members + [Member(path, data=random.randbytes(size)) for path, size in sizes.items()]
 
 
-def _pages_of(image: Image, plan: AheadPlan) -> dict[bytes, set[int]]:
+def _pages_of(image: Image, plan: PreloadPlan) -> dict[bytes, set[int]]:
     """The numbers of all pages by path; checks that each is said to be where it is."""
     found: dict[bytes, set[int]] = {}
     for number, pages in enumerate(plan.pieces):
@@ -48,7 +48,7 @@ def test_whole_files_are_all_their_pages_however_frames_are_cut(
     image = image_of(_files(**{f"d/{i}": size for i, size in enumerate(sizes)}))
     paths = [b"d/%d" % i for i in range(len(sizes))]
     bundle, _ = bundle_of(image, whole_files(image, paths), frame_bytes)
-    found = _pages_of(image, plan_ahead(image.tree, bundle.frames))
+    found = _pages_of(image, plan_preload(image.tree, bundle.frames))
     for path, size in zip(paths, sizes, strict=True):
         assert found[path] == set(range(-(-size // PAGE_BYTES)))
 
@@ -66,7 +66,7 @@ def test_no_page_is_there_of_which_a_byte_is_missing(ranges: list[tuple[int, int
         for extent in frame.extents
         for sector in range(extent.offset // 512, -(-(extent.offset + extent.length) // 512))
     }
-    plan = plan_ahead(image.tree, bundle.frames)
+    plan = plan_preload(image.tree, bundle.frames)
     _pages_of(image, plan)
     for pages in plan.pieces:
         first, stop = pages.blob_offset, pages.blob_offset + pages.length
@@ -76,7 +76,7 @@ def test_no_page_is_there_of_which_a_byte_is_missing(ranges: list[tuple[int, int
 def test_pieces_are_in_the_order_of_use_and_names_lead_to_them() -> None:
     image = image_of(_files(**{"a/b/one": 5000, "a/b/two": 100, "c/three": 9000, "c/cold": 10}))
     bundle, _ = bundle_of(image, whole_files(image, [b"c/three", b"a/b/two", b"a/b/one"]))
-    plan = plan_ahead(image.tree, bundle.frames)
+    plan = plan_preload(image.tree, bundle.frames)
     paths = [image.tree.path(pages.inode) for pages in plan.pieces]
     assert paths == [b"c/three", b"a/b/two", b"a/b/one"]
     cold = image.tree.resolve(b"c/cold")
@@ -89,13 +89,13 @@ def test_of_a_huge_directory_only_what_is_wanted_is_looked_up() -> None:
     many = {f"d/{i:04d}": 1 for i in range(1100)}
     image = image_of(_files(**many))
     bundle, _ = bundle_of(image, whole_files(image, [b"d/0007", b"d/0003"]))
-    names = plan_ahead(image.tree, bundle.frames).names
+    names = plan_preload(image.tree, bundle.frames).names
     assert names[0] == b"/"
     assert sorted(names[1:]) == [b"d/0003", b"d/0007"]
 
 
 def test_a_window_grows_while_pieces_are_read_in_order() -> None:
-    window = AheadWindow(1000)
+    window = PreloadWindow(1000)
     asked = []
     for number in range(1000):
         if not window.is_handed(number):
@@ -109,7 +109,7 @@ def test_a_window_grows_while_pieces_are_read_in_order() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 199), max_size=60))
 def test_what_nobody_needs_is_less_than_what_is_read(order: list[int]) -> None:
-    window = AheadWindow(200)
+    window = PreloadWindow(200)
     handed: set[int] = set()
     for number in order:
         found = window.after(number)

@@ -144,7 +144,7 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
     [
         (
             "bootseer.prefetch.container.run",
-            ("prefetch.sources", "prefetch.obtain_source", "blob.tar_pack"),
+            ("prefetch.sources", "prefetch.resolve_source", "blob.tar_pack"),
         ),
         (
             "bootseer.prefetch.serve.server",

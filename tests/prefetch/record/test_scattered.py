@@ -76,8 +76,8 @@ def test_what_is_handed_over_hides_no_sample() -> None:
 def test_the_log_marks_what_was_handed_over() -> None:
     log = AccessLog()
     log.append(1, 0, 10)
-    log.append_ahead(2, 0, 10)
+    log.append_preloaded(2, 0, 10)
     asked, handed = (Access(*entry) for entry in log.entries())
-    assert not asked.is_ahead
-    assert handed.is_ahead
+    assert not asked.is_preloaded
+    assert handed.is_preloaded
     assert 0 <= handed.after_ns < 60 * 10**9

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch.bundle.relatives import name_of
+from bootseer.prefetch.bundle.bundle_reuse import name_of
 from bootseer.prefetch.index.catalogue import find_image, publish_image, publish_layer, read_layer
 from bootseer.prefetch.publish.indexing import change_time_ns
 from bootseer.prefetch.publish.publish_image import publish_node_image
@@ -24,13 +24,13 @@ from tests.support.images.rootfs import odd_tree
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
 def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compression: str) -> None:
     layout = write_layout(tmp_path / "image", NASTY, compression=compression)
-    obtained, contents = node.start(source_of(layout))
-    assert not obtained.image.is_published
+    resolved, contents = node.start(source_of(layout))
+    assert not resolved.image.is_published
     assert ["pulling it whole" in line for line in node.said] == [True]
     record, expected = indexed_contents(source_of(layout), tmp_path / "other")
     assert contents == expected
-    assert obtained.record.identity == record.identity
-    pulled = node.tree(obtained)
+    assert resolved.record.identity == record.identity
+    pulled = node.tree(resolved)
     other = Node(tmp_path / "other" / "node", tmp_path / "other" / "store")
     indexed = other.tree(other.obtain(record.reference))
     # The numbers are what a trace goes by.
@@ -46,15 +46,15 @@ def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compressi
 def test_it_is_published_byte_for_byte_as_if_indexed(
     node: Node, layout: Layout, tmp_path: Path
 ) -> None:
-    obtained = node.obtain(source_of(layout))
-    obtained.release()
-    published = publish_node_image(node.settings, obtained.record.index_digest)
-    assert published != obtained.record.index_digest
+    resolved = node.obtain(source_of(layout))
+    resolved.release()
+    published = publish_node_image(node.settings, resolved.record.index_digest)
+    assert published != resolved.record.index_digest
     record = index(source_of(layout), tmp_path / "other", tmp_path / "work")
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
     assert published == record.index_digest
     # Again, and by another process: nothing is left to do.
-    assert publish_node_image(node.settings, obtained.record.index_digest) == published
+    assert publish_node_image(node.settings, resolved.record.index_digest) == published
     assert publish_node_image(node.settings, published) == published
     again = node.obtain(source_of(layout))
     assert (again.record.index_digest, node.said) == (published, [])
@@ -72,12 +72,12 @@ def unchanged(root: Path) -> Path:
 
 def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> None:
     root = unchanged(odd_tree(tmp_path / "root"))
-    obtained, contents = node.start(root)
+    resolved, contents = node.start(root)
     assert contents["deep/er/file"] == (root / "deep/er/file").read_bytes()
-    published = publish_node_image(node.settings, obtained.record.index_digest)
-    record = index(str(root), tmp_path / "other", tmp_path / "work", obtained.record.reference)
+    published = publish_node_image(node.settings, resolved.record.index_digest)
+    record = index(str(root), tmp_path / "other", tmp_path / "work", resolved.record.reference)
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
-    assert (record.index_digest, record.identity) == (published, obtained.record.identity)
+    assert (record.index_digest, record.identity) == (published, resolved.record.identity)
     again, now = node.start(root)
     assert (again.record.index_digest, node.said, now) == (published, [], contents)
     (root / "deep/new").write_text("new")
@@ -98,14 +98,14 @@ def test_a_directory_of_another_node_is_another_one(node: Node, tmp_path: Path) 
     root = tmp_path / "root"
     root.mkdir()
     (root / "file").write_text("here")
-    obtained, _ = node.start(root)
-    publish_node_image(node.settings, obtained.record.index_digest)
+    resolved, _ = node.start(root)
+    publish_node_image(node.settings, resolved.record.index_digest)
     # The same path on a node with disks of its own, where all was written before.
     root.rename(tmp_path / "elsewhere")
     root.mkdir()
     (root / "file").write_text("there")
     with open_store(str(tmp_path / "store")) as store:
-        record = find_image(store, obtained.record.reference)
+        record = find_image(store, resolved.record.reference)
         publish_image(store, replace(record, created_ns=2**62))
     other, contents = Node(tmp_path / "other", tmp_path / "store").start(root)
     assert contents == {"file": b"there"}
@@ -131,10 +131,10 @@ def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -
     layout = Layout(tmp_path / "image")
     diff_ids = [f"sha512:{hashlib.sha512(tar).hexdigest()}" for tar in TARS]
     layout.add_image(TARS, diff_ids=diff_ids)
-    obtained, contents = node.start(source_of(layout))
+    resolved, contents = node.start(source_of(layout))
     second, again = node.start(source_of(layout))
-    assert (second.image, again, node.said) == (obtained.image, contents, [])
-    publish_node_image(node.settings, obtained.record.index_digest)
+    assert (second.image, again, node.said) == (resolved.image, contents, [])
+    publish_node_image(node.settings, resolved.record.index_digest)
     index(source_of(layout), tmp_path / "other", tmp_path / "work")
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
 
@@ -157,9 +157,9 @@ def test_a_record_that_names_another_images_index_is_not_used(
         assert opened.identity is not None
         evil = find_image(s, "evil")
         publish_image(s, replace(evil, reference=opened.reference, identity=opened.identity))
-    obtained, contents = node.start(source)
+    resolved, contents = node.start(source)
     assert contents == {"name": b"good"}
-    assert [blob.frames != () for blob in node.tree(obtained).blobs] == [True]
+    assert [blob.frames != () for blob in node.tree(resolved).blobs] == [True]
 
 
 def test_a_layers_record_that_names_another_layers_index_is_not_used(
@@ -178,5 +178,5 @@ def test_what_starts_is_for_the_source_to_say(node: Node, tmp_path: Path, two: L
     with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
         good = replace(find_image(s, "good"), reference=opened.reference)
         publish_image(s, replace(good, config=replace(good.config, entrypoint=("/evil",))))
-    obtained, _ = node.start(source)
-    assert (obtained.image.is_published, obtained.record.config) == (True, good.config)
+    resolved, _ = node.start(source)
+    assert (resolved.image.is_published, resolved.record.config) == (True, good.config)

@@ -22,12 +22,12 @@ def test_layers_that_the_store_has_are_not_pulled(node: Node, tmp_path: Path) ->
     layout.add_image(TARS[:2], tag="base", compression="gzip")
     index(f"oci:{layout.directory}:base", tmp_path / "store", tmp_path / "work")
     layout.add_image([*TARS[:2], big("top")], compression="gzip")
-    obtained, contents = node.start(source_of(layout))
-    tree = node.tree(obtained)
+    resolved, contents = node.start(source_of(layout))
+    tree = node.tree(resolved)
     assert [bool(blob.frames) for blob in tree.blobs] == [True, True, False]
     record, expected = indexed_contents(source_of(layout), tmp_path / "other")
     assert contents == expected
-    assert publish_node_image(node.settings, obtained.record.index_digest) == record.index_digest
+    assert publish_node_image(node.settings, resolved.record.index_digest) == record.index_digest
 
 
 def test_an_image_whose_layers_are_all_known_is_not_pulled(node: Node, tmp_path: Path) -> None:
@@ -35,13 +35,13 @@ def test_an_image_whose_layers_are_all_known_is_not_pulled(node: Node, tmp_path:
     layout.add_image(TARS, tag="one")
     index(f"oci:{layout.directory}:one", tmp_path / "store", tmp_path / "work")
     layout.add_image(TARS, tag="two", run={"Env": ["X=1"]})
-    obtained, contents = node.start(f"oci:{layout.directory}:two")
+    resolved, contents = node.start(f"oci:{layout.directory}:two")
     assert node.said == []
-    assert obtained.record.config.env == ("X=1",)
+    assert resolved.record.config.env == ("X=1",)
     assert contents
-    publish_node_image(node.settings, obtained.record.index_digest)
+    publish_node_image(node.settings, resolved.record.index_digest)
     with open_store(str(tmp_path / "store")) as store:
-        assert find_image(store, obtained.record.reference).config.env == ("X=1",)
+        assert find_image(store, resolved.record.reference).config.env == ("X=1",)
 
 
 def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None:
@@ -81,8 +81,8 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
     indexed = index(source_of(layout), tmp_path / "store", tmp_path / "work")
     down = Node(tmp_path / "node", "hdfs://127.0.0.1:9/store")
     down.settings = replace(down.settings, deadline_s=1.0)
-    obtained, contents = node.start(source_of(layout))
-    assert obtained.image.is_published
+    resolved, contents = node.start(source_of(layout))
+    assert resolved.image.is_published
     note_store(down.settings.cache_dir, down.settings.store_url)
     # Complete: the node needs nobody.
     for image in (source_of(layout), indexed.reference):
@@ -118,14 +118,14 @@ def test_a_younger_image_of_the_name_stays(node: Node, tmp_path: Path) -> None:
 
 
 def test_a_layer_that_nobody_has_any_more(node: Node, layout: Layout, tmp_path: Path) -> None:
-    obtained = node.obtain(source_of(layout))
-    obtained.release()
+    resolved = node.obtain(source_of(layout))
+    resolved.release()
     shutil.rmtree(node.settings.cache_dir / "streams-3")
     with pytest.raises(NotFoundError, match="neither in the store nor on this node"):
-        publish_node_image(node.settings, obtained.record.index_digest)
+        publish_node_image(node.settings, resolved.record.index_digest)
     # Another node has published it meanwhile.
     record = index(source_of(layout), tmp_path / "store", tmp_path / "work")
-    published = publish_node_image(node.settings, obtained.record.index_digest)
+    published = publish_node_image(node.settings, resolved.record.index_digest)
     assert published == record.index_digest
 
 

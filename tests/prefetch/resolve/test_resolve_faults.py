@@ -113,9 +113,9 @@ def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a", 6_000_000), big("b", 6_000_000), *TARS], compression="gzip")
     node = Node(tmp_path / "node", tmp_path / "store")
-    obtained, contents = node.start(source_of(layout))
+    resolved, contents = node.start(source_of(layout))
     store = tmp_path / "store"
-    arguments = (tmp_path / "node", store, obtained.record.index_digest)
+    arguments = (tmp_path / "node", store, resolved.record.index_digest)
     # One more object each time, up to the last.
     for count in range(1, 12):
         process = start_outside(PUBLISH, *arguments)
@@ -185,14 +185,14 @@ def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_the_disk_has_damaged_is_not_published(node: Node, layout: Layout) -> None:
-    obtained = node.obtain(source_of(layout))
-    obtained.release()
+    resolved = node.obtain(source_of(layout))
+    resolved.release()
     for path in (node.settings.cache_dir / "streams-3").glob("*/data"):
         with path.open("r+b") as file:
             file.seek(600)
             file.write(b"damage")
     with pytest.raises(CorruptError):
-        publish_node_image(node.settings, obtained.record.index_digest)
+        publish_node_image(node.settings, resolved.record.index_digest)
     with open_store(node.settings.store_url) as store:
         assert not list(store.list("images/"))
         assert not list(store.list("layers/"))
@@ -200,8 +200,8 @@ def test_what_the_disk_has_damaged_is_not_published(node: Node, layout: Layout) 
 
 def test_a_stream_that_is_lost_while_served(node: Node, layout: Layout) -> None:
     """Nobody else has it: an error, not zeros."""
-    obtained = node.obtain(source_of(layout))
-    obtained.release()
+    resolved = node.obtain(source_of(layout))
+    resolved.release()
     shutil.rmtree(node.settings.cache_dir / "streams-3")
     with pytest.raises(CorruptError, match="pull the image again"):
-        node.contents(obtained)
+        node.contents(resolved)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from bootseer.errors import PermissionDeniedError
-from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.resolve.resolve import resolve_image
 from tests.support.images.building import Layout, Member, tar_of
 from tests.support.images.pulled import Node
 from tests.support.servers.faulty_relay import Fault, FaultyRelay
@@ -57,9 +57,9 @@ def test_a_token_expires_while_layers_are_pulled(
             tokens.requests.clear()
             said.append(sentence)
 
-        obtained = obtain_image(node.settings, image, say=say)
-        assert len(node.contents(obtained)) == len(layers)
-        obtained.release()
+        resolved = resolve_image(node.settings, image, say=say)
+        assert len(node.contents(resolved)) == len(layers)
+        resolved.release()
         assert len(said) == 1
         assert tokens.requests
         assert set(asked(helper)) == {f"get {relay.host}"}

@@ -55,12 +55,12 @@ def test_pulled_once_and_published(
 ) -> None:
     push(registry, tmp_path, "once", layer("a"), layer("b"))
     image = f"registry://{relay.host}/once:v1"
-    obtained, contents = node.start(image)
+    resolved, contents = node.start(image)
     assert len(contents) == 6
-    assert obtained.record.reference == f"{relay.host}/once:v1"
-    assert obtained.record.manifest_digest
+    assert resolved.record.reference == f"{relay.host}/once:v1"
+    assert resolved.record.manifest_digest
     pulled = relay.count(BLOBS)
-    publish_node_image(node.settings, obtained.record.index_digest)
+    publish_node_image(node.settings, resolved.record.index_digest)
     with (
         open_source(image, tmp_path / "work") as source,
         open_store(str(tmp_path / "other")) as store,
@@ -131,10 +131,10 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     push(registry, tmp_path, "gone", layer("a"))
     with FaultyRelay(registry.host) as relay:
         image = f"registry://{relay.host}/gone:v1"
-        obtained, contents = node.start(image)
+        resolved, contents = node.start(image)
     # The node has it, though nobody has published it.
     again, read = node.start(image)
-    assert (again.image, read) == (obtained.image, contents)
+    assert (again.image, read) == (resolved.image, contents)
     assert [line.startswith("warning: ") for line in node.said] == [True]
     # Others know nothing of it ...
     other = Node(tmp_path / "second", tmp_path / "store")
@@ -142,7 +142,7 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     with pytest.raises(UnavailableError):
         other.obtain(image)
     # ... before it is in the store.
-    publish_node_image(node.settings, obtained.record.index_digest)
+    publish_node_image(node.settings, resolved.record.index_digest)
     assert other.start(image)[1] == contents
     assert [line.startswith("warning: ") for line in other.said] == [True]
 

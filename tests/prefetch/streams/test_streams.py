@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
-from bootseer.prefetch.bundle.bundle_accuracy import aim_of
+from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of
 from bootseer.prefetch.bundle.format import decode_header
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.bundle.replay import plan_replay
@@ -241,10 +241,12 @@ def test_aim_counts_hits_waste_and_misses(image: Image) -> None:
     bundle = decode_header(header, INDEX, lengths)
     number = image.tree.resolve(b"big")
     assert number is not None
-    aim = aim_of(bundle, lengths, [(number, 4096, 8192, 0)], lambda n: image.tree.inode(n).extents)
+    aim = accuracy_of(
+        bundle, lengths, [(number, 4096, 8192, 0)], lambda n: image.tree.inode(n).extents
+    )
     assert (aim.bundle_bytes, aim.asked_bytes, aim.used_bytes) == (8192 + 1024, 8192, 4096)
     assert aim.recall == 0.5
-    assert aim_of(None, lengths, [], lambda n: ()).precision is None
+    assert accuracy_of(None, lengths, [], lambda n: ()).precision is None
 
 
 def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:

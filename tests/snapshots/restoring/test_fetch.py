@@ -16,7 +16,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring import fetch
 from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-from bootseer.snapshots.restoring.linking import local_blobs as near
+from bootseer.snapshots.restoring.linking import local_blobs
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend
@@ -153,8 +153,8 @@ def test_a_store_on_a_disk_of_this_node_is_read_as_files(
 ) -> None:
     store, _, tree, _ = packed
     if not is_near:
-        monkeypatch.setattr(near, "_LOCAL", frozenset())
-    elif near.near_blobs(store, tree) is None:
+        monkeypatch.setattr(local_blobs, "_LOCAL", frozenset())
+    elif local_blobs.find_local_blobs(store, tree) is None:
         pytest.skip("the tests' folder is on a file system that counts as far")
     (manifest,) = catalogue.list_all(store)
     (target,) = manifest.targets

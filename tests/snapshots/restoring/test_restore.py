@@ -265,9 +265,9 @@ def test_somebody_elses_working_directory_is_not_trusted(
     make_zoo(target)
     key = create_snapshot(make_node("a"), [str(target)]).fingerprint
     shutil.rmtree(target)
-    from bootseer.snapshots.restoring.staging import make_work
+    from bootseer.snapshots.restoring.staging import make_staging
 
-    trap = make_work(target).directory
+    trap = make_staging(target).directory
     os.chown(trap, 4711, 4711)
     with pytest.raises(PermissionDeniedError, match="somebody else"):
         restore_snapshot(make_node("b"), key)

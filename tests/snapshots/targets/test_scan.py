@@ -5,7 +5,7 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.targets.scan import base_digest, scan
-from bootseer.snapshots.targets.tree_fingerprint import exact_digest
+from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
 from tests.support.trees import describe, make_zoo
 
 
@@ -52,11 +52,11 @@ def test_an_exact_digest_notices_a_forged_time(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
     info = file.stat()
-    before = exact_digest(scan(tmp_path))
-    assert exact_digest(scan(tmp_path)) == before
+    before = fingerprint_of_scan(scan(tmp_path))
+    assert fingerprint_of_scan(scan(tmp_path)) == before
     (tmp_path / "a.pyc").write_text("bytecode does not count")
-    assert exact_digest(scan(tmp_path)) == before
+    assert fingerprint_of_scan(scan(tmp_path)) == before
     file.write_text("x = 2\n")
     os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert file.stat().st_mtime_ns == info.st_mtime_ns
-    assert exact_digest(scan(tmp_path)) != before
+    assert fingerprint_of_scan(scan(tmp_path)) != before

@@ -9,8 +9,8 @@ from bootseer.blob.tree import Tree
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.cache.stream_keys import store_hex
-from bootseer.prefetch.resolve.found_image import ObtainedImage
-from bootseer.prefetch.resolve.resolve import obtain_image
+from bootseer.prefetch.resolve.found_image import ResolvedImage
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
@@ -26,32 +26,32 @@ class Node:
         self.settings: Settings = settings_at(base, store_url=url)
         self.said: list[str] = []
 
-    def obtain(self, image: object) -> ObtainedImage:
+    def obtain(self, image: object) -> ResolvedImage:
         """What a start would mount; `said` is what the user would read."""
         self.said = []
-        return obtain_image(self.settings, str(image), say=self.said.append)
+        return resolve_image(self.settings, str(image), say=self.said.append)
 
-    def start(self, image: object) -> tuple[ObtainedImage, dict[str, bytes]]:
+    def start(self, image: object) -> tuple[ResolvedImage, dict[str, bytes]]:
         """Obtain the image and read all of it."""
-        obtained = self.obtain(image)
+        resolved = self.obtain(image)
         try:
-            return obtained, self.contents(obtained)
+            return resolved, self.contents(resolved)
         finally:
-            obtained.release()
+            resolved.release()
 
-    def tree(self, obtained: ObtainedImage) -> Tree:
-        return read_kept_tree(self.settings.cache_dir, obtained.record.index_digest)
+    def tree(self, resolved: ResolvedImage) -> Tree:
+        return read_kept_tree(self.settings.cache_dir, resolved.record.index_digest)
 
-    def contents(self, obtained: ObtainedImage) -> dict[str, bytes]:
+    def contents(self, resolved: ResolvedImage) -> dict[str, bytes]:
         """path -> content of every regular file, as the image's server would read it."""
-        tree = self.tree(obtained)
+        tree = self.tree(resolved)
         with open_store(self.settings.store_url) as store:
             streams = BlobStreams(
                 tree.blobs,
                 store.read,
                 NodeCache(self.settings.cache_dir),
                 deadline_s=30,
-                is_local=not obtained.image.is_published,
+                is_local=not resolved.image.is_published,
             )
             try:
                 return {

@@ -16,7 +16,7 @@ from bootseer.fuse.striped.writing.placing.replica_groups import Group, choose_g
 # One part at a time is placed, so that each choice knows those before it. The others wait as long
 # as one after another is: on a busy node eight were seen to take longer than a single one may.
 _TURN_MAX_S = 2.0
-_TURNS_MAX_S = 10.0
+_ALL_WAIT_MAX_S = 10.0
 # How long it is believed that there are no other servers than those known.
 _ALL_KNOWN_S = 60.0
 # A server that was chosen and did not take the part is dead, and the storage notices so late.
@@ -62,7 +62,7 @@ class Placement:
 
     def _wait_for_turn(self) -> bool:
         """Whether this part is the one to be placed now; no, where the storage does not answer."""
-        end_s = time.monotonic() + _TURNS_MAX_S
+        end_s = time.monotonic() + _ALL_WAIT_MAX_S
         while True:
             turn_count = self._turn_count
             if self._turn.acquire(timeout=_TURN_MAX_S):

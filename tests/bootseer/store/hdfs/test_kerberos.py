@@ -17,7 +17,7 @@ import pytest
 
 from bootseer.cli import main
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError, UnsupportedError
-from bootseer.fuse.striped.doors.copy import copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.settings.config import load_config
 from bootseer.store import Store
 from bootseer.store.abilities.opened import Attempt

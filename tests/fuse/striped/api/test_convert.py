@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.fuse.striped.doors.convert import convert_file, is_stored_as
-from bootseer.fuse.striped.doors.copy_tree import Place, copy_tree, sizes_below
-from bootseer.fuse.striped.doors.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped.api.convert import convert_file, is_stored_as
+from bootseer.fuse.striped.api.copy_tree import Place, copy_tree, sizes_below
+from bootseer.fuse.striped.api.fsck import check_tree, delete_garbage
 from bootseer.fuse.striped.layout import Layout, Part, Segment, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings

@@ -11,8 +11,8 @@ import xxhash
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped import layout
-from bootseer.fuse.striped.doors.fsck import check_tree, delete_garbage
-from bootseer.fuse.striped.doors.verify import verify_file
+from bootseer.fuse.striped.api.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped.api.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend

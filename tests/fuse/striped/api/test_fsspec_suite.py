@@ -1,4 +1,4 @@
-"""The fsspec door in fsspec's own suite."""
+"""The fsspec interface in fsspec's own suite."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import fsspec
 import fsspec.tests.abstract as suite
 import pytest
 
-from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
 from tests.fuse.striped.support.fsspec_access import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("no_instances_stay")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from tests.fuse.striped.support.mounting import BIG, checkpoints, end, settings_in, shell
 from tests.hdfs.cluster import MiniHdfs
 

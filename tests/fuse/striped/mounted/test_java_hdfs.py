@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.striped.doors.copy import copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from tests.fuse.striped.support.mounting import checkpoints, settings_in, shell

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
     mount_spec,

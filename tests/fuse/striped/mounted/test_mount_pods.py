@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from bootseer.fuse.striped.doors.copy import copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
 from tests.fuse.striped.support.mounting import settings_in
 from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.doors.copy import copy_in, open_storage
+from bootseer.fuse.striped.api.copy import copy_in, open_storage
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from bootseer.fuse.striped.mounted.newest import steps, tracked_name
 from bootseer.fuse.striped.mounted.warm import newest_files, warm_newest

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bootseer.fuse.striped.doors.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.store import open_store
 from tests.fuse.striped.support.mounting import checkpoints, end, settings_in, shell
 from tests.hdfs.cluster import MiniHdfs

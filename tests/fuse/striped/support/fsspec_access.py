@@ -1,10 +1,10 @@
-"""What the tests of the fsspec door share: small stripes, and what works on every storage."""
+"""What the tests of the fsspec interface share: small stripes, and what works on every storage."""
 
 import contextlib
 import random
 from typing import Any
 
-from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
 
 UNIT = 256 * 2**10
 OPTIONS: dict[str, Any] = {"stripe_unit_bytes": UNIT, "stripe_count": 3, "memory_bytes": 32 * 2**20}

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.checkpoints import read_into
-from bootseer.fuse.striped.doors import fsck
-from bootseer.fuse.striped.doors.fsck import check_tree
+from bootseer.fuse.striped.api import fsck
+from bootseer.fuse.striped.api.fsck import check_tree
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.storage import StripedStorage
 from tests.fuse.striped.support.harness import UNIT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.doors.copy import copy_in
+from bootseer.fuse.striped.api.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.writing.placing.placement import Placement

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.fuse.striped.doors.copy_tree import is_unfinished_copy
-from bootseer.fuse.striped.doors.locating import folders_below
+from bootseer.fuse.striped.api.copy_tree import is_unfinished_copy
+from bootseer.fuse.striped.api.locating import folders_below
 from bootseer.fuse.striped.names.graveyard import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder

@@ -15,7 +15,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import tokenize
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.fuse.striped.doors.shared import shared_storage
+from bootseer.fuse.striped.api.shared import shared_storage
 from bootseer.fuse.striped.layout import (
     DEFAULT_STRIPE_COUNT,
     DEFAULT_STRIPE_UNIT_BYTES,

@@ -23,9 +23,9 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.fuse.striped.doors.copy import copy_across, copy_in, copy_out
-from bootseer.fuse.striped.doors.locating import files_below, folders_below
-from bootseer.fuse.striped.doors.stopping import Stoppable
+from bootseer.fuse.striped.api.copy import copy_across, copy_in, copy_out
+from bootseer.fuse.striped.api.locating import files_below, folders_below
+from bootseer.fuse.striped.api.stopping import Stoppable
 from bootseer.fuse.striped.storage import StripedStorage
 
 _FILES_AT_ONCE = 4

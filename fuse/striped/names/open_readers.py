@@ -16,15 +16,15 @@ from bootseer.store.backend import Backend
 _PIN_MAX_BYTES = DEFAULT_STRIPE_UNIT_BYTES
 
 
-class ReaderKeeper:
-    """Keeps open files whole while names change."""
+class OpenReaders:
+    """Keeps files that this mount has open whole while their names change."""
 
     def __init__(self, backend: Backend, reader: StripedReader) -> None:
         self._backend = backend
         self._reader = reader
 
     def open_here(self, view: FileView) -> list[OpenFile]:
-        """Who reads the ordinary file `view` from the storage."""
+        """The open files whose ordinary file `view` is still read from the storage."""
         return [
             file
             for file in self._reader.open_files()
@@ -64,7 +64,7 @@ class ReaderKeeper:
         return generation
 
     def generations_in_use(self) -> set[str]:
-        """Those that somebody has open in this mount."""
+        """The generations of the files that are open in this mount."""
         used: set[str] = set()
         for file in self._reader.open_files():
             if file.view.layout is not None:

@@ -17,9 +17,9 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import isfilelike
 
 from bootseer.errors import AlreadyExistsError, NotFoundError, UnsupportedError
-from bootseer.fuse.striped.doors.copy import copy_across, copy_in, copy_out
-from bootseer.fuse.striped.doors.opened import StripedFile, StripedText
-from bootseer.fuse.striped.doors.target import TargetFileSystem
+from bootseer.fuse.striped.api.copy import copy_across, copy_in, copy_out
+from bootseer.fuse.striped.api.opened import StripedFile, StripedText
+from bootseer.fuse.striped.api.target import TargetFileSystem
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.view import FileView
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 from fsspec.spec import AbstractBufferedFile
 
 from bootseer.errors import AlreadyExistsError, UnavailableError
-from bootseer.fuse.striped.doors.copy import read_opened
+from bootseer.fuse.striped.api.copy import read_opened
 from bootseer.fuse.striped.reading.chunks import OpenFile
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.doors.filesystem import CheckpointFileSystem
+    from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
 
 _log = logging.getLogger(__name__)
 
