@@ -122,12 +122,6 @@ def change_root(root: PathLike) -> None:
     os.chdir("/")
 
 
-def set_host_name(name: str) -> None:
-    """In a new UTS namespace. Raises: OSError."""
-    encoded = os.fsencode(name)
-    _check(_libc.sethostname(encoded, len(encoded)), "sethostname")
-
-
 def die_with_parent(parent: int) -> None:
     """SIGKILL for this process when process `parent`, which forked it, ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")

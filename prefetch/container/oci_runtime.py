@@ -89,7 +89,6 @@ def exec_runc(container: "Container", spec: ProcessSpec, log: Log) -> NoReturn:
             str(container.root),
             _bound_paths([*host_binds(), *container.binds], bundle),
             terminal=sys.stdin.isatty() and sys.stdout.isatty(),
-            host_name=state_dir.name[:12],
             sysfs=_sysfs(bundle),
         )
         (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")

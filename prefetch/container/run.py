@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux import namespaces
@@ -111,7 +110,6 @@ def _namespaced(
 
     def first_process() -> int:
         # /proc shows the PID namespace of whoever mounts it: that is us.
-        namespaces.set_host_name(Path(container.image.state_dir).name[:12])
         container.build(own_pids=True)
         spec = container.spec(command, variables, user, entrypoint)
         namespaces.change_root(container.root)

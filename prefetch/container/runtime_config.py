@@ -1,7 +1,8 @@
 """What runc is told of a container: config.json of the OCI runtime specification 1.0.
 
 Alone decides what separates a container from its host: as much as containerd's default
-configuration, but for the network, which is the host's. Pure (no I/O).
+configuration, but for the network, which is the host's, and so the name is, too: it is what
+/etc/hosts and DNS know. Pure (no I/O).
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,6 @@ def runtime_config(
     binds: Sequence[BoundPath],
     *,
     terminal: bool,
-    host_name: str,
     sysfs: str = FRESH_SYSFS,
 ) -> dict[str, Any]:
     """The configuration of a container with the host's network; all else is separate. Pure."""
@@ -91,7 +91,6 @@ def runtime_config(
             "noNewPrivileges": True,
         },
         "root": {"path": root, "readonly": False},
-        "hostname": host_name,
         "mounts": [
             _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
             _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=65536k"),

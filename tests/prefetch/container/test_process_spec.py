@@ -152,7 +152,7 @@ def test_programs_are_found_as_execvp_finds_them(tmp_path: Path) -> None:
 def test_runtime_configuration() -> None:
     spec = ProcessSpec(("x", "y"), {"A": "1"}, "/w", User(5, 6, (7,), "/"))
     found = runtime_config(
-        spec, "/r", [BoundPath("/s", "/t", True)], terminal=True, host_name="h", sysfs=BOUND_SYSFS
+        spec, "/r", [BoundPath("/s", "/t", True)], terminal=True, sysfs=BOUND_SYSFS
     )
     assert found["process"]["args"] == ["x", "y"]
     assert found["process"]["env"] == ["A=1"]
