@@ -6,6 +6,7 @@ which path or URL, and what the user can do. Edges (a FUSE handler, a click comm
 with `errno_of` and `exit_code_of` and never invent codes of their own.
 """
 
+import copy
 import errno
 import sys
 
@@ -160,10 +161,13 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def from_oserror(error: OSError, what: str) -> BootseerError:
-    """`error` as one of ours, with `what` ("write the index to /x") put before the reason.
+    """`error` as one of ours, with `what` ("write the index to /x") put before the reason. One that
+    is ours already says what failed.
 
     Returns the exception; raise it `from error`.
     """
+    if isinstance(error, BootseerError):
+        return copy.copy(error)
     reason = error.strerror or str(error)
     message = f"cannot {what}: {reason}"
     return _BY_ERRNO.get(error.errno or 0, BootseerError)(message)

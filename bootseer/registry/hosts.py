@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, InvalidInputError, from_oserror
+from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.registry.reference import DOCKER_HUB, is_loopback
 
 DEFAULT_HOSTS_DIR = Path("/etc/containerd/certs.d")
@@ -72,8 +72,6 @@ def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            if isinstance(error, BootseerError):
-                raise
             raise from_oserror(error, f"read the registry hosts {path}") from error
         return (_registry_itself(table, _default_server(registry), registry, path),)
     return (_registry_itself({}, _default_server(registry), registry, Path()),)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bootseer.errors import BootseerError, InvalidInputError, NoSpaceError, from_oserror
+from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.cache.files import (
     FULL,
@@ -154,8 +154,6 @@ class NewStream:
             os.close(self._fds.pop(0))
             return self._open_stream(digest, self.length_bytes)
         except OSError as error:
-            if isinstance(error, BootseerError):
-                raise
             raise from_oserror(error, f"keep the stream {digest} in {self._streams}") from error
         finally:
             self.abort()

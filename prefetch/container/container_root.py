@@ -128,8 +128,6 @@ def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:
         for bind in (*host_binds(), *binds):
             bind_into(root, bind)
     except OSError as error:
-        if isinstance(error, UnsupportedError):
-            raise
         raise from_oserror(
             error, f"set up the container's {error.filename2 or error.filename}"
         ) from error

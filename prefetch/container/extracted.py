@@ -25,7 +25,6 @@ from bootseer.blob.extract.extraction import extract
 from bootseer.blob.keys import blob_key
 from bootseer.errors import (
     AlreadyExistsError,
-    BootseerError,
     BusyError,
     NotFoundError,
     from_oserror,
@@ -90,8 +89,6 @@ def prepare_extracted(
         own = _locked_folder(base)
         root = private_directory(own / "root")
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"extract the image {record.reference}") from error
     finally:
         resolved.release()

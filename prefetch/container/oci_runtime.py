@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from bootseer.errors import BootseerError, SetupFailedError, UnsupportedError, from_oserror
+from bootseer.errors import SetupFailedError, UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.prefetch.container import signals
 from bootseer.prefetch.container.child import try_in_child
@@ -97,8 +97,6 @@ def exec_runc(container: "Container", spec: ProcessSpec, log: Log) -> NoReturn:
         arguments += ["--log-format", "json", "run", "--bundle", str(bundle), _name(state_dir)]
         os.execv(runc, arguments)
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"run {runc}") from error
 
 
@@ -159,8 +157,6 @@ def _become_program(container: "Container", spec: ProcessSpec) -> NoReturn:
             os.chdir(spec.working_dir)
         take_identity(spec.user)
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"look for {spec.arguments[0]} in the container") from error
     execute(spec)
 

@@ -179,8 +179,6 @@ def _publish_bundle(
             # The header after what it names, the pointer after the header.
             store.publish(hot_store.header_key(digest), header, replace=True)
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, "build the bundle") from error
     finally:
         streams.close()

@@ -48,3 +48,11 @@ def test_from_oserror_says_what_was_tried() -> None:
     ours = errors.from_oserror(OSError(errno.ENOSPC, "No space left"), "write /x")
     assert isinstance(ours, errors.NoSpaceError)
     assert str(ours) == "cannot write /x: No space left"
+
+
+def test_from_oserror_leaves_one_of_ours_as_it_is() -> None:
+    """A named fault: a full cache was called a failure to read the file that was being kept."""
+    full = errors.NoSpaceError("cannot write to the cache in /c: No space left on device")
+    again = errors.from_oserror(full, "read /image/file")
+    assert (type(again), str(again)) == (errors.NoSpaceError, str(full))
+    assert again is not full

@@ -93,6 +93,4 @@ def _pieces(data: bytes | Path | Iterable[bytes]) -> Iterator[bytes]:
             while piece := file.read(_PIECE_BYTES):
                 yield piece
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"read {data}") from error

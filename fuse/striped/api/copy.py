@@ -11,7 +11,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from bootseer.errors import BootseerError, BusyError, InvalidInputError, from_oserror
+from bootseer.errors import BusyError, InvalidInputError, from_oserror
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
@@ -118,8 +118,6 @@ def copy_out(
             raise
         return opened.view.size_bytes
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"write {target}") from error
     finally:
         storage.reader.close(opened)

@@ -218,6 +218,4 @@ def _local_files(root: Path) -> Iterator[tuple[str, int]]:
                     f"{entry.path} is neither a file nor a directory: a striped tree has only those"
                 )
     except OSError as error:
-        if isinstance(error, UnsupportedError):
-            raise
         raise from_oserror(error, f"read the directory {root}") from error

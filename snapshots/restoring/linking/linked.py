@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.blob.pack.frame_writer import usable_cpus
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import from_oserror
 from bootseer.snapshots.restoring.linking.reflink import clone
 
 _THREADS_MAX = 8
@@ -29,8 +29,6 @@ def copy_tree(source: Path, target: Path) -> None:
     try:
         _Copy(source, target).run()
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"link {source} to {target}") from error
 
 

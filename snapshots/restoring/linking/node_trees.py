@@ -86,8 +86,6 @@ class NodeTrees:
             os.utime(lock)
             yield path, lock
         except OSError as error:
-            if isinstance(error, BootseerError):
-                raise
             raise from_oserror(error, f"use the extracted snapshot {path}") from error
         finally:
             if lock >= 0:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import from_oserror
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
 from bootseer.settings.config import Settings
@@ -69,8 +69,6 @@ def _cover(item: Placed, source: Path, scratch: Path, *, privileges: bool) -> No
         make_private_directory(scratch)
         item.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         raise from_oserror(error, f"prepare the mount on {item.path}") from error
     cover_target(
         source,

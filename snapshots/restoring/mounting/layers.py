@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, UnsupportedError, from_oserror
+from bootseer.errors import UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.served.covering.overlay import mount_layers
 
@@ -47,8 +47,6 @@ def cover_target(
         flags = namespaces.MS_NODEV | kept | (0 if privileges else namespaces.MS_NOSUID)
         _try(tree, target, scratch, is_difference, deletions, source, flags)
     except OSError as error:
-        if isinstance(error, BootseerError):
-            raise
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
             raise from_oserror(error, f"mount a snapshot on {target}") from error
         # The cache lies on a file system that cannot be an upper layer, such as another overlay.
