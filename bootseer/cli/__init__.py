@@ -15,7 +15,7 @@ import click
 from bootseer import __version__
 from bootseer.base.redact import redact
 from bootseer.cli.lazy_group import LazyGroup
-from bootseer.cli.output import SettingsSource, one_line
+from bootseer.cli.output import SettingsSource, one_line, printable
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 from bootseer.linux.standard_files import open_standard_files
 
@@ -176,7 +176,8 @@ def _output_lost(error: OSError) -> int:
 
 
 class _RedactingFormatter(logging.Formatter):
-    """No credentials in the log, whatever library wrote the message."""
+    """No credentials and control codes in the log, whatever library wrote the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        # A traceback has lines.
+        return redact("\n".join(map(printable, super().format(record).split("\n"))))

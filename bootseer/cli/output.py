@@ -189,8 +189,8 @@ class Size(click.ParamType[int]):
 
 
 def say(sentence: str) -> None:
-    """A sentence for people, on stderr, without credentials."""
-    click.echo(f"bootseer: {redact(sentence)}", err=True)
+    """A sentence for people, on stderr, without credentials and control codes."""
+    click.echo(f"bootseer: {redact(printable(sentence))}", err=True)
 
 
 def human_bytes(count: float) -> str:

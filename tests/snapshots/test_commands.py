@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bootseer.cli import main
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.manifest import Outside
+from bootseer.store import open_store
 from tests.support.waiting import wait_for
 
 
@@ -93,6 +97,27 @@ def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
     assert "--to extracts" in cli.err
     assert cli.json("restore", "mine", "--to", "elsewhere")["name"] == "mine"
     assert (tmp_path / "elsewhere/link").readlink() == Path("file")
+
+
+def test_a_manifest_brings_no_control_codes(
+    tmp_path: Path, cli: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named fault: what a set-up had changed elsewhere was said as the manifest had it."""
+    command = ["--target", "t", "--", "sh", "-c", "mkdir t"]
+    cli("run", *command)
+    with open_store((tmp_path / "store").as_uri()) as store:
+        (manifest,) = catalogue.list_all(store)
+        outside = Outside(paths=("/usr/\x1b]0;title\x07", "/usr/\n2"))
+        evil = replace(manifest, node="\x1b[2J", outside=outside)
+        assert catalogue.publish(store, evil, replace=True)
+    (tmp_path / "t").rmdir()
+    monkeypatch.setenv("BOOTSEER_CACHE_DIR", str(tmp_path / "other"))
+    code, out = cli("explain", *command, "x")
+    assert code == 0
+    assert r"made by \x1b[2J" in out
+    assert cli("run", *command)[0] == 0
+    assert r"changed on \x1b[2J" in cli.err
+    assert "\x1b" not in out + cli.err
 
 
 def test_run_and_exit_codes(tmp_path: Path, cli: _Cli) -> None:

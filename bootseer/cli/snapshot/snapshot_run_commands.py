@@ -18,6 +18,7 @@ from bootseer.cli.output import (
     human_bytes,
     human_time,
     json_option,
+    printable,
     say,
 )
 from bootseer.cli.snapshot.snapshot_output import mode_option
@@ -174,7 +175,7 @@ def _tell(settings: Settings, request: "Request", as_json: bool) -> None:
             }
         )
         return
-    click.echo(_sentence(found))
+    click.echo(printable(_sentence(found)))
 
 
 def _sentence(found: "Explanation") -> str:
@@ -215,14 +216,14 @@ def explain(as_json: bool, **options: Any) -> None:
     emit_table(("part", "value"), ((part.name, part.value) for part in found.parts))
     click.echo()
     for what in found.unknown:
-        click.echo(f"not in the key: {what}")
+        click.echo(printable(f"not in the key: {what}"))
     if found.max_age_s:
         click.echo(f"made anew once it is {show_age(int(found.max_age_s * 1e9))} old")
-    click.echo(_sentence(found))
+    click.echo(printable(_sentence(found)))
     if found.nearest is not None:
         click.echo(
             f"nearest: {found.nearest.fingerprint[:12]} of {human_time(found.nearest.created_ns)}, "
-            f"made by {found.nearest.node}; it differs in"
+            f"made by {printable(found.nearest.node)}; it differs in"
         )
         emit_table(
             ("part", "then", "now", "that is"),
