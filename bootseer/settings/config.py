@@ -320,7 +320,9 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     known = {variable_of(name) for name in _PARSERS} | _OTHER_VARIABLES
     for name in environ:
         if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
-            _warn_of(name, nearest(name, known))
+            # The prefix, which all have, makes none of them alike.
+            close = nearest(name[len(_PREFIX) :], [one[len(_PREFIX) :] for one in known])
+            _warn_of(name, close and _PREFIX + close)
 
 
 @functools.cache  # once in a process

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.settings.config import load_config, parse_size, resolve, variable_of
+from bootseer.settings.config import (
+    AUTOMATIC_AGE_S,
+    load_config,
+    parse_max_age,
+    parse_size,
+    resolve,
+    variable_of,
+)
 from bootseer.settings.default_settings import default_settings
 
 
@@ -117,3 +124,29 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
         others = tmp_path
         os.chown(tmp_path, 4321, 4321)
     assert default_settings({**environ, "XDG_RUNTIME_DIR": str(others)})["run_dir"] == without
+
+
+def test_a_misspelt_variable_is_said_once_and_without_its_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    misspelt = {"BOOTSEER_CACHE_DIRR": "secret", "BOOTSEER_QQQQ": "secret"}
+    known = {"BOOTSEER_NODE": "n", "BOOTSEER_READY_SOCKETS": "x", "BOOTSEERED": "not ours"}
+    for _ in range(2):
+        load_config({}, {"HOME": str(tmp_path), **misspelt, **known})
+    assert sorted(caplog.messages) == [
+        "warning: the variable BOOTSEER_CACHE_DIRR is unknown; is BOOTSEER_CACHE_DIR meant?",
+        "warning: the variable BOOTSEER_QQQQ is unknown; `bootseer config show` lists those there "
+        "are",
+    ]
+
+
+def test_a_maximum_age_of_zero_is_refused(tmp_path: Path) -> None:
+    """Every node would run the set-up at every start; or, as once, it would mean no limit."""
+    for text in ("0", "0s", "0d", "0.0h"):
+        with pytest.raises(InvalidInputError, match="would let every node run the set-up"):
+            parse_max_age(text)
+    with pytest.raises(InvalidInputError, match="BOOTSEER_SNAPSHOT_MAX_AGE"):
+        load_config({}, {"HOME": str(tmp_path), "BOOTSEER_SNAPSHOT_MAX_AGE": "0"})
+    assert parse_max_age("off") == 0
+    assert parse_max_age("auto") == AUTOMATIC_AGE_S
+    assert parse_max_age("7d") == 7 * 86_400

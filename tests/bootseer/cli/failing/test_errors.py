@@ -142,6 +142,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("snapshot", "run", "--wait", "-1", "--", "true"), INVALID, "--wait"),
     (("snapshot", "run", "--target", "t", "--input", "absent", "--", "true"), NOT_FOUND, "absent"),
     (("snapshot", "run", "--max-age", "soon", "--", "true"), INVALID, "soon"),
+    (("snapshot", "run", "--max-age", "0", "--", "true"), INVALID, "write off"),
     (("snapshot", "explain", "--max-age", "-1d", "--", "true"), INVALID, "-1d"),
     (("snapshot", "verify"), INVALID, "--all"),
     (("snapshot", "verify", "--all", "env"), INVALID, "--all"),
