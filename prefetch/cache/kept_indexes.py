@@ -66,6 +66,19 @@ def remove_held(run_dir: Path) -> None:
                     path.unlink()
 
 
+def recheck_indexes(cache_dir: Path) -> int:
+    """Remove the indexes that do not match their digests; how many bytes these had. Never raises."""
+    damaged_bytes = 0
+    with contextlib.suppress(OSError):
+        for path in index_folder(cache_dir).iterdir():
+            with contextlib.suppress(OSError):
+                data = path.read_bytes()
+                if digest_of(data).partition(":")[2] != path.name:
+                    path.unlink()
+                    damaged_bytes += len(data)
+    return damaged_bytes
+
+
 def read_index(cache_dir: Path, digest: str, *, run_dir: Path | None = None) -> bytes:
     """The index that has `digest`. Raises: NotFoundError, CorruptError, BootseerError."""
     path, data = _find(cache_dir, digest, run_dir)

@@ -26,7 +26,7 @@ from bootseer.cli.output import (
 @click.option(
     "--verify",
     is_flag=True,
-    help="First compare all content with its checksums; what is damaged is fetched again.",
+    help="First compare contents and indexes with their checksums; damaged ones are fetched again.",
 )
 @json_option
 def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
@@ -35,6 +35,7 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     What is mounted or on its way in is never removed. Servers of images keep the cache within
     the setting cache_limit by themselves.
     """
+    from bootseer.prefetch.cache.kept_indexes import recheck_indexes
     from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
     from bootseer.prefetch.resolve.cache_limit import CacheRoom, folders
 
@@ -44,7 +45,8 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
         CacheRoom(settings.cache_dir, trim_bytes).make()
     damaged_bytes = None
     if verify:
-        damaged_bytes = sum(node.recheck(stream.key) for stream in node.streams())
+        damaged_bytes = recheck_indexes(settings.cache_dir)
+        damaged_bytes += sum(node.recheck(stream.key) for stream in node.streams())
     streams: list[dict[str, Any]] = []
     for stream in node.streams():
         found = node.details(stream.key)

@@ -41,6 +41,22 @@ def start(world: World) -> None:
     assert world("image", "status", "--wait", "20").code == 0
 
 
+def test_verifying_the_cache_sees_contents_and_indexes(mountable: World) -> None:
+    """A named fault: indexes were passed over, and called undamaged."""
+    start(mountable)
+    cache = mountable.path("cache")
+    (index,) = (cache / "indexes").iterdir()
+    (stream,) = cache.glob("streams-*/*/data")
+    for path in (index, stream):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x20
+        path.write_bytes(data)
+        found = mountable("image", "cache", "--verify", "--json")
+        assert 0 < found.json["damaged_bytes"] <= len(data)
+        assert mountable("image", "cache", "--verify", "--json").json["damaged_bytes"] == 0
+    start(mountable)
+
+
 @pytest.mark.parametrize("how", ["flip", "truncate", "empty", "noise", "deep"])
 def test_a_damaged_record_costs_only_speed(mountable: World, how: str) -> None:
     world = mountable
