@@ -67,7 +67,7 @@ def remove_held(run_dir: Path) -> None:
 
 
 def recheck_indexes(cache_dir: Path) -> int:
-    """Remove the indexes that do not match their digests; how many bytes these had. Never raises."""
+    """Remove indexes that do not match their digests; how many bytes these had. Never raises."""
     damaged_bytes = 0
     with contextlib.suppress(OSError):
         for path in index_folder(cache_dir).iterdir():
