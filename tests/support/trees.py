@@ -98,3 +98,15 @@ def make_zoo(top: Path) -> None:
         os.utime(path, ns=(when_ns, when_ns), follow_symlinks=False)
     (top / "sub/empty-dir").mkdir()
     (top / "sub/empty-dir").chmod(0o700)
+
+
+def nest(folder: Path, levels: int) -> None:
+    """Folders called `d`, one in the other, deeper than any path is long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=fd)
+        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)

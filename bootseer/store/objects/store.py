@@ -25,6 +25,7 @@ from bootseer.store.paths import split_path
 logger = logging.getLogger(__name__)
 
 KEY_MAX_BYTES = 1024
+_DEPTH_MAX = 32
 _HIDDEN = (TEMPORARY, MARK)
 # A publish that took longer than this is dead. Compared with the storage's own clock, so it
 # must exceed any clock skew by far.
@@ -142,7 +143,9 @@ class Store(Closing):
             if not name.startswith(start) or (not folder and name in _HIDDEN):
                 continue
             if info.is_dir:
-                yield from self._walk(info.path, "")
+                # Nothing of ours lies deeper; what a stranger has nested must end no listing.
+                if info.path.count("/") < _DEPTH_MAX:
+                    yield from self._walk(info.path, "")
             else:
                 yield info
 

@@ -117,14 +117,21 @@ def _missing_parts(backend: Backend, view: FileView) -> Iterator[Trouble]:
 
 def _measure(backend: Backend, info: FileInfo) -> Garbage:
     """Size and age of a stored file or folder, with all that is in it."""
-    size, newest = info.size_bytes, info.modified_ns
-    if info.is_dir:
-        with contextlib.suppress(NotFoundError):
-            for child in backend.list(info.path):
-                inner = _measure(backend, child)
-                size += inner.size_bytes
-                newest = max(newest, inner.modified_ns)
+    size, newest = 0, info.modified_ns
+    for inner in _with_all_below(backend, info):
+        size += inner.size_bytes
+        newest = max(newest, inner.modified_ns)
     return Garbage(info.path, size, newest, info.is_dir)
+
+
+def _with_all_below(backend: Backend, info: FileInfo) -> Iterator[FileInfo]:
+    """A stored file or folder, and what is in it, however deep."""
+    found = [info]
+    for one in found:
+        yield one
+        if one.is_dir:
+            with contextlib.suppress(NotFoundError):
+                found += backend.list(one.path)
 
 
 def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
@@ -158,10 +165,9 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
 
 
 def _is_open(backend: Backend, garbage: Garbage) -> bool:
-    if not garbage.is_dir:
-        return is_being_written(backend, garbage.path)
-    with contextlib.suppress(NotFoundError):
-        for info in backend.list(garbage.path):
-            if _is_open(backend, Garbage(info.path, 0, 0, info.is_dir)):
-                return True
-    return False
+    info = FileInfo(garbage.path, garbage.size_bytes, garbage.modified_ns, garbage.is_dir)
+    return any(
+        is_being_written(backend, one.path)
+        for one in _with_all_below(backend, info)
+        if not one.is_dir
+    )

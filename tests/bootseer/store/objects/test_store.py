@@ -20,8 +20,10 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.linux.removal import remove_tree
 from bootseer.store import Store, open_store
 from tests.bootseer.store.using import race
+from tests.support.trees import nest
 
 
 def left_behind(store: Store) -> list[str]:
@@ -264,6 +266,16 @@ def test_a_shared_root_shares_what_is_in_it(tmp_path: Path) -> None:
         store.publish("a/b", b"x")
     assert (root / "a").stat().st_mode & 0o7777 == 0o2775, "never writable for all"
     assert (root / "a/b").stat().st_mode & 0o7777 == 0o664
+
+
+def test_what_is_nested_without_end_ends_no_listing(tmp_path: Path) -> None:
+    """A named fault: one such folder ended `image list`, `snapshot list` and every `store gc`."""
+    nest(tmp_path / "images", 1200)
+    with open_store(str(tmp_path)) as store:
+        store.publish("images/a", b"x")
+        assert [info.path for info in store.list("images/")] == ["images/a"]
+        assert store.backend.list("images/d/d")
+    remove_tree(tmp_path / "images")
 
 
 def test_symbolic_links_lead_nowhere(tmp_path: Path) -> None:

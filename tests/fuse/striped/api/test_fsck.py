@@ -18,6 +18,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
 from tests.fuse.striped.support.harness import UNIT, storage_on
 from tests.fuse.striped.support.stored import DATA, garbage_of, load, part_of, save
+from tests.support.trees import nest
 from tests.support.waiting import wait_for
 
 
@@ -76,6 +77,20 @@ def test_what_a_crashed_saver_left_is_deleted_when_it_is_old(
     assert delete_garbage(storage, report, 0) == list(report.garbage)
     assert [report.garbage for report in check_tree(storage)] == [(), ()]
     assert load(storage, "d/f") == DATA
+
+
+def test_garbage_that_is_nested_without_end(
+    local: StripedStorage, young: Callable[[], None], tmp_path: Path
+) -> None:
+    """A named fault: it ended every fsck, by recursion."""
+    save(local, "f")
+    folder = part_of(tmp_path, "00").parent.parent
+    nest(folder / ("ab" * 16), 1200)
+    (report,) = check_tree(local)
+    assert [one.is_dir for one in report.garbage] == [True]
+    young()
+    assert delete_garbage(local, report, 0) == list(report.garbage)
+    assert load(local, "f") == DATA
 
 
 def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[[], None]) -> None:
