@@ -8,12 +8,12 @@ was listed stays. What nevertheless was needed a moment later is found by a thir
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from msgspec import Struct
 
 from bootseer.blob.keys import blob_key, index_key
-from bootseer.errors import BootseerError, BusyError, NotFoundError
+from bootseer.errors import BootseerError, BusyError, NoSpaceError, NotFoundError
 from bootseer.gc.inventory import Inventory, take_inventory
 from bootseer.gc.plan import CONTENT, Plan, make_plan
 from bootseer.gc.retention import Rules
@@ -48,13 +48,10 @@ def collect(
 ) -> Collected:
     """Delete what `plan`, made of `inventory` by `rules`, says.
 
-    Raises: BusyError where somebody else collects; UnavailableError, PermissionDeniedError: what
-    was deleted until then is gone, and nothing that remains misses it.
+    Raises: BusyError or NoSpaceError where somebody else collects; UnavailableError,
+    PermissionDeniedError: what was deleted until then is gone, and nothing that remains misses it.
     """
-    lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
-    if lease is None:
-        raise BusyError(f"somebody else collects in {store.url}; try again later")
-    with LeaseRenewal(lease, _LEASE_S):
+    with _alone(store, owner):
         deleter = _Deleter(store, inventory, on_deleted)
         records = [key for key in plan.deletions if not key.startswith(CONTENT)]
         deleter.delete(records)
@@ -71,6 +68,25 @@ def collect(
     return Collected(
         len(deleter.deleted), deleter.freed_bytes, tuple(deleter.spared), tuple(broken)
     )
+
+
+def _alone(store: Store, owner: str) -> AbstractContextManager[object]:
+    """The only one who collects. Raises: BusyError, NoSpaceError."""
+    try:
+        lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
+    except NoSpaceError as error:
+        # A full store must not be full for ever. Without a lease nobody collects, and as long as it
+        # is full nobody can begin to; two at once would cost time only, since each looks twice.
+        if store.exists(_LEASE_KEY):
+            raise NoSpaceError(
+                f"{error}; the lease of another collection is there: where none runs any more, "
+                f"delete {_LEASE_KEY} in {store.url}"
+            ) from error
+        _log.warning("warning: collecting without a lease, for which the store has no room")
+        return nullcontext()
+    if lease is None:
+        raise BusyError(f"somebody else collects in {store.url}; try again later")
+    return LeaseRenewal(lease, _LEASE_S)
 
 
 class _Deleter:

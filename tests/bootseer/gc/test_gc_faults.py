@@ -1,7 +1,9 @@
 """Collections that die, meet others, records that cannot be read, or storage without ages."""
 
+import contextlib
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, UnknownFormatError
+from bootseer.errors import (
+    BusyError,
+    CorruptError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnknownFormatError,
+)
 from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
@@ -145,6 +153,37 @@ def test_only_one_collects_and_dead_leases_end(tmp_path: Path) -> None:
         run_gc(settings)
         assert keys_of(settings) == {"leases/snapshots/alive"}
         alive.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_store_is_collected(tmp_path: Path) -> None:
+    """A named fault: there was no room for the collector's lease, so that it stayed full."""
+    settings = settings_at(tmp_path)
+    disk = tmp_path / "store"
+    disk.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", disk], check=True)
+    try:
+        key = "blobs/sha256/" + "a" * 64
+        with open_store(settings.store_url) as store:
+            store.publish(key, bytes(2**18))
+            lease = store.lease("leases/gc", ttl_s=3600, owner="killed")
+            assert lease is not None
+            _fill(disk / ".tmp" / ("b" * 32))
+            with pytest.raises(NoSpaceError, match="delete leases/gc"):
+                run_gc(settings)
+            lease.release()
+        _fill(disk / ".tmp" / ("c" * 32))
+        assert run_gc(settings)[0].deletions == (key,)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def _fill(path: Path) -> None:
+    """To the disk's last page, by what somebody publishes just now."""
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 _HOUR_NS = 3600 * 10**9
