@@ -6,7 +6,6 @@ which path or URL, and what the user can do. Edges (a FUSE handler, a click comm
 with `errno_of` and `exit_code_of` and never invent codes of their own.
 """
 
-import copy
 import errno
 import sys
 
@@ -167,6 +166,8 @@ def from_oserror(error: OSError, what: str) -> BootseerError:
     Returns the exception; raise it `from error`.
     """
     if isinstance(error, BootseerError):
+        import copy  # here: training code loads this module, and it looks for packages of Jython
+
         return copy.copy(error)
     reason = error.strerror or str(error)
     message = f"cannot {what}: {reason}"
