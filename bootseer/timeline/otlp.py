@@ -20,6 +20,9 @@ _MAX_TEXT = 1000
 START_EVENT = "bootseer.stage.start"
 # The stage that covers a whole start on one node, and the one that says that a rank trains now.
 START, READY = "start", "ready"
+# What the profiler reads beside times; docs/format/timeline.md says what each means.
+BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
+PROCESS, PARENT, ROLE = "bootseer.process", "bootseer.parent_process", "bootseer.role"
 _SEVERITY_INFO = 9
 _STATUS_OK = 1
 _STATUS_ERROR = 2
@@ -90,16 +93,22 @@ def _line(kind: str, scope_kind: str, records: str, record: Any, resource: Any) 
 
 def encode_start(stage: Stage) -> bytes:
     """The line that says a stage has begun."""
+    attributes = {**stage.attributes, "bootseer.parent_span_id": stage.parent_id}
+    return encode_event(START_EVENT, stage, stage.name, attributes)
+
+
+def encode_event(
+    event: str, stage: Stage, body: str, attributes: Mapping[str, Value] = _NOTHING
+) -> bytes:
+    """The line of something that happened when the stage began. The body is not cut."""
     record = {
         "timeUnixNano": str(stage.start_ns),
         "observedTimeUnixNano": str(stage.start_ns),
         "severityNumber": _SEVERITY_INFO,
         "severityText": "INFO",
-        "eventName": START_EVENT,
-        "body": {"stringValue": stage.name},
-        "attributes": _encode_attributes(
-            {**stage.attributes, "bootseer.parent_span_id": stage.parent_id}
-        ),
+        "eventName": event,
+        "body": {"stringValue": body},
+        "attributes": _encode_attributes(attributes),
         "traceId": stage.trace_id,
         "spanId": stage.span_id,
     }

@@ -1,0 +1,1 @@
+"""Starts whose faults are known, to measure the profiler by."""

@@ -1,0 +1,167 @@
+"""Everything that is said of one start, from its tracks. Pure (no I/O)."""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from bootseer.profile.model.causes import Cause, Evidence, cause_of
+from bootseer.profile.model.clocks import Clocks, compare_clocks
+from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.model.path import Blame, Segment, Walker
+from bootseer.profile.model.peers import (
+    Outlier,
+    Peers,
+    Who,
+    as_its_peers,
+    compare,
+    find_outliers,
+    times_as_fast,
+    without_stragglers,
+)
+from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_spans
+from bootseer.profile.model.shape import end_of
+from bootseer.profile.model.tracks import NO_RANK, Track
+
+# What-ifs are of the few nodes and stages from which most is to be had.
+_WHAT_IF_NODES = 3
+_WHAT_IF_STAGES = 4
+_FASTER = 2.0
+
+
+class WhatIf(Struct, frozen=True):
+    """What the start would have been."""
+
+    name: str
+    ready_s: float
+    saved_s: float
+    saved_gpu_hours: float
+
+
+class Straggler(Struct, frozen=True):
+    """A node that was slower than the others, with the likeliest cause."""
+
+    node: str
+    cause: Cause
+    lost_s: float
+    """Of the piece of time that cost most."""
+    outliers: tuple[Outlier, ...]
+
+
+class Analysis(Struct, frozen=True):
+    """One start, explained."""
+
+    node_count: int
+    rank_count: int
+    ready_s: float
+    """From the begin of the start until the last process was ready; see `is_ready`."""
+    is_ready: bool
+    """False: no process said that it was ready; the time is that of the last event noted."""
+    replay_error_s: float
+    """How far the replay of the unchanged start is from the measured one."""
+    clocks: Clocks
+    peers: dict[Who, Peers]
+    path: tuple[Segment, ...]
+    blame: tuple[Blame, ...]
+    stragglers: tuple[Straggler, ...]
+    what_ifs: tuple[WhatIf, ...]
+
+
+class StartModel:
+    """A start as a graph whose clocks agree, ready to be asked.
+
+    `submitted_s` is when the job was submitted, on the scale of the tracks; without it the start
+    begins with the first event of any node.
+    """
+
+    def __init__(self, tracks: Iterable[Track], submitted_s: float | None = None) -> None:
+        self.graph = StartGraph()
+        for track in tracks:
+            self.graph.add(track)
+        self.clocks = compare_clocks(self.graph)
+        self.graph.shift(self.clocks.shift_s)
+        self._count_from(submitted_s)
+        self.pieces = pieces_of(self.graph)
+        self.peers = compare(self.pieces.values())
+        self.measured_s, self.is_ready = _measured(self.graph)
+
+    def _count_from(self, submitted_s: float | None) -> None:
+        begins = [min(group.times[0]) for group in self.graph.groups]
+        origin = submitted_s if submitted_s is not None else min(begins, default=0.0)
+        self.graph.shift(dict.fromkeys(self.graph.nodes, -origin))
+
+    def what_if(self, name: str, change: Change) -> WhatIf:
+        """How long the start would have taken with this change."""
+        ready_s = Replay(self.graph, self.pieces, change).ready_s()
+        saved = self.measured_s - ready_s
+        return WhatIf(name, ready_s, saved, saved * self.rank_count / 3600)
+
+    @property
+    def rank_count(self) -> int:
+        """Training processes; nodes where none of these noted anything."""
+        found = {
+            (node, rank)
+            for group in self.graph.groups
+            for node, rank in zip(group.nodes, group.ranks, strict=True)
+            if rank != NO_RANK
+        }
+        workers = len(found)
+        return workers or len(self.graph.nodes)
+
+    def analyse(self) -> Analysis:
+        """All answers."""
+        walker = Walker(self.graph)
+        path = walker.critical_path()
+        stragglers = self._stragglers()
+        return Analysis(
+            node_count=len(self.graph.nodes),
+            rank_count=self.rank_count,
+            ready_s=self.measured_s,
+            is_ready=self.is_ready,
+            replay_error_s=Replay(self.graph, self.pieces).ready_s() - self.measured_s,
+            clocks=self.clocks,
+            peers=self.peers,
+            path=tuple(path),
+            blame=tuple(walker.blame(self.pieces, self.peers)),
+            stragglers=tuple(stragglers),
+            what_ifs=tuple(self._what_ifs(path, stragglers)),
+        )
+
+    def _stragglers(self) -> list[Straggler]:
+        evidence = Evidence(self.graph)
+        waiting: dict[str, int] = {}
+        for group in self.graph.groups:
+            for leaders in group.waited_for.values():
+                for node in leaders:
+                    waiting[node] = waiting.get(node, 0) + 1
+        by_node: dict[str, list[Outlier]] = {}
+        for outlier in find_outliers(self.pieces.values(), self.peers, self.measured_s):
+            by_node.setdefault(outlier.node, []).append(outlier)
+        return [
+            Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
+            for node, found in by_node.items()
+        ]
+
+    def _what_ifs(self, path: list[Segment], stragglers: list[Straggler]) -> Iterable[WhatIf]:
+        peers = self.peers
+        yield self.what_if("no stragglers", without_stragglers(peers))
+        if stragglers:
+            all_nodes = frozenset(one.node for one in stragglers)
+            change = as_its_peers(peers, all_nodes)
+            yield self.what_if(f"the {len(all_nodes)} named nodes as their peers", change)
+        on_path = dict.fromkeys(one.node for one in sorted(path, key=lambda one: -one.seconds))
+        named = {one.node for one in stragglers}
+        for node in [node for node in on_path if node in named][:_WHAT_IF_NODES]:
+            yield self.what_if(f"{node} as its peers", as_its_peers(peers, frozenset([node])))
+        stages: dict[str, float] = {}
+        for segment in path:
+            if segment.label.kind == "in" and not segment.is_wait:
+                name = segment.label.name
+                stages[name] = stages.get(name, 0.0) + segment.seconds
+        for name in sorted(stages, key=lambda name: -stages[name])[:_WHAT_IF_STAGES]:
+            yield self.what_if(f"{name} twice as fast", times_as_fast(name, _FASTER))
+
+
+def _measured(graph: StartGraph) -> tuple[float, bool]:
+    spans = ready_spans(graph)
+    last = max((max(group.times[end_of(span)]) for group, span in spans), default=0.0)
+    return last, any(group.shape.names[span] == "ready" for group, span in spans)
