@@ -65,6 +65,11 @@ from bootseer.cli.snapshot.snapshot_output import mode_option
     multiple=True,
     help="Mount a checkpoint folder on DIR, and read the newest checkpoint ahead.",
 )
+@click.option(
+    "--no-trace-python",
+    is_flag=True,
+    help="Do not note imports, first collectives and steps of the job's Python processes.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     image: str,
@@ -77,6 +82,7 @@ def run(
     variables: tuple[str, ...],
     mode: str | None,
     checkpoints: tuple[str, ...],
+    no_trace_python: bool,
     command: tuple[str, ...],
 ) -> None:
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
@@ -112,4 +118,8 @@ def run(
     settings = current_settings()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
-    launch(replace(settings, auto_index=False) if no_index else settings, job, say)
+    if no_index:
+        settings = replace(settings, auto_index=False)
+    if no_trace_python:
+        settings = replace(settings, trace_python=False)
+    launch(settings, job, say)

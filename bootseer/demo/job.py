@@ -18,12 +18,12 @@ from urllib.parse import urlencode
 
 from msgspec import Struct
 
-from bootseer.demo import image, limited, root_file_system, wheels
-from bootseer.demo.limited import read_account
+from bootseer.demo import image, root_file_system, wheels
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.settings.config import load_settings
-from bootseer.store import TEST_NETWORK, open_store
+from bootseer.store import open_store
+from bootseer.store.limited import read_account
 from bootseer.timeline.files import read_start
 from bootseer.timeline.otlp import Stage
 
@@ -164,11 +164,7 @@ class World:
         )
 
     def _environ(self, number: int) -> dict[str, str]:
-        environ = {
-            **os.environ,
-            "BOOTSEER_NODE": f"node-{number}",
-            TEST_NETWORK: limited.__name__,
-        }
+        environ = {**os.environ, "BOOTSEER_NODE": f"node-{number}"}
         if not self.plan.with_image:
             # The image has this interpreter's packages; without one, the job finds them here.
             ours = Path(__file__).resolve().parents[2]

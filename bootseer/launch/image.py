@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
+from bootseer.profile.collect import PACKAGE
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # In the container. Not where it is on the host: a user other than root may not get there.
 _TIMELINE = "/run/bootseer/timeline.jsonl"
+PACKAGE_INSIDE = Path("/run/bootseer/python/bootseer")
+"""Our sources in the container, for the Python processes that are watched there."""
 
 
 def open_image(
@@ -61,6 +64,8 @@ def open_image(
             container = prepare_extracted(settings, resolved, binds=binds)
         if timeline.is_written:
             _show_timeline(container, timeline.path)
+            if settings.trace_python:
+                container.bind(PACKAGE, str(PACKAGE_INSIDE), read_only=True)
         return container, resolved.store_is_silent
 
 

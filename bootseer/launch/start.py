@@ -21,6 +21,7 @@ from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.linux.scripts import execute
+from bootseer.profile.collect import watched
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START
@@ -101,6 +102,7 @@ class _Start:
         self._checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
         self._container: Container | None = None
         self._store_is_silent = False
+        self._is_watched = False
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -112,6 +114,7 @@ class _Start:
             node=settings.node,
             rank=settings.rank,
         )
+        self._is_watched = settings.trace_python and timeline.is_written
         try:
             with timeline.span(START) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.
@@ -185,12 +188,16 @@ class _Start:
     def _become(self) -> NoReturn:
         command = self._job.command
         if self._container is not None:
-            from bootseer.launch.image import container_environment
+            from bootseer.launch.image import PACKAGE_INSIDE, container_environment
 
             environment = container_environment(self._container)
+            if self._is_watched:
+                environment = watched(environment, PACKAGE_INSIDE)
             hand_over()
             self._container.exec(command, environment, entrypoint=self._job.entrypoint)
         hand_over()
+        if self._is_watched:
+            os.environ.update(watched(os.environ))
         execute(command)
 
     def _abandon(self) -> None:

@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 _PREFIX = "BOOTSEER_"
 # Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
 _OTHER_VARIABLES = frozenset(
-    _PREFIX + name for name in ("CONFIG", "DISABLE", "IMAGE", "READY_SOCKETS", "TIMELINE")
+    _PREFIX + name
+    for name in ("CONFIG", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS", "TIMELINE")
 )
 # Of the tests; and what Kubernetes gives every pod beside a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|(.*_)?(SERVICE|PORT)(_.*)?)")
@@ -82,6 +83,8 @@ class Settings(Struct, frozen=True):
     """Where images' figures are written for Prometheus; None: nowhere."""
     auto_index: bool
     """Whether an image that had to be pulled is published in the background, for later starts."""
+    trace_python: bool
+    """Whether the Python processes of a job note what they do until they are ready."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
     snapshot_max_age_s: float
@@ -222,6 +225,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "fill_bytes_per_s": parse_size,
     "metrics_dir": _path_or_off,
     "auto_index": _switch,
+    "trace_python": _switch,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,
     "restore_mode": _restore_mode,

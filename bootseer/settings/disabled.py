@@ -20,7 +20,7 @@ WRAPPERS = {"run": 0, "warm": 1}
 """Of each wrapper, how many arguments stand before the command."""
 FLAGS = {
     "": frozenset(("-v", "--verbose")),
-    "run": frozenset(("--no-index",)),
+    "run": frozenset(("--no-index", "--no-trace-python")),
     "warm": frozenset(("--record", "--show", "--forget", "--json")),
 }
 """The options without a value, of all commands ("") and of each wrapper."""

@@ -7,6 +7,7 @@ file is named to child processes by `BOOTSEER_TIMELINE`, the parent span by `TRA
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -17,11 +18,14 @@ from typing import Self
 from bootseer.base.redact import redact
 from bootseer.linux.private_files import open_private_directory
 from bootseer.served.ready_socket import tell_ready
+from bootseer.timeline.figures import difference, sample
 from bootseer.timeline.otlp import (
+    PROCESS,
     READY,
     Stage,
     Value,
     encode_end,
+    encode_event,
     encode_start,
     parse_traceparent,
     trace_id_of,
@@ -29,6 +33,12 @@ from bootseer.timeline.otlp import (
 
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "BOOTSEER_TIMELINE"
+PROCESS_VARIABLE = "BOOTSEER_PROCESS"
+"""Which Python process below the launcher this is, or the nearest one above it."""
+LAUNCHED_VARIABLE = "BOOTSEER_LAUNCHED"
+"""PID:NANOSECONDS of the launcher at the end of its work, where the command takes its place."""
+COLLECTOR_MODULE = "_bootseer_collect"
+"""In processes that are watched (bootseer.profile.collect): what watches them."""
 # torchrun starts failed workers again in place: in a timeline that was begun before.
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -42,6 +52,7 @@ class Span:
         self._stage = stage
         self._attributes: dict[str, Value] = dict(stage.attributes)
         self._started_ns = time.monotonic_ns()
+        self._figures = sample() if timeline is not None else {}
         self._ended = False
 
     @property
@@ -62,7 +73,7 @@ class Span:
                 end_ns=self._stage.start_ns + duration_ns,
                 failed=error is not None,
                 message=redact(f"{type(error).__name__}: {error}") if error is not None else "",
-                attributes=self._attributes,
+                attributes={**self._attributes, **difference(self._figures, sample())},
             )
             self._timeline.append(encode_end(finished))
         self._ended = True
@@ -128,18 +139,40 @@ class Timeline:
 
     def span(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
         """Begin a stage now."""
-        stage = Stage(
+        begun = {**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns()}
+        stage = self._stage(name, time.time_ns(), begun)
+        self.append(encode_start(stage))
+        return Span(self, stage)
+
+    def note(self, name: str, start_ns: int, duration_ns: int) -> None:
+        """Write a stage that is over. `start_ns`: since 1970."""
+        stage = self._stage(name, start_ns, {})
+        self.append(encode_end(stage._replace(end_ns=start_ns + duration_ns)))
+
+    def event(self, name: str, body: str) -> None:
+        """Write what happened now, in words that other programs read."""
+        self.append(encode_event(name, self._stage(name, time.time_ns(), {}), body))
+
+    def _stage(self, name: str, start_ns: int, attributes: Mapping[str, Value]) -> Stage:
+        return Stage(
             name=name,
             trace_id=self._trace_id,
             span_id=os.urandom(8).hex(),
             parent_id=self._parent_id,
-            start_ns=time.time_ns(),
+            start_ns=start_ns,
             end_ns=None,
-            attributes={**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns()},
+            attributes=attributes,
             resource=self._resource,
         )
-        self.append(encode_start(stage))
-        return Span(self, stage)
+
+    def with_resource(self, attributes: Mapping[str, Value]) -> "Timeline":
+        """The same file, with more said of who writes."""
+        return Timeline(
+            self.path,
+            trace_id=self._trace_id,
+            parent_id=self._parent_id,
+            resource={**self._resource, **attributes},
+        )
 
     def below(self, span: Span) -> "Timeline":
         """The same file, with new stages as children of `span`."""
@@ -195,12 +228,14 @@ def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> 
     }
     if submission:
         resource["bootseer.submission"] = submission
+    if os.environ.get(PROCESS_VARIABLE):
+        resource[PROCESS] = os.environ[PROCESS_VARIABLE]
     if os.environ.get(_RESTART_VARIABLE):
         resource["bootseer.restart"] = _number(_RESTART_VARIABLE)
     return resource
 
 
-_inherited: tuple[str, Timeline] | None = None
+_inherited: tuple[tuple[str, str], Timeline] | None = None
 
 
 def current() -> Timeline | None:
@@ -209,7 +244,9 @@ def current() -> Timeline | None:
     name = os.environ.get(FILE_VARIABLE)
     if not name:
         return None
-    if _inherited is None or _inherited[0] != name:
+    # A child by fork has the file of its parent, and is another process.
+    key = (name, os.environ.get(PROCESS_VARIABLE, ""))
+    if _inherited is None or _inherited[0] != key:
         job = os.environ.get("BOOTSEER_JOB", "default")
         submission = os.environ.get("BOOTSEER_SUBMISSION", "")
         attempt = _number("BOOTSEER_ATTEMPT")
@@ -220,7 +257,7 @@ def current() -> Timeline | None:
             "",
         )
         timeline = Timeline(Path(name), trace_id=trace_id, parent_id=parent_id, resource=resource)
-        _inherited = (name, timeline)
+        _inherited = (key, timeline)
     return _inherited[1]
 
 
@@ -241,6 +278,9 @@ def ready() -> None:
     Ends the recording of what this start touched. Call it once per process; without it the
     recording ends by itself after a while.
     """
+    collector = sys.modules.get(COLLECTOR_MODULE)
+    if collector is not None:
+        collector.over()
     timeline = current()
     if timeline is not None:
         timeline.span(READY).end()

@@ -68,7 +68,7 @@ def test_installed_without_dependencies_stages_are_written(bare: Path, tmp_path:
         text=True,
         timeout=60,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "BOOTSEER_TRACE_PYTHON": "off"},
     )
     assert done.returncode == 0, done.stderr
     assert str(bare) in done.stdout

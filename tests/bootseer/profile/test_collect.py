@@ -1,0 +1,207 @@
+"""What Python processes below `bootseer run` note, in programs that know nothing of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.tracks import LAUNCHER, Track, tracks_of
+from bootseer.timeline.otlp import READY, Stage, decode
+
+
+class _Job:
+    """A folder with programs, and starts of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def run(
+        self, *command: str, options: tuple[str, ...] = (), **variables: str
+    ) -> "subprocess.CompletedProcess[str]":
+        environ = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
+            "BOOTSEER_STORE": str(self.folder / "store"),
+            **variables,
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "bootseer", "--job", "j", "run", *options, "--", *command],
+            env=environ,
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+
+    def stages(self) -> list[Stage]:
+        files = (self.folder / "timeline").rglob("*.jsonl")
+        return [stage for file in files for stage in decode(file.read_bytes())]
+
+    def tracks(self) -> dict[str, Track]:
+        return {track.role: track for track in tracks_of(self.stages(), 0)}
+
+    def names(self, role: str) -> list[str]:
+        return [span.name for span in self.tracks()[role].spans]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> _Job:
+    found = _Job(tmp_path)
+    found.write("large/__init__.py", "import time; time.sleep(0.15); from . import part")
+    found.write("large/part.py", "import time; time.sleep(0.05)")
+    return found
+
+
+TRAIN = """
+import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+torch.save(model.state_dict(), f"model{os.environ['RANK']}.pt")
+model.load_state_dict(torch.load(f"model{os.environ['RANK']}.pt"))
+dist.all_reduce(torch.ones(1))
+optimizer = torch.optim.SGD(model.parameters())
+for batch in DataLoader(torch.randn(16, 8), batch_size=8):
+    model(batch).sum().backward()
+    optimizer.step()
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: _Job) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    program = job.write("train.py", TRAIN)
+    job.run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program))
+    tracks = tracks_of(job.stages(), 0)
+    roles = sorted((track.role, track.rank) for track in tracks if track.role == "train.py")
+    assert roles == [("train.py", 0), ("train.py", 1)]
+    ranks = [track for track in tracks if track.role == "train.py"]
+    for track in ranks:
+        names = [span.name for span in track.spans if not span.name.startswith("import ")]
+        assert names == [
+            "python start",
+            "init_process_group",
+            "torch.load",
+            "first collective",
+            "first batch",
+            READY,
+        ]
+    analysis = StartModel(tracks).analyse()
+    assert (analysis.is_ready, analysis.rank_count, analysis.node_count) == (True, 2, 1)
+    assert analysis.replay_error_s == pytest.approx(0, abs=1e-6)
+    barriers = {one.barrier for one in analysis.blame}
+    assert barriers == {"init_process_group 1", "first collective of group 0"}
+    # From the launcher by way of torchrun to the last rank.
+    roles_on_path = list(dict.fromkeys(segment.role for segment in analysis.path))
+    assert roles_on_path == [LAUNCHER, "run", "train.py"]
+    named = sum(one.seconds for one in analysis.path if one.label.kind == "in" or one.is_wait)
+    assert named >= 0.9 * analysis.ready_s
+
+
+def test_slow_imports_are_noted_and_quick_processes_are_not(job: _Job) -> None:
+    slow = job.write("slow.py", "import large")
+    quick = job.write("quick.py", "import json")
+    job.run("sh", "-c", f"{sys.executable} {quick}; {sys.executable} {slow}")
+    assert set(job.tracks()) == {LAUNCHER, "slow.py"}
+    assert job.names("slow.py") == ["python start", "import large"]
+    (text,) = [
+        line
+        for file in (job.folder / "timeline").rglob("*.jsonl")
+        for line in file.read_text().splitlines()
+        if "bootseer.imports" in line
+    ]
+    assert "large.part" in text
+
+
+def test_nothing_is_noted_where_it_is_not_wanted(job: _Job) -> None:
+    slow = job.write("slow.py", "import large, os; assert 'BOOTSEER_LAUNCHED' not in os.environ")
+    job.run(sys.executable, str(slow), options=("--no-trace-python",))
+    assert set(job.tracks()) == {LAUNCHER}
+
+
+def test_the_environments_own_sitecustomize_runs_first(job: _Job) -> None:
+    job.write("site/sitecustomize.py", "import builtins; builtins.chained = True")
+    slow = job.write(
+        "slow.py", "import large, sitecustomize; print(chained, sitecustomize.__file__)"
+    )
+    done = job.run(sys.executable, str(slow), PYTHONPATH=str(job.folder / "site"))
+    assert done.stdout.split() == ["True", str(job.folder / "site/sitecustomize.py")]
+    assert "import large" in job.names("slow.py")
+
+
+def test_a_program_that_says_itself_when_it_is_ready(job: _Job) -> None:
+    program = job.write(
+        "own.py",
+        "import large, bootseer\n"
+        "with bootseer.stage('own'): pass\n"
+        "bootseer.ready()\n"
+        "import importlib; importlib.reload(large)\n",
+    )
+    job.run(sys.executable, str(program))
+    assert job.names("own.py") == ["python start", "import large", "own", READY]
+
+
+def test_children_are_processes_of_their_own(job: _Job) -> None:
+    program = job.write(
+        "parent.py",
+        "import large, os, subprocess, sys\n"
+        "if os.fork() == 0:\n"
+        "    del sys.modules['large']; import large; os._exit(0)\n"
+        "os.wait()\n"
+        "subprocess.run([sys.executable, '-c', 'import large'], check=True)\n",
+    )
+    job.run(sys.executable, str(program))
+    tracks = [track for track in tracks_of(job.stages(), 0) if track.role != LAUNCHER]
+    assert len({track.process for track in tracks}) == 3
+    first = next(track for track in tracks if not track.parent)
+    assert {track.parent for track in tracks if track is not first} == {first.process}
+
+
+def test_failed_imports_look_as_without_it(job: _Job) -> None:
+    job.write("broken.py", "import large, nowhere")
+    program = job.write(
+        "program.py",
+        "import traceback\ntry: import broken\nexcept ImportError: traceback.print_exc()",
+    )
+    seen = job.run(sys.executable, str(program)).stderr
+    assert seen == job.run(sys.executable, str(program), options=("--no-trace-python",)).stderr
+    assert "_find_and_load" not in seen
+    job.write("broken.py", "import large; 1 / 0")
+    program.write_text("import broken")
+    failing = ("sh", "-c", f"{sys.executable} {program} || true")
+    seen = job.run(*failing).stderr
+    assert "ZeroDivisionError" in seen
+    assert seen == job.run(*failing, options=("--no-trace-python",)).stderr
+
+
+@pytest.mark.parametrize("flags", [["-I"], ["-S"], ["-E"], ["-X", "importtime"], ["-W", "error"]])
+def test_flags_of_the_interpreter_are_respected(job: _Job, flags: list[str]) -> None:
+    program = job.write(
+        "program.py", "import sys; sys.path[:0] = [sys.argv[1]]; import large; print(1)"
+    )
+    done = job.run(sys.executable, *flags, str(program), str(job.folder))
+    assert done.stdout == "1\n"
+
+
+def test_a_timeline_that_cannot_be_written_costs_nothing(job: _Job) -> None:
+    program = job.write(
+        "program.py",
+        "import os; os.environ['BOOTSEER_TIMELINE'] = '/proc/none/x'; import large; print(1)",
+    )
+    done = job.run(sys.executable, str(program))
+    assert done.stdout == "1\n"
+    assert "Traceback" not in done.stderr
