@@ -11,12 +11,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench import report
 from bench.catalogue import all_cases
 from bench.model import SkippedError
-from bench.result import Result, save
+from bench.reporting import generated_page
+from bench.reporting.result import Result, save
+from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
 from bench.runner import run_case
-from bench.tables import Row, environment_line, ratio_rows, variant_rows
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
@@ -68,8 +68,8 @@ def main(
         for case in cases.values():
             click.echo(f"{case.name:<12} {case.description}")
     elif is_report:
-        generated = report.render(report.load_results(_RESULTS), cases)
-        _DOCUMENT.write_text(report.replace_results(_DOCUMENT.read_text(), generated))
+        generated = generated_page.render(generated_page.load_results(_RESULTS), cases)
+        _DOCUMENT.write_text(generated_page.replace_results(_DOCUMENT.read_text(), generated))
         click.echo("wrote docs/benchmarks.md", err=True)
     elif case_name is None:
         raise click.UsageError("name a case, or use --list or --report")

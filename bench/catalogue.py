@@ -1,4 +1,4 @@
-"""Finds the cases: every module in `bench.cases` declares one as `CASE`."""
+"""Finds the cases: every module below `bench.cases` declares one as `CASE`."""
 
 import importlib
 import pkgutil
@@ -8,9 +8,10 @@ from bench.model import Case
 
 
 def all_cases() -> dict[str, Case]:
-    """By name, sorted."""
+    """The declared cases by name, sorted."""
     found: dict[str, Case] = {}
-    for module in pkgutil.iter_modules(bench.cases.__path__):
-        case: Case = importlib.import_module(f"bench.cases.{module.name}").CASE
-        found[case.name] = case
+    for module in pkgutil.walk_packages(bench.cases.__path__, "bench.cases."):
+        if not module.ispkg:
+            case: Case = importlib.import_module(module.name).CASE
+            found[case.name] = case
     return dict(sorted(found.items()))

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.page_cache import evict_file
+from bench.machine.page_cache import evict_file
 
 
 def main(path: str, block_bytes: int) -> None:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import environment
+from bench.machine import environment
 from bench.model import Case, SkippedError, TakeSample, Workspace, figures_of
-from bench.result import Result, VariantResult
-from bench.summary import Run, Turn, measure_ratio, schedule
+from bench.reporting.result import Result, VariantResult
+from bench.reporting.summary import Run, Turn, measure_ratio, schedule
 
 
 def run_case(

@@ -33,15 +33,9 @@ from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.settings.config import Settings
 from bootseer.snapshots.capture.capture import make_manifest, make_target
 from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import (
-    Manifest,
-    Stored,
-    Target,
-    is_name,
-    target_path,
-    text_of,
-)
+from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target, is_name
 from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.targets.paths import target_path, text_of
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 from bootseer.store import Store
 

@@ -12,9 +12,9 @@ from msgspec import Struct, field
 from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.capture.layered_scan import scan_before
-from bootseer.snapshots.catalogue.manifest import text_of
 from bootseer.snapshots.setup.request import Report, Request
 from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import Scan
 
 

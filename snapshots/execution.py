@@ -19,12 +19,13 @@ from bootseer.snapshots.capture.layered_scan import hard_links, scan_after
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import show_age
-from bootseer.snapshots.catalogue.manifest import Manifest, Outside, text_of
+from bootseer.snapshots.catalogue.manifest import Manifest, Outside
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.request import Resolved, working_directory
 from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.setup.targets import show
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import Scan, scan
 from bootseer.store import Store
 

@@ -1,10 +1,10 @@
 """Why a set-up would run, or would not: its parts, its snapshot, and the nearest one there is.
 
-`compare_parts` and `nearest` are pure; `explain_setup` looks at machine and store, and changes
+`compare_parts` is pure; `explain_setup` looks at machine and store, and changes
 nothing. Stateless; any thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,11 +13,12 @@ from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
-from bootseer.snapshots.catalogue.manifest import Manifest, text_of
+from bootseer.snapshots.catalogue.compare import nearest
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.present import key_in_place, mounts_in_place
-from bootseer.snapshots.restoring.restore import base_part_name
-from bootseer.snapshots.setup.fingerprint import SECRETS, Part
+from bootseer.snapshots.setup.fingerprint import SECRETS, Part, base_part_name
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING, base_digest, scan
 from bootseer.store import open_store
 
@@ -69,18 +70,6 @@ def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Differen
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     )
-
-
-def nearest(parts: Sequence[Part], manifests: Iterable[Manifest]) -> Manifest | None:
-    """The snapshot that differs least: of the same command and targets if there is one, then with
-    the fewest parts that differ, then the newest. Pure."""
-
-    def distance(manifest: Manifest) -> tuple[bool, bool, int, int]:
-        names = {difference.part for difference in compare_parts(manifest.parts, parts)}
-        is_other_target = any(name.startswith("target ") for name in names)
-        return ("command" in names, is_other_target, len(names), -manifest.created_ns)
-
-    return min(manifests, key=distance, default=None)
 
 
 def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:

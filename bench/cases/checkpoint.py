@@ -32,6 +32,7 @@ from bench.checkpoint.measure import (
 )
 from bench.checkpoint.peers import libhdfs_environment, program, rclone_mount, rclone_remote
 from bench.containers.services import assemble_hdfs
+from bench.machine.page_cache import evict_everything
 from bench.model import (
     Bound,
     Case,
@@ -45,7 +46,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.page_cache import evict_everything
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
 # Of all files of all kinds on both clusters, and of what was just deleted.

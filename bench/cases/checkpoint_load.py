@@ -20,6 +20,8 @@ from bench.checkpoint.measure import (
 from bench.checkpoint.peers import note, once, program, rclone_mount
 from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
 from bench.containers.services import assemble_hdfs
+from bench.machine.page_cache import evict_everything
+from bench.machine.processes import Server
 from bench.model import (
     Case,
     Column,
@@ -31,8 +33,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.page_cache import evict_everything
-from bench.processes import Server
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**27
 _DATANODES, _BYTES_PER_S = 4, 50e6

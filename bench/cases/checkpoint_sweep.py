@@ -9,6 +9,7 @@ from bench.checkpoint.files import NAME, STRIPED, ensure, write
 from bench.checkpoint.limits import limiter
 from bench.checkpoint.measure import derive, our_mount, run_client, sample
 from bench.containers.services import assemble_hdfs
+from bench.machine.page_cache import evict_everything
 from bench.model import (
     Case,
     Column,
@@ -19,7 +20,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.page_cache import evict_everything
 
 _FULL_BYTES, _QUICK_BYTES = 2**29, 2**27
 _DATANODES, _BYTES_PER_S = 8, 30e6

@@ -7,7 +7,7 @@ from bench.env.measure import take
 from bench.env.recipe import IMPORTS, REQUIREMENTS
 from bench.env.site import RATE_MBIT, Site, open_site
 from bench.env.ways import ALL, Way
-from bench.environment import file_system_of
+from bench.machine.environment import file_system_of
 from bench.model import (
     Bound,
     Case,

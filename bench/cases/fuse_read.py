@@ -6,8 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.environment import kernel_version
-from bench.libfuse import build_passthrough
+from bench.machine.environment import kernel_version
+from bench.machine.libfuse import build_passthrough
+from bench.machine.page_cache import evict_everything
+from bench.machine.processes import ROOT, mounted, python_command, run_json, tree_cpu_s
+from bench.machine.tmpfs import tmpfs
 from bench.model import (
     Bound,
     Case,
@@ -20,9 +23,6 @@ from bench.model import (
     Workspace,
     ratio,
 )
-from bench.page_cache import evict_everything
-from bench.processes import ROOT, mounted, python_command, run_json, tree_cpu_s
-from bench.tmpfs import tmpfs
 
 _BLOCK_BYTES = 2**20
 _FULL_BYTES, _QUICK_BYTES = 2**31, 2**29

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from bench.machine.processes import python_command, run_json
 from bench.model import (
     Bound,
     Case,
@@ -16,7 +17,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.processes import python_command, run_json
 
 _DEADLINE_S = 300.0
 _STAGES = ("image", "environment", "checkpoint")

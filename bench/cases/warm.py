@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from bench.machine.processes import Server, mounted, python_command, tree_cpu_s
 from bench.model import (
     Bound,
     Case,
@@ -24,7 +25,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.processes import Server, mounted, python_command, tree_cpu_s
 from tests.support.mounts.slow_fs import read_counters
 
 _LATENCY_S = 0.001

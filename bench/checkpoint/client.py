@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.checkpoint.content import BLOCK_BYTES, Check, Content
-from bench.page_cache import evict_file
+from bench.machine.page_cache import evict_file
 
 Timed = Callable[[], int]
 """The part that is measured; returns how many bytes it moved."""

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from bench.checkpoint.limits import Limiter, Links
 from bench.checkpoint.placement import Moved
+from bench.machine.tmpfs import tmpfs
 from bench.model import SkippedError, Workspace
-from bench.tmpfs import tmpfs
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.placement import placement_figures
+from bench.machine.processes import Server, mounted, python_command, run_json, tree_cpu_s
 from bench.model import Sample, Workspace
-from bench.processes import Server, mounted, python_command, run_json, tree_cpu_s
 
 DEADLINE_S = 180.0
 _numbers = itertools.count()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.containers.packages import Packages
+from bench.machine.processes import Server, mounted
 from bench.model import SkippedError, Workspace
-from bench.processes import Server, mounted
 from tests.hdfs.classpath import classpath
 
 _SUITE = "bookworm"

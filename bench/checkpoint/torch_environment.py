@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.machine.processes import run_json
 from bench.model import SkippedError
-from bench.processes import run_json
 
 BASE = ("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0")
 RUNAI = "runai-model-streamer==0.17.0"

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 from bench.containers.site import Peer, Site
+from bench.machine.page_cache import evict_everything
 from bench.model import Sample, SkippedError, TakeSample
-from bench.page_cache import evict_everything
 
 START_DEADLINE_S = 300.0
 

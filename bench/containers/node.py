@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bench.machine.processes import ending_with_us, process_tree, tree_cpu_s
 from bench.model import SkippedError
-from bench.processes import ending_with_us, process_tree, tree_cpu_s
 
 _START_DEADLINE_S = 60.0
 # Process 1 of the node: gives it folders for the state of programs, then waits for whatever

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.machine.processes import ending_with_us
 from bench.model import SkippedError
-from bench.processes import ending_with_us
 
 _START_DEADLINE_S = 60.0
 

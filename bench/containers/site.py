@@ -20,8 +20,8 @@ from bench.containers.packages import Packages
 from bench.containers.services import assemble_hdfs, hdfs_store, listening
 from bench.containers.torch_image import TAGS
 from bench.containers.workloads import Workload
+from bench.machine.tmpfs import tmpfs
 from bench.model import SkippedError, Workspace
-from bench.tmpfs import tmpfs
 
 # Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
 # that insist on it; nodes know it by name.

@@ -9,8 +9,8 @@ from pathlib import Path
 from bench.containers.node import Node
 from bench.env.site import RATE_MBIT, Site
 from bench.env.ways import DEADLINE_S, IMPORT, Way
+from bench.machine.page_cache import evict_everything
 from bench.model import Sample
-from bench.page_cache import evict_everything
 
 _TICKS_PER_S = 100
 

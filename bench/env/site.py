@@ -18,10 +18,10 @@ from bench.containers.line import Line, own_network
 from bench.containers.node import Node
 from bench.containers.packages import Packages
 from bench.containers.services import assemble_hdfs, hdfs_store, listening
-from bench.disk import new_disk
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
+from bench.machine.disk import new_disk
+from bench.machine.tmpfs import tmpfs
 from bench.model import SkippedError, Workspace
-from bench.tmpfs import tmpfs
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.snapshots.catalogue import catalogue

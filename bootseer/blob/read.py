@@ -13,8 +13,7 @@ from typing import TypeAlias
 from bootseer.base.content_digest import ContentHasher, hasher_of
 from bootseer.base.shown import quoted
 from bootseer.blob.frames import decode_frame, frames_for
-from bootseer.blob.pack.members import ZEROS_HASHED_MAX
-from bootseer.blob.tree import Inode, Tree
+from bootseer.blob.tree import ZEROS_HASHED_MAX, Inode, Tree
 from bootseer.errors import CorruptError
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]

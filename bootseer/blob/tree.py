@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # made at the first lookup and answers all later ones in a tenth of a microsecond.
 _DICT_NAMES_MAX = 8192
 
+ZEROS_HASHED_MAX = 1024**3
+"""A sparse file with more bytes of holes than this has no content digest: hashing zeros for
+minutes would buy nothing, since its frames are verified and its holes are in the tree."""
+
 
 class Extent(Struct, frozen=True):
     """`length` bytes of a file at `file_offset`, found in blob number `blob` of the tree's blob

@@ -1,46 +1,26 @@
 """From a request's bytes to one call of `Operations`, and from its result to the reply's bytes.
 
-Alone translates between protocol and interface, counts lookups and turns exceptions into errnos.
-READ, WRITE and INTERRUPT are the session's (it has the buffers). No I/O of its own but the
-passthrough ioctls. Thread-safe: called from every server thread.
+Alone translates between protocol and interface, and turns exceptions into errnos; requests for
+names are in `name_requests`, and READ, WRITE and INTERRUPT the session's (it has the buffers). No
+I/O of its own but the passthrough ioctls. Thread-safe: called from every server thread.
 """
 
 import errno
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import ParamSpec
-
-from msgspec import Struct
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import ORDINARY, BackingFiles
 from bootseer.fuse.kernel.lookups import LookupCounts
-from bootseer.fuse.kernel.operations import Caller, DirectoryEntry, Entry, Opened, Operations
+from bootseer.fuse.kernel.name_requests import EMPTY, Answer, Handler, NameRequests
+from bootseer.fuse.kernel.operations import Caller, Entry, Opened, Operations
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
 
 # The kernel refuses a reply whose error is not in this range (fuse_dev_do_write).
 _ERRNO_MAX = 511
-_TYPE_DIRECTORY = 0o040000
-_COOKIE_DOT, _COOKIE_DOT_DOT = 1, 2
-
-
-class Answer(Struct):
-    """A reply that is ready to be sent."""
-
-    body: bytes = b""
-    error: int = 0
-    undelivered: Callable[[], None] | None = None
-    """What to undo when the kernel no longer wants the reply."""
-    afterwards: Callable[[], None] | None = None
-    """What to do once it is sent."""
-
-
-_EMPTY = Answer()
 
 
 class Dispatcher:
@@ -50,33 +30,19 @@ class Dispatcher:
         self.operations = operations
         self.backing = backing
         self.lookups = LookupCounts(operations.dropped)
+        self._names = NameRequests(operations, self.lookups)
         self._reported: set[tuple[int, type[BaseException], int]] = set()
-        self._handlers: dict[int, Callable[[Caller, int, memoryview], Answer | None]] = {
-            wire.LOOKUP: self._lookup,
-            wire.FORGET: self._forget,
-            wire.BATCH_FORGET: self._batch_forget,
+        self._handlers: dict[int, Handler] = {
+            **self._names.handlers(),
             wire.GETATTR: self._getattr,
             wire.SETATTR: self._setattr,
             wire.READLINK: self._readlink,
-            wire.SYMLINK: self._symlink,
-            wire.MKNOD: self._mknod,
-            wire.MKDIR: self._mkdir,
-            wire.UNLINK: self._unlink,
-            wire.RMDIR: self._rmdir,
-            wire.RENAME: self._rename,
-            wire.RENAME2: self._rename2,
-            wire.LINK: self._link,
             wire.OPEN: self._open,
             wire.CREATE: self._create,
             wire.STATFS: self._statfs,
             wire.RELEASE: self._release,
             wire.FLUSH: self._flush,
             wire.FSYNC: self._fsync,
-            wire.OPENDIR: self._opendir,
-            wire.READDIR: self._readdir,
-            wire.READDIRPLUS: self._readdirplus,
-            wire.RELEASEDIR: self._releasedir,
-            wire.FSYNCDIR: self._fsyncdir,
             wire.ACCESS: self._access,
             wire.FALLOCATE: self._fallocate,
             wire.LSEEK: self._lseek,
@@ -84,7 +50,7 @@ class Dispatcher:
             wire.GETXATTR: self._getxattr,
             wire.LISTXATTR: self._listxattr,
             wire.REMOVEXATTR: self._removexattr,
-            wire.DESTROY: lambda caller, node, body: _EMPTY,
+            wire.DESTROY: lambda caller, node, body: EMPTY,
         }
 
     def answer(self, opcode: int, caller: Caller, node: int, body: memoryview) -> Answer | None:
@@ -120,83 +86,6 @@ class Dispatcher:
             self._reported.add(place)
             log.error("request with opcode %d failed unexpectedly", opcode, exc_info=error)
 
-    # ---- names ------------------------------------------------------------------------------
-
-    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Answer:
-        """Call `make`, which names one node, and answer with its entry."""
-        nodes: Sequence[int] = ()
-        self.lookups.begin()
-        try:
-            entry = make(*args, **kwargs)
-            body = wire.encode_entry(entry)
-            if entry.attributes is not None:
-                nodes = (entry.attributes.node,)
-        finally:
-            self.lookups.end(nodes)
-        return Answer(body, undelivered=lambda: self._uncount(nodes))
-
-    def _uncount(self, nodes: Sequence[int]) -> None:
-        for node in nodes:
-            self.lookups.forget(node, 1)
-
-    def _lookup(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        name = wire.decode_name(body)
-        return self._counted(self.operations.lookup, caller, node, name)
-
-    def _mknod(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        mode, rdev, _, _ = wire.MKNOD_IN.unpack_from(body)
-        name = wire.decode_name(body[wire.MKNOD_IN.size :])
-        return self._counted(self.operations.mknod, caller, node, name, mode, rdev)
-
-    def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        mode, _ = wire.MKDIR_IN.unpack_from(body)
-        name = wire.decode_name(body[wire.MKDIR_IN.size :])
-        return self._counted(self.operations.mkdir, caller, node, name, mode)
-
-    def _symlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        name, target = wire.decode_two_names(body)
-        return self._counted(self.operations.symlink, caller, node, name, target)
-
-    def _link(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        (existing,) = wire.LINK_IN.unpack_from(body)
-        name = wire.decode_name(body[wire.LINK_IN.size :])
-        return self._counted(self.operations.link, caller, existing, node, name)
-
-    def _forget(self, caller: Caller, node: int, body: memoryview) -> None:
-        self._forget_one(node, wire.FORGET_IN.unpack_from(body)[0])
-
-    def _batch_forget(self, caller: Caller, node: int, body: memoryview) -> None:
-        count, _ = wire.BATCH_FORGET_IN.unpack_from(body)
-        records = body[wire.BATCH_FORGET_IN.size :][: count * wire.FORGET_ONE.size]
-        for forgotten, lookups in wire.FORGET_ONE.iter_unpack(records):
-            self._forget_one(forgotten, lookups)
-
-    def _forget_one(self, node: int, count: int) -> None:
-        try:
-            self.operations.forget(node, count)
-        finally:
-            self.lookups.forget(node, count)
-
-    def _unlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.unlink(caller, node, wire.decode_name(body))
-        return _EMPTY
-
-    def _rmdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.rmdir(caller, node, wire.decode_name(body))
-        return _EMPTY
-
-    def _rename(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        (new_parent,) = wire.RENAME_IN.unpack_from(body)
-        name, new_name = wire.decode_two_names(body[wire.RENAME_IN.size :])
-        self.operations.rename(caller, node, name, new_parent, new_name, 0)
-        return _EMPTY
-
-    def _rename2(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        new_parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
-        name, new_name = wire.decode_two_names(body[wire.RENAME2_IN.size :])
-        self.operations.rename(caller, node, name, new_parent, new_name, flags)
-        return _EMPTY
-
     # ---- attributes -------------------------------------------------------------------------
 
     def _getattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
@@ -213,7 +102,7 @@ class Dispatcher:
 
     def _access(self, caller: Caller, node: int, body: memoryview) -> Answer:
         self.operations.access(caller, node, wire.ACCESS_IN.unpack_from(body)[0])
-        return _EMPTY
+        return EMPTY
 
     def _statfs(self, caller: Caller, node: int, body: memoryview) -> Answer:
         return Answer(wire.encode_statfs(self.operations.statfs(caller, node)))
@@ -222,7 +111,7 @@ class Dispatcher:
         size, flags = wire.SETXATTR_IN.unpack_from(body)
         name, _, value = bytes(body[wire.SETXATTR_IN.size :]).partition(b"\0")
         self.operations.setxattr(caller, node, name, value[:size], flags)
-        return _EMPTY
+        return EMPTY
 
     def _getxattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
@@ -236,7 +125,7 @@ class Dispatcher:
 
     def _removexattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
         self.operations.removexattr(caller, node, wire.decode_name(body))
-        return _EMPTY
+        return EMPTY
 
     # ---- files ------------------------------------------------------------------------------
 
@@ -274,7 +163,7 @@ class Dispatcher:
             made.append((entry.attributes.node, opened))
             return entry
 
-        answer = self._counted(make)
+        answer = self._names.counted(make)
         created, opened = made[0]
         uncount = answer.undelivered
         answer.body += self._opened(created, opened)
@@ -304,71 +193,22 @@ class Dispatcher:
 
     def _flush(self, caller: Caller, node: int, body: memoryview) -> Answer:
         self.operations.flush(caller, node, wire.FLUSH_IN.unpack_from(body)[0])
-        return _EMPTY
+        return EMPTY
 
     def _fsync(self, caller: Caller, node: int, body: memoryview) -> Answer:
         handle, flags, _ = wire.FSYNC_IN.unpack_from(body)
         self.operations.fsync(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
-        return _EMPTY
+        return EMPTY
 
     def _fallocate(self, caller: Caller, node: int, body: memoryview) -> Answer:
         handle, offset, length, mode, _ = wire.FALLOCATE_IN.unpack_from(body)
         self.operations.fallocate(caller, node, handle, offset, length, mode)
-        return _EMPTY
+        return EMPTY
 
     def _lseek(self, caller: Caller, node: int, body: memoryview) -> Answer:
         handle, offset, whence, _ = wire.LSEEK_IN.unpack_from(body)
         found = self.operations.lseek(caller, node, handle, offset, whence)
         return Answer(wire.LSEEK_OUT.pack(found))
-
-    # ---- directories ------------------------------------------------------------------------
-
-    def _opendir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        flags, _ = wire.OPEN_IN.unpack_from(body)
-        opened = self.operations.opendir(caller, node, flags)
-        reply_flags = wire.FOPEN_CACHE_DIR if opened.cache_directory else 0
-        reply_flags |= wire.FOPEN_KEEP_CACHE if opened.keep_cache else 0
-        return Answer(
-            wire.OPEN_OUT.pack(opened.handle, reply_flags, 0),
-            undelivered=lambda: self.operations.releasedir(node, opened.handle),
-        )
-
-    def _entries(
-        self, caller: Caller, node: int, handle: int, offset: int, plus: bool
-    ) -> list[DirectoryEntry]:
-        entries = []
-        if offset < _COOKIE_DOT:
-            entries.append(DirectoryEntry(b".", node, _TYPE_DIRECTORY, _COOKIE_DOT))
-        if offset < _COOKIE_DOT_DOT:
-            entries.append(DirectoryEntry(b"..", node, _TYPE_DIRECTORY, _COOKIE_DOT_DOT))
-        after = 0 if offset <= _COOKIE_DOT_DOT else offset
-        entries += self.operations.readdir(caller, node, handle, after, plus)
-        return entries
-
-    def _readdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
-        entries = self._entries(caller, node, handle, offset, False)
-        return Answer(wire.encode_directory(entries, size, False)[0])
-
-    def _readdirplus(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
-        counted: Sequence[int] = ()
-        self.lookups.begin()
-        try:
-            entries = self._entries(caller, node, handle, offset, True)
-            reply, counted = wire.encode_directory(entries, size, True)
-        finally:
-            self.lookups.end(counted)
-        return Answer(reply, undelivered=lambda: self._uncount(counted))
-
-    def _releasedir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.releasedir(node, wire.RELEASE_IN.unpack_from(body)[0])
-        return _EMPTY
-
-    def _fsyncdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        handle, flags, _ = wire.FSYNC_IN.unpack_from(body)
-        self.operations.fsyncdir(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
-        return _EMPTY
 
 
 def _sized(value: bytes, size_bytes: int) -> Answer:

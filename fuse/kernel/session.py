@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.connection import Connection
-from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
+from bootseer.fuse.kernel.dispatch import Dispatcher
+from bootseer.fuse.kernel.name_requests import Answer
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.fuse.kernel.request_buffer import RequestBuffer
 

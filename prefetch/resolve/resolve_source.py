@@ -38,7 +38,7 @@ from bootseer.prefetch.index.catalogue import (
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.index.records import ImageRecord, LayerRecord
-from bootseer.prefetch.index.source_names import name_of_source
+from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.publish.indexing import change_time_ns, describe_image
 from bootseer.prefetch.publish.layer_packing import stored_layer
 from bootseer.prefetch.resolve.found_image import (
@@ -166,7 +166,7 @@ class _Start:
 
     def _without_source(self, error: BootseerError) -> ResolvedImage:
         """The image as it was when its source could be reached. Raises: `error` without one."""
-        name = name_of_source(self._image)
+        name = _name_of_source(self._image)
         found: ResolvedImage | None = None
         if name is not None:
             with contextlib.suppress(BootseerError, OSError):
@@ -274,3 +274,14 @@ def _statuses(directory: Path) -> Iterator[os.stat_result]:
                     yield status
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(Path(entry.path))
+
+
+def _name_of_source(source: str) -> str | None:
+    """What the image in `source` is called in a store, where that can be told without asking the
+    source: for a registry. Raises: InvalidInputError."""
+    if not source.startswith(REGISTRY):
+        return None
+    from bootseer.prefetch.sources.registry import store_name
+    from bootseer.registry.reference import parse_reference
+
+    return store_name(parse_reference(source.removeprefix(REGISTRY)))

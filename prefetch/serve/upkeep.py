@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.prefetch.resolve.cache_limit import CacheRoom
+from bootseer.prefetch.serve.cache_limit import CacheRoom
 from bootseer.prefetch.serve.figures_file import FiguresFile
 from bootseer.prefetch.serve.launch_figures import FillFigures, LaunchFigures
 from bootseer.prefetch.streams.fill import Fill

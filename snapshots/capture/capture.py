@@ -25,6 +25,7 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.private_files import private_directory
 from bootseer.snapshots.capture.diff import diff
 from bootseer.snapshots.capture.layering import RULE, Rule, find_others
+from bootseer.snapshots.catalogue.admission import privileged
 from bootseer.snapshots.catalogue.catalogue import publish, publish_target
 from bootseer.snapshots.catalogue.manifest import (
     NOTHING_OUTSIDE,
@@ -33,10 +34,9 @@ from bootseer.snapshots.catalogue.manifest import (
     Outside,
     Stored,
     Target,
-    text_of,
 )
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.snapshots.targets.admission import privileged
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import Scan
 from bootseer.store import Store
 

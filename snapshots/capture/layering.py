@@ -24,8 +24,8 @@ from bootseer.blob.pack.packing import Elsewhere, Others
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError
 from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import EARLIER_MAX, Manifest, Target
-from bootseer.snapshots.explain import nearest
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.targets.scan import Entry, Scan
 from bootseer.store import Store

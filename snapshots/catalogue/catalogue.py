@@ -22,13 +22,7 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.snapshots.catalogue.manifest import (
-    Key,
-    Manifest,
-    Stored,
-    Target,
-    is_name,
-)
+from bootseer.snapshots.catalogue.manifest import Key, Manifest, Stored, Target, is_name
 from bootseer.snapshots.catalogue.manifest_codec import (
     INDEX_BYTES_MAX,
     MANIFEST_BYTES_MAX,

@@ -5,7 +5,7 @@ thread.
 """
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue.catalogue import load_tree
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.catalogue.packages import PackageChange, compare_packages, packages_in
+from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 from bootseer.store import Store
 
@@ -162,3 +163,17 @@ def _content(inode: Inode) -> object:
     if not stat.S_ISREG(inode.mode):
         return None
     return inode.digest or (inode.size_bytes, inode.mtime_ns)
+
+
+def nearest(parts: Sequence[Part], manifests: Iterable[Manifest]) -> Manifest | None:
+    """Returns the snapshot that differs least from `parts`: one of the same command and targets if
+    there is any, then with the fewest parts that differ, then the newest. Pure."""
+    wanted = {part.name: part.value for part in parts}
+
+    def distance(manifest: Manifest) -> tuple[bool, bool, int, int]:
+        stored = {part.name: part.value for part in manifest.parts}
+        names = {name for name, _ in wanted.items() ^ stored.items()}
+        is_other_target = any(name.startswith("target ") for name in names)
+        return ("command" in names, is_other_target, len(names), -manifest.created_ns)
+
+    return min(manifests, key=distance, default=None)

@@ -8,16 +8,9 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import Form
 from bootseer.errors import CorruptError
-from bootseer.snapshots.catalogue.manifest import (
-    NOTHING_OUTSIDE,
-    Manifest,
-    Target,
-    checked_target,
-    is_name,
-    is_plain,
-    text_of,
-)
+from bootseer.snapshots.catalogue.manifest import NOTHING_OUTSIDE, Manifest, Target, is_name
 from bootseer.snapshots.setup.fingerprint import fingerprint, published
+from bootseer.snapshots.targets.paths import checked_target, is_plain, text_of
 
 LAYERED_VERSION = 2
 """Of a manifest with a target that takes content from earlier blobs. A release that does not know

@@ -12,7 +12,8 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.read import verify
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Stored, Target, text_of
+from bootseer.snapshots.catalogue.manifest import Stored, Target
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
 
 _DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)

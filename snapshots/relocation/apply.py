@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import AlreadyExistsError, from_oserror
-from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.relocation.contents import Prefix, prefix_of
 from bootseer.snapshots.relocation.plan import Brought, is_bytecode, relocate_file, stale_bytecode
 from bootseer.snapshots.relocation.records import (
@@ -29,6 +29,7 @@ from bootseer.snapshots.relocation.records import (
     written,
 )
 from bootseer.snapshots.restoring.restore import Placed, fetch_tree, one_directory, restore
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import base_digest, scan
 from bootseer.store import Store
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Set
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.catalogue.manifest import text_of
 from bootseer.snapshots.relocation.contents import Prefix
 from bootseer.snapshots.relocation.records import Placeholder
+from bootseer.snapshots.targets.paths import text_of
 
 _SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
 # Written by pip, uv, venv, virtualenv, conda and the builders of editable installs; relative to

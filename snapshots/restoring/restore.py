@@ -17,10 +17,12 @@ from bootseer.errors import (
     InvalidInputError,
 )
 from bootseer.linux.root_paths import resolve_in_root
+from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_encoded_tree, load_tree
-from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import staging as staging_folders
-from bootseer.snapshots.targets.admission import admit_tree
+from bootseer.snapshots.setup.fingerprint import base_part_name
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
 
@@ -50,11 +52,6 @@ def place(manifest: Manifest, root: Path) -> list[Placed]:
         ):
             raise InvalidInputError(f"two targets of this snapshot meet in {one} on this host")
     return placed
-
-
-def base_part_name(target: bytes) -> str:
-    """The fingerprint's part that says what was in a target before."""
-    return f"before {text_of(target)}"
 
 
 def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:

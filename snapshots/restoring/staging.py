@@ -27,9 +27,9 @@ from bootseer.blob.index import codec as index
 from bootseer.blob.tree import Tree
 from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, from_oserror
 from bootseer.linux.removal import remove_tree
-from bootseer.snapshots.catalogue.manifest import is_plain, text_of
 from bootseer.snapshots.restoring.host_paths import is_entered, is_mount_point
 from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
+from bootseer.snapshots.targets.paths import is_plain, text_of
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 
 logger = logging.getLogger(__name__)

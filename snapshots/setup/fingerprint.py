@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from bootseer.base.redact import take_command_secrets, take_secrets
 from bootseer.errors import UnsupportedError
+from bootseer.snapshots.targets.paths import text_of
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"
@@ -125,3 +126,8 @@ def published(part: Part) -> Part:
         is_digest = re.fullmatch(r"sha256:[0-9a-f]{64}", part.value)
         return Part(part.name, SET if is_digest else take_secrets(part.value)[0])
     return part
+
+
+def base_part_name(target: bytes) -> str:
+    """Returns the name of the fingerprint's part that says what was in a target before."""
+    return f"before {text_of(target)}"

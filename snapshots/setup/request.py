@@ -17,10 +17,9 @@ from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.root_paths import find_program
 from bootseer.linux.scripts import as_script
-from bootseer.snapshots.catalogue.manifest import text_of
-from bootseer.snapshots.restoring.restore import base_part_name
 from bootseer.snapshots.setup.fingerprint import (
     Part,
+    base_part_name,
     command_part,
     fingerprint,
     secret_part,
@@ -41,6 +40,7 @@ from bootseer.snapshots.setup.requirements import (
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
 from bootseer.snapshots.setup.unknown import is_open, unknown, unknown_before
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING
 from bootseer.snapshots.targets.upper_layer import Layers
 

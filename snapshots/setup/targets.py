@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.catalogue.manifest import target_path, text_of
 from bootseer.snapshots.setup.interpreter import Interpreter
 from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.targets.paths import target_path, text_of
 
 # As pip reads its variables (strtobool).
 _TRUE = {"1", "true", "yes", "y", "t", "on"}

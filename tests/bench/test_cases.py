@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
 from bench.cases.launch import sample_of
 from bench.catalogue import all_cases
-from bench.environment import file_system_of
+from bench.machine.environment import file_system_of
+from bench.machine.processes import process_tree, run_json, tree_cpu_s
 from bench.model import Case
-from bench.processes import process_tree, run_json, tree_cpu_s
-from bench.summary import problems
+from bench.reporting import generated_page
+from bench.reporting.summary import problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,9 +49,11 @@ def test_an_unknown_case_is_a_usage_error() -> None:
 
 def test_published_tables_are_those_of_the_results() -> None:
     document = (ROOT / "docs" / "benchmarks.md").read_text()
-    results = report.load_results(ROOT / "bench" / "results")
-    generated = report.render(results, all_cases())
-    assert report.replace_results(document, generated) == document, "run `python -m bench --report`"
+    results = generated_page.load_results(ROOT / "bench" / "results")
+    generated = generated_page.render(results, all_cases())
+    assert generated_page.replace_results(document, generated) == document, (
+        "run `python -m bench --report`"
+    )
 
 
 def test_launch_reads_the_demo_document() -> None:
@@ -129,9 +131,9 @@ def test_file_system_is_found() -> None:
 
 MOUNT = """
 import pathlib, sys
-from bench.libfuse import build_passthrough
+from bench.machine.libfuse import build_passthrough
 from bench.model import SkippedError
-from bench.processes import fuse_connection, mounted, run_json, tree_cpu_s
+from bench.machine.processes import fuse_connection, mounted, run_json, tree_cpu_s
 work = pathlib.Path(sys.argv[1])
 try:
     program = str(build_passthrough(work))

@@ -13,8 +13,8 @@ from bench.checkpoint.loading import shapes
 from bench.checkpoint.measure import derive
 from bench.checkpoint.placement import Moved, allowed_s, even_s, placement_figures
 from bench.checkpoint.torch_environment import TorchEnvironment
+from bench.machine.processes import ROOT, run_json, tree_peak_bytes
 from bench.model import Sample, SkippedError
-from bench.processes import ROOT, run_json, tree_peak_bytes
 
 
 def test_the_busiest_link_says_what_the_placement_allows() -> None:

@@ -15,7 +15,7 @@ from bench.containers.big_image import as_zstd, synthetic
 from bench.containers.layout import Layout
 from bench.containers.line import own_network
 from bench.containers.node import HOST, Node
-from bench.processes import ROOT, run_json
+from bench.machine.processes import ROOT, run_json
 from bootseer.prefetch.sources import open_source
 from tests.support.waiting import wait_for
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
-from bench.result import from_json, load, save, to_json
+from bench.reporting import generated_page
+from bench.reporting.result import from_json, load, save, to_json
+from bench.reporting.tables import ratio_rows, variant_rows
 from bench.runner import run_case
-from bench.tables import ratio_rows, variant_rows
 from tests.bench.example import CASE
 
 
@@ -74,16 +74,16 @@ def test_results_as_tables() -> None:
 
 def test_report_is_markdown_and_replaces_only_itself() -> None:
     result = dataclasses.replace(run_case(CASE, is_quick=True), started_at_s=0.0)
-    text = report.render([result], {"example": CASE})
+    text = generated_page.render([result], {"example": CASE})
     assert "### example" in text
     assert "| slow / fast | 3.00 | 3.00 to 3.00 | >= 2 | met |" in text
     assert "needs a moon \\| or two" in text
     assert "1970-01-01, quick run, 2 rounds." in text
-    document = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    replaced = report.replace_results(document, text)
-    assert replaced.startswith(f"before\n{report.BEGIN}\n")
-    assert replaced.endswith(f"{report.END}\nafter\n")
+    document = f"before\n{generated_page.BEGIN}\nold\n{generated_page.END}\nafter\n"
+    replaced = generated_page.replace_results(document, text)
+    assert replaced.startswith(f"before\n{generated_page.BEGIN}\n")
+    assert replaced.endswith(f"{generated_page.END}\nafter\n")
     assert "old" not in replaced
-    assert report.replace_results(replaced, text) == replaced
+    assert generated_page.replace_results(replaced, text) == replaced
     with pytest.raises(ValueError, match="lacks the lines"):
-        report.replace_results("nothing here", text)
+        generated_page.replace_results("nothing here", text)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.model import Bound, Figure, Ratio, Target
-from bench.summary import Run, Spread, Turn, measure_ratio, schedule, spreads
+from bench.reporting.summary import Run, Spread, Turn, measure_ratio, schedule, spreads
 
 RATIO = Ratio("a / b", Figure("a", "wall_s"), Figure("b", "wall_s"), Target(Bound.AT_LEAST, 2))
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
 from bootseer.snapshots.catalogue.manifest_codec import encode
 from bootseer.snapshots.explain import (
@@ -21,7 +22,6 @@ from bootseer.snapshots.explain import (
     Explanation,
     compare_parts,
     explain_setup,
-    nearest,
 )
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint

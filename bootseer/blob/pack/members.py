@@ -10,11 +10,7 @@ from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.build import build_tree
 from bootseer.blob.pack.plain_writer import StreamWriter
 from bootseer.blob.tar.header import END, member_header, padding
-from bootseer.blob.tree import Blob, Extent, Inode, Tree
-
-ZEROS_HASHED_MAX = 1024**3
-"""A sparse file with more bytes of holes than this has no content digest: hashing zeros for
-minutes would buy nothing, since its frames are verified and its holes are in the tree."""
+from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 
 HEADS = b".bootseer-heads"
 """The member with the first bytes of files whose other bytes lie elsewhere."""

@@ -14,10 +14,10 @@ from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.base.shown import quoted
 from bootseer.blob.build import build_tree
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.pack.members import ZEROS_HASHED_MAX, hash_zeros, plain_size
+from bootseer.blob.pack.members import hash_zeros, plain_size
 from bootseer.blob.tar.header import BLOCK
 from bootseer.blob.tar.reader import Member, Readable, TarReader
-from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError, InvalidInputError
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)

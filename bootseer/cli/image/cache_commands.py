@@ -37,7 +37,7 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     """
     from bootseer.prefetch.cache.kept_indexes import recheck_indexes
     from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
-    from bootseer.prefetch.resolve.cache_limit import CacheRoom, folders
+    from bootseer.prefetch.serve.cache_limit import CacheRoom, folders
 
     settings = current_settings()
     node = NodeCache(settings.cache_dir)

@@ -52,6 +52,8 @@ def _in_time(sock: socket.socket, function: Callable[[], _Result], seconds: floa
 
 
 class Guarded(Protocol):
+    """A connection to a registry, as far as a guard looks at it."""
+
     host: str
     port: int
 

@@ -29,9 +29,9 @@ from bootseer.store.local.beneath import (
     rename_exclusive,
     sync_fd,
 )
+from bootseer.store.local.marked_folder import is_marked
 from bootseer.store.local.reader import LocalReader
 from bootseer.store.local.writer import CALL_BYTES_MAX, LocalWriter
-from bootseer.store.objects.marked_folder import is_marked
 from bootseer.store.paths import Folder, local_root, split_path
 
 # O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.

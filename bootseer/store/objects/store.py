@@ -16,9 +16,9 @@ from pathlib import Path
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.local.marked_folder import MARK, admit, remember
 from bootseer.store.objects.clock import storage_time_ns
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
-from bootseer.store.objects.marked_folder import MARK, admit, remember
 from bootseer.store.objects.publish import TEMPORARY, publish_object
 from bootseer.store.paths import split_path
 

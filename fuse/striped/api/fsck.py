@@ -15,9 +15,9 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownF
 from bootseer.fuse.striped.api.copy_tree import is_unfinished_copy
 from bootseer.fuse.striped.api.locating import folders_below
 from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
-from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.store.objects.clock import storage_time_ns

@@ -5,10 +5,10 @@ Owns what happens to the readers of a file that is about to be replaced, removed
 """
 
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
-from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.store.backend import Backend
 
 # An ordinary file of at most this size is kept in memory when its name is about to go away under a

@@ -21,11 +21,10 @@ from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.graveyard import Graveyard, run_name
 from bootseer.fuse.striped.names.open_readers import OpenReaders
-from bootseer.fuse.striped.names.stored import StoredFiles, plain_view, refuse
+from bootseer.fuse.striped.names.stored import StoredFiles, new_generation, plain_view, refuse
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
-from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.placing.placement import Placement

@@ -6,6 +6,7 @@ Thread-safe; no call waits for a change of names.
 
 import errno
 import os
+import secrets
 import threading
 from collections import OrderedDict
 
@@ -165,3 +166,8 @@ class StoredFiles:
         with self._lock:
             for name in [n for n in self._known if n == path or n.startswith(path + "/")]:
                 del self._known[name]
+
+
+def new_generation() -> str:
+    """Returns the name of a new generation, which no other writer chooses on any node."""
+    return secrets.token_hex(16)

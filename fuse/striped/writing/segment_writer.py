@@ -14,9 +14,9 @@ from typing import TypeVar
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import Part, Segment, pack_checksums
 from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
-from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.parts.part_writer import PartWriter

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable
 
 from bootseer.fuse.striped.layout import MAX_PART_COUNT, MAX_SEGMENT_COUNT, Layout, Segment
+from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
-from bootseer.fuse.striped.writing.generation import new_generation
 from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail

@@ -17,14 +17,15 @@ from bootseer.blob.tree import Tree
 from bootseer.served.folders import MountState, new_mount_dir, read_state, wait_released
 from bootseer.served.server_process import begin_server
 from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_tree
-from bootseer.snapshots.catalogue.manifest import Manifest, Target, text_of
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.linking.linked_holder import HolderPlan
 from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
 from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
-from bootseer.snapshots.targets.admission import admit_tree
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
 
 PURPOSE = "link"

@@ -15,12 +15,12 @@ from bootseer.errors import from_oserror
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
 from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_tree
 from bootseer.snapshots.catalogue.manifest import Target
 from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
 from bootseer.snapshots.restoring.mounting.layers import cover_target
 from bootseer.snapshots.restoring.restore import Placed
-from bootseer.snapshots.targets.admission import admit_tree
 from bootseer.store import Store
 
 Build = Callable[[Target, Tree, Path], None]

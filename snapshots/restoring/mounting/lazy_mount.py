@@ -25,12 +25,13 @@ from bootseer.prefetch.serve.start_server import Serving, begin_serving
 from bootseer.served.folders import new_mount_dir, wait_released
 from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree
-from bootseer.snapshots.catalogue.manifest import Manifest, text_of
+from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
-from bootseer.snapshots.targets.admission import admit_tree
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)

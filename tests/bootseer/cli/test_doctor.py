@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bootseer.launch import doctor
 from bootseer.launch.doctor import Finding, Status, examine
 from bootseer.settings.config import Settings, load_settings
-from bootseer.store.objects.marked_folder import MARK
+from bootseer.store.local.marked_folder import MARK
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
-# Runs in every Python process below `bootseer run`, of whatever version: nothing here may fail, and
-# the environment's own sitecustomize comes first.
+"""Runs in every Python process below `bootseer run`, of whatever version: nothing here may fail.
+
+The sitecustomize of the environment itself comes first.
+"""
+
 import sys
 
 
@@ -27,7 +30,7 @@ def _chain(here):
     """The sitecustomize that would have been found without ours."""
     from importlib.machinery import PathFinder
 
-    places = [entry for entry in sys.path if os_path(entry) != here]
+    places = [entry for entry in sys.path if _os_path(entry) != here]
     spec = PathFinder.find_spec("sitecustomize", places)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
@@ -42,7 +45,7 @@ def _chain(here):
             raise
 
 
-def os_path(entry):
+def _os_path(entry):
     import os
 
     return os.path.abspath(entry or os.curdir)

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.model import Case
-from bench.result import Result, load
-from bench.tables import Row, environment_line, ratio_rows, variant_rows
+from bench.reporting.result import Result, load
+from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
 
 BEGIN = "<!-- results: written by `python -m bench --report`, not by hand -->"
 END = "<!-- end of results -->"

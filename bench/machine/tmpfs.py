@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.environment import file_system_of
+from bench.machine.environment import file_system_of
 from bench.model import SkippedError
 
 # The one tmpfs that every Linux has.

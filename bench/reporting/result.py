@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.model import Bound, Figure, Ratio, Target
-from bench.summary import RatioResult, Run, spreads
+from bench.reporting.summary import RatioResult, Run, spreads
 
 SCHEMA = 1
 

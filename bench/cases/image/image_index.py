@@ -8,6 +8,8 @@ from pathlib import Path
 from bench.containers.big_image import as_zstd, synthetic
 from bench.containers.layout import Layout
 from bench.containers.torch_image import TAGS, torch_image
+from bench.machine.page_cache import evict_everything
+from bench.machine.processes import python_command, run_json
 from bench.model import (
     Bound,
     Case,
@@ -20,8 +22,6 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.page_cache import evict_everything
-from bench.processes import python_command, run_json
 
 _DEADLINE_S = 1200.0
 _GIB = 2**30

@@ -10,7 +10,8 @@ from array import array
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, PermissionDeniedError
-from bootseer.snapshots.catalogue.manifest import Target, text_of
+from bootseer.snapshots.catalogue.manifest import Target
+from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 
 _log = logging.getLogger(__name__)

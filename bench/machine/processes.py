@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.model import SkippedError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOUNT_DEADLINE_S = 15.0
 

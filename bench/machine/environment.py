@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("bootseer", "fsspec", "hdfs-native", "mfusepy", "pyarrow", "zstandard")
 
 

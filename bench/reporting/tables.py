@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from bench.model import Column
-from bench.result import Result
-from bench.summary import RatioResult, spreads
+from bench.reporting.result import Result
+from bench.reporting.summary import RatioResult, spreads
 
 Row = tuple[str, ...]
 

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.resolve.cache_limit import CacheRoom, folders
+from bootseer.prefetch.serve.cache_limit import CacheRoom, folders
 
 PIECE = bytes(range(256)) * 256
 

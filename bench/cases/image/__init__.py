@@ -1,0 +1,1 @@
+"""Benchmarks of container images; each module declares one as `CASE`."""

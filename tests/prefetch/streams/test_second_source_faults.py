@@ -1,0 +1,223 @@
+"""A second source of bytes that the store lost: when it is asked, and when it fails or hangs."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.blob.keys import blob_key
+from bootseer.blob.tree import Blob
+from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.stream_keys import claimed_key
+from bootseer.prefetch.streams.repairs import Came
+from bootseer.prefetch.streams.streams import BlobStreams
+from tests.support.images.stored_image import INDEX, Image, stored_image
+from tests.support.waiting import TIMEOUT_S, wait_for
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return stored_image(tmp_path)
+
+
+def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
+    local = replace(image.tree.blobs[0], frames=())
+    with pytest.raises(CorruptError, match="stored nowhere"):
+        BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"))
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams([local], image.read_object, cache, is_local=True)
+    streams.caches[0].proven.write(0, bytes(512))
+    assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="stored nowhere"):
+            streams.read(0, 512, 512, reader=1, end=2048)
+    assert streams.fill_fetches() == []
+    assert streams.figures().failed_count == 2
+    assert not image.reads
+    streams.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "local only", "damaged"])
+def test_a_second_source_brings_what_the_store_cannot(
+    image: Image, tmp_path: Path, damage: str
+) -> None:
+    source = image.streams(tmp_path / "source")
+    source.fill()
+    stored = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, stored.stream_length))
+    source.close()
+    blob = replace(stored, frames=()) if damage == "local only" else stored
+    path = tmp_path / "store" / blob_key(stored.digest)
+    path.chmod(0o600)
+    if damage == "gone":
+        path.unlink()
+    elif damage == "damaged":
+        path.write_bytes(bytes(path.stat().st_size))
+    cache = NodeCache(tmp_path / "cache")
+    asked: list[str] = []
+
+    def repair(lost: Blob, came: Came) -> None:
+        asked.append(lost.stream_digest)
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(claimed_key(INDEX, lost) if lost.frames else lost.stream_digest).close()
+
+    streams = BlobStreams(
+        [blob],
+        image.read_object,
+        cache,
+        deadline_s=10,
+        repair=repair,
+        claimant=INDEX,
+        is_local=damage == "local only",
+    )
+    for offset in (0, 100_000, blob.stream_length - 700):
+        assert bytes(streams.read(0, offset, 700)) == whole[offset : offset + 700]
+    assert asked == [blob.stream_digest]
+    streams.close()
+
+
+def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def repair(lost: Blob, came: Came) -> None:
+        asked.append(lost.stream_digest)
+        raise UnavailableError("gone, too")
+
+    local = replace(image.tree.blobs[0], frames=())
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams([local], image.read_object, cache, repair=repair, is_local=True)
+    for _ in range(3):
+        with pytest.raises(CorruptError, match="stored nowhere"):
+            streams.read(0, 512, 512)
+    assert len(asked) == 1
+    streams.close()
+
+
+@pytest.fixture
+def silence() -> Iterator[threading.Event]:
+    """What whoever hangs waits for: the end of the test."""
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def test_a_read_that_waited_in_vain_is_not_waited_for_again(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    """The kernel asks twice: first it reads ahead, then it wants the page."""
+    asked: list[str] = []
+
+    def hang(key: str, offset: int, length: int) -> bytes:
+        asked.append(key)
+        silence.wait()
+        return image.read_object(key, offset, length)
+
+    streams = BlobStreams(
+        image.tree.blobs, hang, NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
+    )
+    with pytest.raises(DeadlineError):
+        streams.read(0, 0, 128 * 1024)
+    count = streams.statistics().demand_count
+    for offset in (0, 4096, 100_000):
+        with pytest.raises(DeadlineError):
+            streams.read(0, offset, 4096)
+    assert streams.statistics().demand_count == count
+    silence.set()
+    # It is forgotten in a moment, and the bytes are there.
+    wait_for(lambda: _can_read(streams, 0, 4096))
+    streams.close()
+
+
+def _can_read(streams: BlobStreams, offset: int, length: int) -> bool:
+    try:
+        streams.read(0, offset, length)
+    except DeadlineError:
+        return False
+    return True
+
+
+def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    begun = threading.Event()
+
+    def repair(lost: Blob, came: Came) -> None:
+        begun.set()
+        silence.wait()
+
+    local = replace(image.tree.blobs[0], frames=())
+    cache = NodeCache(tmp_path / "cache")
+    streams = BlobStreams(
+        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+    )
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            streams.read(0, 0, 4096)
+        except BootseerError as error:
+            failed.append(error)
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(TIMEOUT_S)
+    assert begun.is_set()
+    assert [type(error) for error in failed] == [DeadlineError] * 3
+    streams.close()
+
+
+def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
+    image: Image, tmp_path: Path
+) -> None:
+    source = image.streams(tmp_path / "other")
+    source.fill()
+    blob = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, blob.stream_length))
+    source.close()
+    cache = NodeCache(tmp_path / "cache")
+
+    def repair(lost: Blob, came: Came) -> None:
+        for _ in range(20):
+            came(1)
+            time.sleep(0.1)  # so slow is the line
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(lost.stream_digest).close()
+
+    local = replace(blob, frames=())
+    streams = BlobStreams(
+        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+    )
+    assert bytes(streams.read(0, 0, 700)) == whole[:700]
+    streams.close()
+
+
+def test_the_store_leaves_time_for_the_second_source(
+    image: Image, tmp_path: Path, silence: threading.Event
+) -> None:
+    def hang(key: str, offset: int, length: int) -> bytes:
+        silence.wait()
+        raise UnavailableError("never")
+
+    source = image.streams(tmp_path / "other")
+    source.fill()
+    blob = image.tree.blobs[0]
+    whole = bytes(source.read(0, 0, blob.stream_length))
+    source.close()
+    cache = NodeCache(tmp_path / "cache")
+
+    def repair(lost: Blob, came: Came) -> None:
+        with cache.new_stream() as new:
+            new.append(whole)
+            new.commit(claimed_key(INDEX, lost)).close()
+
+    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair, claimant=INDEX)
+    assert bytes(streams.read(0, 0, 700)) == whole[:700]
+    streams.close()
