@@ -7,14 +7,25 @@ from typing import Any
 import click
 
 from bootseer.base.structs import asdict
-from bootseer.cli.output import current_config, emit_json, emit_table, human_bytes, json_option
+from bootseer.cli.output import (
+    current_config,
+    emit_json,
+    emit_table,
+    human_bytes,
+    json_option,
+    printable,
+)
 from bootseer.errors import NotFoundError, from_oserror
-from bootseer.timeline.breakdown import Breakdown, StageRow, break_down
-from bootseer.timeline.chrome_trace import to_chrome_trace
-from bootseer.timeline.files import read_start
+from bootseer.profile.breakdown import Breakdown, StageRow, break_down, of_the_start
+from bootseer.profile.files import read_start
+from bootseer.profile.model.analysis import Analysis, StartModel
+from bootseer.profile.model.tracks import tracks_of
+from bootseer.profile.views.chrome_trace import to_chrome_trace
+from bootseer.profile.views.document import analysis_document
+from bootseer.profile.views.text import explain, headline
 
 _COLUMNS = (
-    *("stage", "nodes", "ranks", "begins s", "median s", "max s", "ratio", "slowest", "moved"),
+    *("stage", "nodes", "ranks", "begins s", "median s", "p99 s", "max s", "slowest", "moved"),
     "notes",
 )
 _NAMED_MAX = 5
@@ -25,7 +36,6 @@ def _seconds(value: float | None) -> str:
 
 
 def _cells(row: StageRow) -> tuple[object, ...]:
-    ratio = row.max_over_median
     notes = list(row.notes)
     if row.open_on:
         names = ", ".join(row.open_on[:_NAMED_MAX])
@@ -37,16 +47,16 @@ def _cells(row: StageRow) -> tuple[object, ...]:
         row.rank_count,
         _seconds(row.begins_s),
         _seconds(row.median_s),
+        _seconds(row.p99_s),
         _seconds(row.max_s),
-        "" if ratio is None else f"{ratio:.2f}",
         row.slowest_node if row.rank_count > 1 else "",
         human_bytes(row.bytes_moved) if row.bytes_moved else "",
         "; ".join(notes),
     )
 
 
-def _as_json(breakdown: Breakdown) -> dict[str, Any]:
-    result = asdict(breakdown)
+def _as_json(breakdown: Breakdown, analysis: Analysis) -> dict[str, Any]:
+    result = {**asdict(breakdown), "analysis": analysis_document(analysis)}
     rows = [(row, result["stages"][number]) for number, row in enumerate(breakdown.stages)]
     rows += [(row, result[key]) for key in ("total", "ready") if (row := getattr(breakdown, key))]
     for row, encoded in rows:
@@ -54,8 +64,8 @@ def _as_json(breakdown: Breakdown) -> dict[str, Any]:
     return result
 
 
-def _title(breakdown: Breakdown) -> str:
-    parts = [f"job {breakdown.job}"]
+def _title(breakdown: Breakdown, analysis: Analysis) -> str:
+    parts = [f"job {breakdown.job}: {headline(analysis)}"]
     parts += [f"submission {breakdown.submission}"] if breakdown.submission else []
     parts += [f"attempt {breakdown.attempt}", f"{breakdown.node_count} node(s)"]
     if breakdown.rank_count > breakdown.node_count:
@@ -102,12 +112,16 @@ def report(
             trace_file.write_text(json.dumps(to_chrome_trace(stages)), encoding="utf-8")
         except OSError as error:
             raise from_oserror(error, f"write the trace {trace_file}") from error
+    first_ns = min(stage.start_ns for stage in stages)
+    analysis = StartModel(tracks_of(of_the_start(stages), first_ns)).analyse()
     if as_json:
-        emit_json(_as_json(breakdown))
+        emit_json(_as_json(breakdown, analysis))
         return
     rows = [_cells(row) for row in breakdown.stages]
     if breakdown.total is not None:
         rows.append(_cells(breakdown.total))
     if breakdown.ready is not None:
         rows.append(("until ready", *_cells(breakdown.ready)[1:]))
-    emit_table(_COLUMNS, rows, title=_title(breakdown))
+    emit_table(_COLUMNS, rows, title=_title(breakdown, analysis))
+    for line in explain(analysis):
+        click.echo(printable(line))

@@ -21,10 +21,10 @@ from msgspec import Struct
 from bootseer.demo import image, root_file_system, wheels
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.profile.files import read_start
 from bootseer.settings.config import load_settings
 from bootseer.store import open_store
 from bootseer.store.limited import read_account
-from bootseer.timeline.files import read_start
 from bootseer.timeline.otlp import Stage
 
 _LAUNCH_TIMEOUT_S = 600.0

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, WAITED_FOR, Stage
+from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, START, WAITED_FOR, Stage
 
 LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
@@ -55,13 +55,27 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
 
     `origin_ns` is the instant that counts as zero, in nanoseconds since 1970.
     """
+    stages = list(stages)
+    launchers = {_node_of(stage): _rank_of(stage) for stage in stages if stage.name == START}
     by_process: dict[tuple[str, str], list[Stage]] = {}
     for stage in stages:
-        node = str(stage.resource.get("host.name", "?"))
-        by_process.setdefault((node, str(stage.resource.get(PROCESS, ""))), []).append(stage)
+        node, rank = _node_of(stage), _rank_of(stage)
+        # Training code that is not watched, and calls bootseer.stage() by itself.
+        other = "" if launchers.get(node, rank) == rank else f"rank {rank}"
+        process = str(stage.resource.get(PROCESS, other))
+        by_process.setdefault((node, process), []).append(stage)
     return [
         _track(node, process, found, origin_ns) for (node, process), found in by_process.items()
     ]
+
+
+def _node_of(stage: Stage) -> str:
+    return str(stage.resource.get("host.name", "?"))
+
+
+def _rank_of(stage: Stage) -> int:
+    rank = stage.resource.get("bootseer.rank", NO_RANK)
+    return rank if isinstance(rank, int) else NO_RANK
 
 
 def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Track:
@@ -70,12 +84,11 @@ def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Trac
         return Track(node, spans)
     # What the program itself notes says only which process it is.
     resource = max((stage.resource for stage in stages), key=len)
-    rank = resource.get("bootseer.rank", NO_RANK)
     return Track(
         node=node,
         spans=spans,
         role=str(resource.get(ROLE, "python")),
-        rank=rank if isinstance(rank, int) else NO_RANK,
+        rank=_rank_of(stages[0]),
         process=process,
         parent=str(resource.get(PARENT, "")),
     )

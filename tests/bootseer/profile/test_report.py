@@ -11,10 +11,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.profile.breakdown import break_down
+from bootseer.profile.files import read_start
+from bootseer.profile.views.chrome_trace import to_chrome_trace, tracks
 from bootseer.timeline import Timeline
-from bootseer.timeline.breakdown import break_down
-from bootseer.timeline.chrome_trace import to_chrome_trace, tracks
-from bootseer.timeline.files import read_start
 from bootseer.timeline.otlp import Stage
 
 _S = 10**9

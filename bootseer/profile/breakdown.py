@@ -3,12 +3,14 @@
 Times count from the first stage of the same node, by that node's clock: clocks of nodes differ.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from bootseer.timeline.otlp import READY, START, Stage
+from bootseer.profile.model.tracks import LAUNCHER
+from bootseer.timeline.otlp import PROCESS, READY, ROLE, START, Stage
 
 
 class StageRow(Struct, frozen=True):
@@ -26,6 +28,7 @@ class StageRow(Struct, frozen=True):
     begins_s: float
     """Median offset from the node's own start."""
     median_s: float | None
+    p99_s: float | None
     max_s: float | None
     slowest_node: str | None
     """As NODE/RANK."""
@@ -74,10 +77,14 @@ def _restart(stage: Stage) -> int:
 
 
 def _row(name: str, stages: Sequence[Stage], origin_ns: dict[str, int]) -> StageRow:
-    finished = [(stage.end_ns - stage.start_ns, stage) for stage in stages if stage.end_ns]
+    stages, everything = [*map(_merged, _by_process(stages))], stages
+    finished = sorted(
+        [(stage.end_ns - stage.start_ns, stage) for stage in stages if stage.end_ns],
+        key=lambda pair: pair[0],
+    )
     slowest = max(finished, key=lambda pair: pair[0], default=None)
     notes: dict[str, None] = {}
-    for stage in stages:
+    for stage in everything:
         fallback = stage.attributes.get("bootseer.fallback")
         for note in (str(fallback) if fallback else "", stage.message):
             if note:
@@ -89,16 +96,78 @@ def _row(name: str, stages: Sequence[Stage], origin_ns: dict[str, int]) -> Stage
         rank_count=len({_rank(stage) for stage in stages}),
         open_count=len(still_open),
         open_on=tuple(dict.fromkeys(still_open)),
-        failed_count=sum(stage.failed for stage in stages),
+        failed_count=sum(stage.failed for stage in everything),
         begins_s=statistics.median(
             (stage.start_ns - origin_ns[_host(stage)]) / 1e9 for stage in stages
         ),
         median_s=statistics.median(ns for ns, _ in finished) / 1e9 if finished else None,
+        p99_s=finished[math.ceil(0.99 * len(finished)) - 1][0] / 1e9 if finished else None,
         max_s=slowest[0] / 1e9 if slowest else None,
         slowest_node=_rank(slowest[1]) if slowest else None,
-        bytes_moved=sum(int(stage.attributes.get("bootseer.bytes", 0)) for stage in stages),
+        bytes_moved=sum(int(stage.attributes.get("bootseer.bytes", 0)) for stage in everything),
         notes=tuple(notes),
     )
+
+
+def _by_process(stages: Sequence[Stage]) -> Iterable[list[Stage]]:
+    found: dict[tuple[str, str], list[Stage]] = {}
+    for stage in stages:
+        found.setdefault((_rank(stage), str(stage.resource.get(PROCESS, ""))), []).append(stage)
+    return found.values()
+
+
+def _merged(stages: Sequence[Stage]) -> Stage:
+    """All that one process did under one name as one stage, as long as these together."""
+    first, *others = sorted(stages, key=lambda stage: stage.start_ns)
+    if any(stage.end_ns is None for stage in stages):
+        return first._replace(end_ns=None)
+    until = first.end_ns or 0
+    total = until - first.start_ns
+    for stage in others:
+        end = stage.end_ns or 0
+        total += max(0, end - max(stage.start_ns, until))
+        until = max(until, end)
+    return first._replace(end_ns=first.start_ns + total)
+
+
+def _names(stages: Iterable[Stage]) -> dict[str, list[Stage]]:
+    """The stages of each row: those of several programs are told apart where names are the same."""
+    stages = list(stages)
+    roles = _roles(stages)
+    by_name: dict[str, dict[str, list[Stage]]] = {}
+    for stage in stages:
+        role = roles.get(str(stage.resource.get(PROCESS, "")), "")
+        by_name.setdefault(stage.name, {}).setdefault(role, []).append(stage)
+    return {
+        name if len(found) == 1 else f"{name} ({role or LAUNCHER})": row
+        for name, found in by_name.items()
+        for role, row in found.items()
+    }
+
+
+def _roles(stages: Iterable[Stage]) -> dict[str, str]:
+    """The program of each process that is known."""
+    return {
+        str(stage.resource[PROCESS]): str(stage.resource[ROLE])
+        for stage in stages
+        if PROCESS in stage.resource and ROLE in stage.resource
+    }
+
+
+def _origins(stages: Iterable[Stage]) -> dict[str, Stage]:
+    """The first stage of each node."""
+    origins: dict[str, Stage] = {}
+    for stage in stages:
+        known = origins.setdefault(_host(stage), stage)
+        if stage.start_ns < known.start_ns:
+            origins[_host(stage)] = stage
+    return origins
+
+
+def of_the_start(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages without those of workers that were started again in place since."""
+    origins = _origins(stages)
+    return [stage for stage in stages if _restart(stage) <= _restart(origins[_host(stage)])]
 
 
 def break_down(stages: Iterable[Stage]) -> Breakdown | None:
@@ -106,15 +175,9 @@ def break_down(stages: Iterable[Stage]) -> Breakdown | None:
     everything = sorted(stages, key=lambda stage: stage.start_ns)
     if not everything:
         return None
-    origins: dict[str, Stage] = {}
-    for stage in everything:
-        origins.setdefault(_host(stage), stage)
+    origins = _origins(everything)
     origin_ns = {host: stage.start_ns for host, stage in origins.items()}
-    restarts = [_restart(stage) - _restart(origins[_host(stage)]) for stage in everything]
-    by_name: dict[str, list[Stage]] = {}
-    for stage, restart in zip(everything, restarts, strict=True):
-        if restart <= 0:
-            by_name.setdefault(stage.name, []).append(stage)
+    by_name = _names(of_the_start(everything))
     # It says when, not how long: what is asked is how long that took.
     ready = [
         stage._replace(start_ns=origin_ns[_host(stage)], end_ns=stage.start_ns)
@@ -131,7 +194,9 @@ def break_down(stages: Iterable[Stage]) -> Breakdown | None:
         trace_id=first.trace_id,
         node_count=len(origins),
         rank_count=max(row.rank_count for row in [*rows.values(), total, ready_row] if row),
-        restart_count=max(restarts),
+        restart_count=max(
+            _restart(stage) - _restart(origins[_host(stage)]) for stage in everything
+        ),
         total=total,
         ready=ready_row,
         stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),

@@ -1,0 +1,113 @@
+"""An explained start as lines for a terminal: one screen, however many nodes. Pure (no I/O)."""
+
+from collections.abc import Iterable, Iterator
+
+from bootseer.profile.model.analysis import Analysis
+from bootseer.profile.model.path import Segment
+from bootseer.profile.model.tracks import LAUNCHER
+
+# What takes less of the critical path than this is summed up.
+_SHARE_MIN = 0.02
+_PATH_MAX = 12
+_BLAME_MAX = 5
+_LOST_MAX = 3
+_STRAGGLERS_MAX = 8
+_LATE_MIN_S = 0.1
+
+
+def explain(analysis: Analysis) -> Iterator[str]:
+    """Critical path, who held whom, stragglers with causes, and what it would have been."""
+    yield from _path(analysis)
+    yield from _section("Who held the others", _blame(analysis))
+    yield from _section("Slower than their peers", _stragglers(analysis))
+    yield from _section("What it would have been", _what_ifs(analysis))
+    yield from _clocks(analysis)
+
+
+def headline(analysis: Analysis) -> str:
+    """How long it took until the last process was ready."""
+    if analysis.is_ready:
+        return f"ready after {analysis.ready_s:.1f} s"
+    return f"not ready; the last stage noted ended after {analysis.ready_s:.1f} s"
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    lines = list(lines)
+    if lines:
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in lines)
+
+
+def _path(analysis: Analysis) -> Iterator[str]:
+    shown, rest_s = _shortened(analysis)
+    lines = [f"{one.seconds:8.2f} s  {_of(one)}" for one in shown]
+    if lines and rest_s:
+        lines.append(f"{rest_s:8.2f} s  shorter ones together")
+    yield from _section("Critical path", lines)
+
+
+def _shortened(analysis: Analysis) -> tuple[list[Segment], float]:
+    """The segments worth a line, in order, and the seconds of the others."""
+    least = _SHARE_MIN * analysis.ready_s
+    worth = sorted(analysis.path, key=lambda one: -one.seconds)[:_PATH_MAX]
+    shown = [one for one in analysis.path if one in worth and one.seconds >= least]
+    return shown, sum(one.seconds for one in analysis.path) - sum(one.seconds for one in shown)
+
+
+def _of(segment: Segment) -> str:
+    role = "" if segment.role == LAUNCHER else f" ({segment.role})"
+    return f"{segment.label} on {_process(segment.node, segment.rank)}{role}"
+
+
+def _process(node: str, rank: int) -> str:
+    return f"{node}/{rank}" if rank >= 0 else node
+
+
+def _blame(analysis: Analysis) -> Iterator[str]:
+    causes = {one.node: one.cause for one in analysis.stragglers}
+    held = [one for one in analysis.blame if one.late_s >= _LATE_MIN_S]
+    for one in sorted(held, key=lambda one: -one.late_s)[:_BLAME_MAX]:
+        lost = ", ".join(f"{label} {seconds:.1f} s" for label, seconds in one.lost[:_LOST_MAX])
+        cause = causes.get(one.node)
+        why = f"; {cause.name}: {cause.evidence}" if cause and cause.evidence else ""
+        yield (
+            f"{one.barrier}: {_process(one.node, one.rank)} came {one.late_s:.1f} s after the "
+            f"median" + (f" (lost in {lost}{why})" if lost else "")
+        )
+
+
+def _stragglers(analysis: Analysis) -> Iterator[str]:
+    found = sorted(analysis.stragglers, key=lambda one: -one.lost_s)
+    for one in found[:_STRAGGLERS_MAX]:
+        worst = one.outliers[0]
+        why = f": {one.cause.evidence}" if one.cause.evidence else ""
+        yield (
+            f"{one.node}: {worst.label} took {worst.seconds:.1f} s, median {worst.peers_s:.1f} s; "
+            f"{one.cause.name}{why}"
+        )
+    if len(found) > _STRAGGLERS_MAX:
+        yield f"and {len(found) - _STRAGGLERS_MAX} more nodes (--json lists all)"
+
+
+def _what_ifs(analysis: Analysis) -> Iterator[str]:
+    for one in sorted(analysis.what_ifs, key=lambda one: -one.saved_s):
+        if one.saved_s >= 0.005 * analysis.ready_s:
+            yield (
+                f"{one.ready_s:8.2f} s  {one.name}  (-{one.saved_s:.1f} s, "
+                f"-{one.saved_gpu_hours:.2f} GPU-hours)"
+            )
+    yield f"the unchanged start replayed: {analysis.replay_error_s:+.3f} s off"
+
+
+def _clocks(analysis: Analysis) -> Iterator[str]:
+    off = {node: shift for node, shift in analysis.clocks.shift_s.items() if abs(shift) >= 1}
+    if off:
+        worst = max(off, key=lambda node: abs(off[node]))
+        yield ""
+        yield (
+            f"clocks of {len(off)} nodes are off by a second or more (most: {worst}, "
+            f"{-off[worst]:+.0f} s); corrected at barriers"
+        )
+    if analysis.clocks.apart and analysis.node_count > 1:
+        yield f"{len(analysis.clocks.apart)} nodes met no other: their clocks are taken as they are"
