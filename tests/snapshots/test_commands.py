@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +182,7 @@ def test_a_terminated_setup_ends_and_gives_its_lease_back(tmp_path: Path) -> Non
     command = ["snapshot", "run", "--target", str(tmp_path / "env"), "--", "sh", "-c", script]
     process = subprocess.Popen([sys.executable, "-m", "bootseer", *command], env=environ)
     try:
-        for _ in range(600):
-            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
-                break
-            time.sleep(0.05)
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         child = int((tmp_path / "pid").read_text())
         process.terminate()
         assert process.wait(30) == -signal.SIGTERM

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
 from tests.bootseer.blob.trees import packed, reader_of, state
 from tests.support.others import let_others_in
+from tests.support.waiting import wait_for
 
 NOBODY = 65534
 
@@ -195,10 +195,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
         child.send_signal(signal.SIGKILL)
         child.wait(timeout=30)
     # Its processes end by themselves, and until then they write, and hold the folder's lock.
-    deadline_s = time.monotonic() + 60
-    while is_session_alive(child.pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_for(lambda: not is_session_alive(child.pid), "their end", look_s=0.01)
     (left,) = (tmp_path / "targets").iterdir()
     assert left.name.startswith(".out.extracting-")
     # Young leftovers stay: they could belong to somebody who is just starting.

@@ -27,6 +27,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.store import FileInfo, Store, Writer, open_store
+from bootseer.store.objects import lease
 from bootseer.store.objects.uses import note_use, use_key
 from tests.bootseer.gc.collecting import (
     NOW,
@@ -38,6 +39,7 @@ from tests.bootseer.gc.collecting import (
     run_setups,
 )
 from tests.support.mounts.image_mounts import settings_at
+from tests.support.waiting import wait_for
 
 
 def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -> None:
@@ -136,7 +138,10 @@ def test_a_record_that_cannot_be_read_stops_the_collection(tmp_path: Path) -> No
     assert len(keys_of(settings, "blobs/")) == 1
 
 
-def test_only_one_collects_and_dead_leases_end(tmp_path: Path) -> None:
+def test_only_one_collects_and_dead_leases_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SKEW_S", 0.0)
     settings = settings_at(tmp_path)
     with open_store(settings.store_url) as store:
         dead = store.lease("leases/snapshots/dead", ttl_s=0.001, owner="x")
@@ -145,7 +150,7 @@ def test_only_one_collects_and_dead_leases_end(tmp_path: Path) -> None:
         assert alive is not None
         for name in ("dead", "alive"):
             os.utime(tmp_path / "store/leases/snapshots" / name, (1, 1))
-        time.sleep(2.1)  # the tolerance of clocks
+        wait_for(lambda: not dead.still_held)
         other = store.lease("leases/gc", ttl_s=60, owner="y")
         assert other is not None
         with other, pytest.raises(BusyError):

@@ -155,7 +155,6 @@ def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> Non
     mount = node.base / "mnt"
     with node.start("--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran") as process:
         wait_for(mount)
-        time.sleep(0.2)
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM

@@ -2,13 +2,13 @@
 
 import hashlib
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from bootseer.base.content_digest import content_digest
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
+from tests.support.waiting import wait_for
 
 CHUNK_BYTES = 64
 COUNT = 64
@@ -96,8 +96,7 @@ def open_when_joined(executor: Executor, gate: threading.Event) -> threading.Thr
     """Opens `gate` once a request waits for a chunk that another one is reading."""
 
     def wait() -> None:
-        while not (executor.statistics().joined_count or gate.is_set()):
-            time.sleep(0.001)
+        wait_for(lambda: executor.statistics().joined_count or gate.is_set(), look_s=0.001)
         gate.set()
 
     opener = threading.Thread(target=wait)

@@ -1,7 +1,6 @@
 """The executor against a store, and deliveries, that hang, fail and lie."""
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +25,7 @@ from tests.bootseer.transfer.faults import (
     fetch,
     open_when_joined,
 )
+from tests.support.waiting import wait_for
 
 
 def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
@@ -105,8 +105,7 @@ def test_a_lasting_fault_is_reported_and_kills_nothing(
     with pytest.raises(error):
         batch.wait(LONG_S)
     # The first failure was reported; who asks before the last one would share it.
-    while batch.remaining_count:
-        time.sleep(0.001)
+    wait_for(lambda: not batch.remaining_count, look_s=0.001)
     assert cache.arrived == []
     reader.always = None
     executor.submit([fetch(1, 2, 3)], cache.deliver).wait(LONG_S)

@@ -17,7 +17,7 @@ from bootseer.linux.waiting import wait_readable
 from bootseer.served.supervision.supervisor import RestartPolicy
 from tests.support.freezing import frozen
 from tests.support.mounts import fuse_mount
-from tests.support.waiting import wait_for
+from tests.support.waiting import wait_for, waiting_places
 
 pytestmark = pytest.mark.fuse
 
@@ -54,14 +54,15 @@ class Process:
 
     def worker(self, *, other_than: int = 0) -> int:
         """The pid of the process that serves under this supervisor."""
-        pid = self.process.pid
-        deadline = time.monotonic() + _DEADLINE_S
-        while time.monotonic() < deadline:
+        pid, found = self.process.pid, [0]
+
+        def find() -> bool:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            if children and int(children[0]) != other_than:
-                return int(children[0])
-            time.sleep(0.01)
-        raise AssertionError("there is no worker")
+            found[0] = int(children[0]) if children else 0
+            return found[0] not in (0, other_than)
+
+        wait_for(find, "a worker", look_s=0.01)
+        return found[0]
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=_DEADLINE_S)
@@ -265,13 +266,19 @@ def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
     with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
         reader = subprocess.Popen(["cat", mountpoint / "small"], stdout=subprocess.PIPE, text=True)
         worker = server.worker()
-        wait_for(lambda: any("folio" in place for place in _waiting_places(worker)))
+        _wait_until_stuck(source, worker)
         os.kill(worker, signal.SIGKILL)
         assert reader.communicate(timeout=_DEADLINE_S)[0] == "small"
         server.process.terminate()
         code, out, err = server.end()
         assert (code, out) == (0, "ended\n"), err
         assert "died (signal 9): restarting" in err
+
+
+def _wait_until_stuck(source: Path, worker: int) -> None:
+    # Before that it may wait for a page of its own program.
+    wait_for(lambda: not (source / "stick-once").exists(), "the read that sticks")
+    wait_for(lambda: any("folio" in place for place in waiting_places(worker)), "the page")
 
 
 def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(
@@ -284,17 +291,12 @@ def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(
         command = ["cat", str(mountpoint / "small")]
         reader = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         worker = server.worker()
-        wait_for(lambda: any("folio" in place for place in _waiting_places(worker)))
+        _wait_until_stuck(source, worker)
         server.process.kill()
         os.kill(worker, signal.SIGKILL)
         # With an error, or with what was stored.
         reader.wait(_DEADLINE_S)
         wait_for(lambda: not Path(f"/proc/{worker}").exists())
-
-
-def _waiting_places(pid: int) -> list[str]:
-    """In which function of the kernel each thread waits."""
-    return [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
 
 
 def test_a_server_with_a_bug_ends_its_readers_and_itself(source: Path, mountpoint: Path) -> None:

@@ -288,12 +288,13 @@ def test_exec_keeps_the_process_and_the_mounts_last_as_long(node: Node) -> None:
 import os, sys, time
 print(os.getpid(), os.environ["RANK"], "PYTHONPATH" in os.environ, os.path.exists("/etc/shadow"),
       flush=True)
-child = os.fork()
+parent, child = os.getpid(), os.fork()
 if child:
     print(child, flush=True)
     os._exit(5)
 # The job's own process is gone; what it left goes on reading.
-time.sleep(1)
+while os.getppid() == parent:
+    time.sleep(0.01)
 import decimal
 open("/seen/still-there", "w").close()
 time.sleep(600)

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from tests.support.mounts.image_mounts import index, settings_at, skip_unless_root
+from tests.support.waiting import wait_for
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -138,7 +138,12 @@ def test_a_tree_that_is_removed_meanwhile_is_extracted_again(
     fcntl.flock(fd, fcntl.LOCK_EX)
 
     def remove() -> None:
-        time.sleep(0.3)
+        inode = f":{tree.stat().st_ino} "
+        locks = Path("/proc/locks")
+        wait_for(
+            lambda: any("->" in one and inode in one for one in locks.read_text().splitlines()),
+            "somebody who waits for the lock",
+        )
         tree.rename(tree.with_name("removed-by-another"))
         os.close(fd)
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.prefetch.resolve.conftest import TARS, index, indexed_contents, sourc
 from tests.support.images.building import NASTY, Layout, Member, tar_of, write_layout
 from tests.support.images.pulled import Node, objects
 from tests.support.images.rootfs import odd_tree
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
@@ -65,8 +65,8 @@ def test_it_is_published_byte_for_byte_as_if_indexed(
 
 def unchanged(root: Path) -> Path:
     """Once the clock of change times has gone on since the last change."""
-    while change_time_ns() <= max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*"))):
-        time.sleep(0.005)
+    newest_ns = max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*")))
+    wait_for(lambda: change_time_ns() > newest_ns, "a tick of that clock", look_s=0.005)
     return root
 
 

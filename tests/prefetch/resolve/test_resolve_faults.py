@@ -2,8 +2,9 @@
 
 import shutil
 import subprocess
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.images.building import Layout
 from tests.support.images.pulled import Node, objects
 from tests.support.mounts.fuse_mount import require_root
 from tests.support.mounts.image_mounts import outside, start_outside
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
@@ -87,6 +89,10 @@ print(publish_node_image(node.settings, sys.argv[3]))
 """
 
 
+def _wait_unless_ended(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
+    wait_for(lambda: process.poll() is not None or condition(), look_s=0.001)
+
+
 def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a", 30_000_000), big("b", 30_000_000)], compression="gzip")
@@ -94,10 +100,7 @@ def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
     streams = node.settings.cache_dir / "streams-3"
     for _ in range(3):
         process = start_outside(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
-        deadline_s = time.monotonic() + 30
-        while not list(streams.glob("new-*/data")) and process.poll() is None:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        _wait_unless_ended(process, lambda: any(streams.glob("new-*/data")))
         process.kill()
         process.communicate()
         # Nothing is visible that is not whole.
@@ -107,6 +110,10 @@ def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
         )
     assert len(node.start(source_of(layout))[1]) == 6
     assert not list(streams.glob("new-*"))
+
+
+def _shows(store: Path, count: int) -> bool:
+    return visible_count(store) >= count
 
 
 def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
@@ -119,8 +126,7 @@ def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
     # One more object each time, up to the last.
     for count in range(1, 12):
         process = start_outside(PUBLISH, *arguments)
-        while process.poll() is None and visible_count(store) < count:
-            time.sleep(0.005)
+        _wait_unless_ended(process, partial(_shows, store, count))
         process.kill()
         process.communicate()
         check_records(store)

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -107,14 +108,17 @@ class Node:
 
     def last(self) -> dict[str, Any]:
         """What the process in the background did, once it has done it."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline_s:
+        ended: list[dict[str, Any]] = []
+
+        def find() -> bool:
             for path in (self.folder / "run" / "warm").glob("*.json"):
                 state: dict[str, Any] = json.loads(path.read_text())
                 if state["action"] in ("read", "recorded") and not _lives(state["pid"]):
-                    return state
-            time.sleep(0.02)
-        raise TimeoutError("warming does not end")
+                    ended.append(state)
+            return bool(ended)
+
+        wait_for(find, "the end of warming")
+        return ended[0]
 
     def shown(self, directory: Path, *options: object) -> dict[str, Any]:
         """`bootseer warm --show --json`, once nothing is under way any more."""

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from bootseer.snapshots.commands import restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from tests.snapshots.conftest import MakeNode
+from tests.support.waiting import wait_for
 
 
 def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: MakeNode) -> None:
@@ -56,12 +58,14 @@ def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: M
     assert run_setup(make_node("a"), request).changed_outside == ()
 
 
+def _differs(before_ns: int) -> bool:
+    return now_ns() != before_ns
+
+
 def _wait_for_tick() -> None:
     # Two: since Linux 6.13 a change may get a finer time than this clock shows.
     for _ in range(2):
-        before = now_ns()
-        while now_ns() == before:
-            time.sleep(0.001)
+        wait_for(partial(_differs, now_ns()), "a tick", look_s=0.001)
 
 
 def test_the_look_is_bounded_and_follows_no_links(

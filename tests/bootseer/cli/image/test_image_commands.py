@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from bootseer.store import open_store
 from tests.support.images.building import NASTY, Member, digest, tar_of, write_layout
 from tests.support.images.indexed import unsigned
 from tests.support.images.pulled import note_store
+from tests.support.waiting import wait_for
 
 RUN = {"Env": ["A=1"], "Cmd": ["python"]}
 
@@ -225,11 +225,7 @@ def test_an_interrupted_index_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
         text=True,
     )
     try:
-        deadline_s = time.monotonic() + 30
-        while not list(cli.store.glob(".tmp/*")):
-            assert child.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_for(lambda: list(cli.store.glob(".tmp/*")), "a temporary file", look_s=0.01)
         child.send_signal(signal.SIGINT)
         _, message = child.communicate(timeout=60)
     finally:

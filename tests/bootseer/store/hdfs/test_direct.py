@@ -2,7 +2,6 @@
 
 import random
 import socket
-import time
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from bootseer.store.hdfs.direct.direct_writer import StraightFile
 from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
 from bootseer.store.hdfs.writer import HdfsWriter
 from tests.support.servers import protobuf as pb
+from tests.support.waiting import wait_for
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -101,9 +101,12 @@ def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
     _write(writer, [BLOCK] * 2)
     straight = writer._straight
     assert straight is not None
-    while straight._block.confirmed_bytes < 2 * BLOCK:
-        time.sleep(0.01)
+
+    def is_confirmed() -> bool:
         straight.keep_alive()
+        return straight._block.confirmed_bytes == 2 * BLOCK
+
+    wait_for(is_confirmed, "both blocks")
     straight._block._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(UnavailableError):
         writer.write(bytes(BLOCK))

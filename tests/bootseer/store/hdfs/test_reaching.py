@@ -3,7 +3,6 @@
 import http.server
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.rpc.reaching import await_reachable
 from tests.hdfs.pair import NAME, pair_configuration, write_configuration
+from tests.support.waiting import wait_for
 
 
 def _unused_port() -> int:
@@ -78,8 +78,7 @@ def test_one_that_comes_back_meanwhile(caplog: pytest.LogCaptureFixture) -> None
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not caplog.messages:
-        time.sleep(0.01)
+    wait_for(lambda: caplog.messages, "the first failure")
     with socket.create_server(("127.0.0.1", port)):
         thread.join()
     assert result == [None]

@@ -5,7 +5,6 @@ import signal
 import string
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from bootseer.linux.removal import remove_tree
 from bootseer.store import Store, open_store
 from tests.bootseer.store.using import race
 from tests.support.trees import nest
+from tests.support.waiting import wait_for
 
 
 def left_behind(store: Store) -> list[str]:
@@ -139,8 +139,7 @@ def test_sweeps_only_what_is_old(store: Store) -> None:
         writer.write(b"x")
     assert store.sweep() == 0
     store.publish("key", b"kept")
-    time.sleep(0.05)
-    assert store.sweep(older_than_s=0) == 1
+    wait_for(lambda: store.sweep(older_than_s=0) == 1, "some age")
     assert left_behind(store) == []
     assert store.read("key") == b"kept"
 

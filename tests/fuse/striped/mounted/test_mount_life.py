@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
 from tests.support.mounts.fuse_mount import check_python, mounted, run
-from tests.support.waiting import wait_for
+from tests.support.waiting import wait_for, wait_until_it_reads
 
 pytestmark = pytest.mark.fuse
 
@@ -247,7 +246,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
             )
             check_python(code, mountpoint, deadline_s=30)
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
-            time.sleep(0.3)
+            wait_until_it_reads(reader.pid, mountpoint / "f")
             reader.kill()
             # Not by the deadline: the kernel's INTERRUPT ends the wait.
             assert reader.wait(20) == -signal.SIGKILL
@@ -290,7 +289,7 @@ def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) ->
         try:
             assert load.stdout is not None
             assert load.stdout.readline() == b"running\n"
-            time.sleep(0.5)
+            wait_for(lambda: len(os.listdir(mountpoint)) == 4, "all four files")
             mount.close(0.3)
             assert load.wait(60) == 0
         finally:

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +94,6 @@ def test_a_file_is_read_on_through_a_restart_of_the_namenode(
         hdfs.stop_namenode()
 
         def restart() -> None:
-            time.sleep(1.0)
             hdfs.start_namenode()
 
         thread = threading.Thread(target=restart)

@@ -20,6 +20,7 @@ from bootseer.fuse.striped.writing.placing.placement import Placement
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
 from tests.hdfs.cluster import MiniHdfs
+from tests.support.waiting import wait_for
 
 MIB = 2**20
 
@@ -121,8 +122,7 @@ def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> No
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(placement.choose, hang)
-        while not placement._turn.locked():
-            time.sleep(0.001)
+        wait_for(placement._turn.locked, look_s=0.001)
         assert placement.choose(lambda avoid: ("s0",)) == ()
         over.set()
         assert first.result() == ()

@@ -34,6 +34,7 @@ from tests.snapshots.support.mounted_jobs import (
 )
 from tests.support.mounts.image_mounts import outside
 from tests.support.mounts.snapshot_mounts import servers, wait_gone
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -102,8 +103,7 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
         pids.append(int(ask(state_dir, "status")["worker_pid"]))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    while any(start_time(pid) for pid in pids):
-        time.sleep(0.01)
+    wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", look_s=0.01)
     again = run_setup(node, request)
     assert (again.how, again.mode) == ("restored", node.restore_mode)
     assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"

@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,7 @@ def test_fsync_publishes_what_was_written_so_far(one: Driver, two: Driver) -> No
     one.pwrite(file, len(OLD), NEW)
     assert two.read("f") == OLD
     one.close(file)
-    time.sleep(1.1)
-    assert two.read("f") == OLD + NEW
+    wait_for(lambda: two.read("f") == OLD + NEW, "the commit")
 
 
 def test_many_fsyncs_do_not_pile_up_parts(one: Driver, two: Driver, tmp_path: Path) -> None:
@@ -76,8 +74,7 @@ def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, t
     one.fs.flush(CALLER, *file)
     assert two.read("f") == OLD
     one.close(file)
-    time.sleep(1.1)
-    assert two.read("f") == b""
+    wait_for(lambda: two.read("f") == b"", "the commit")
 
 
 def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
@@ -134,8 +131,7 @@ def test_renaming_a_file_that_is_being_written(one: Driver, two: Driver) -> None
     assert two.read("f") == NEW
     one.pwrite(file, len(NEW), b"more")
     one.close(file)
-    time.sleep(1.1)
-    assert two.read("f") == NEW + b"more"
+    wait_for(lambda: two.read("f") == NEW + b"more", "the commit")
     assert two.names("") == ["f"]
 
 
