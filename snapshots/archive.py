@@ -39,7 +39,7 @@ from bootseer.snapshots.targets.paths import target_path, text_of
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 from bootseer.store import Store
 
-_LIMITS = Limits()
+LIMITS = Limits()
 
 OnProgress = Callable[[int], None]
 
@@ -233,6 +233,6 @@ class _Expanded:
         if not self._rest:
             self._rest = next(self._pieces, b"")
             self._expanded_bytes += len(self._rest)
-            _LIMITS.check(self._read_bytes, self._expanded_bytes, "archive")
+            LIMITS.check(self._read_bytes, self._expanded_bytes, "archive")
         data, self._rest = self._rest[:size], self._rest[size:]
         return data

@@ -272,7 +272,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
         yield Finding("clock", Status.OK, f"within {max(skew_s, 1):.0f} s of the store's")
 
 
-_CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (
     ("kernel", _kernel),
     ("/dev/fuse", _fuse),
     ("containers", _containers),
@@ -308,4 +308,4 @@ def _run(
 
 def examine(settings: Settings) -> list[Finding]:
     """Every check's findings, in order. Never raises."""
-    return [finding for name, check in _CHECKS for finding in _run(name, check, settings)]
+    return [finding for name, check in CHECKS for finding in _run(name, check, settings)]

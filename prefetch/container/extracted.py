@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 _CONTAINER_PREFIX = "container-"
 _GONE_PREFIX = "removed-"
-_YOUNG_S = 60.0
+YOUNG_S = 60.0
 """An extraction that nobody has locked may be about to be."""
 _ATTEMPTS_MAX = 5
 """Each fails only when another start removes what this one has just made or found."""
@@ -198,7 +198,7 @@ def _remove_unused(base: Path, keep: Path) -> None:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Hidden: what is being extracted, or was when its process was killed.
-                if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < _YOUNG_S:
+                if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < YOUNG_S:
                     continue
                 gone = base / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
                 # At once: whoever is killed meanwhile leaves nothing that looks like an image.

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _LEASE_S = 120.0
 """Renewed while a layer is packed; after a crash others begin anew when it is over."""
 _OTHER_NODE_S = 3600.0
-_OTHER_NODE_POLL_S = 1.0
+OTHER_NODE_POLL_S = 1.0
 _PIECE_BYTES = 2**20
 """Small enough for an interrupt to take effect soon on a slow network."""
 _READ_BYTES = 8 * 2**20
@@ -104,7 +104,7 @@ class LayerPacker:
         deadline_s = time.monotonic() + _OTHER_NODE_S
         while (lease := self._lease(layer.digest)) is None:
             advance(0)
-            time.sleep(_OTHER_NODE_POLL_S)
+            time.sleep(OTHER_NODE_POLL_S)
             if found := stored_layer(self._store, layer):
                 return *found, False
             if time.monotonic() > deadline_s:

@@ -29,9 +29,9 @@ QUIET_S = 5.0
 """Without a fault for so long, a job computes and does not load."""
 _TURN_S = 1.0
 """Between two looks whether it is our turn."""
-_FAILED_PAUSE_S = 5.0
+FAILED_PAUSE_S = 5.0
 _FAILED_PAUSE_S_MAX = 300.0
-_WINDOW_BYTES = 64 * 2**20
+WINDOW_BYTES = 64 * 2**20
 """Planned at a time: an image may have millions of frames."""
 _ROOM_BYTES = 64 * 2**20
 """Between two looks at whether there is room."""
@@ -131,9 +131,9 @@ class Fill:
         # What a bundle brought comes first, to be compared.
         claimed = self._streams.claims.unproven()
         windows = [
-            (blob, start, min(_WINDOW_BYTES, stream.stream_length - start))
+            (blob, start, min(WINDOW_BYTES, stream.stream_length - start))
             for blob, stream in enumerate(self._streams.blobs)
-            for start in range(0, stream.stream_length, _WINDOW_BYTES)
+            for start in range(0, stream.stream_length, WINDOW_BYTES)
         ]
         # Nodes that were started together ask different servers of the store.
         first = random.randrange(len(windows)) if windows else 0
@@ -198,7 +198,7 @@ class Fill:
         self.state = "failing"
         if self._failures == 0:
             _log.warning("the background fill will try again later: %s", error)
-        pause_s = min(_FAILED_PAUSE_S * 2**self._failures, _FAILED_PAUSE_S_MAX)
+        pause_s = min(FAILED_PAUSE_S * 2**self._failures, _FAILED_PAUSE_S_MAX)
         self._failures = min(self._failures + 1, 10)
         if self._stopping.wait(pause_s):
             self.state = "stopped"

@@ -71,7 +71,7 @@ def capture(
     NoSpaceError; UnavailableError.
     """
     difference = diff(change.before, change.after)
-    paths = [path for path in difference.packed_paths() if not _is_device(change, path)]
+    paths = [path for path in difference.packed_paths() if not is_device(change, path)]
     others = Others()
     if base is not None:
         others = find_others(store, base, change.host, change.after, paths, rule)
@@ -126,7 +126,7 @@ def make_target(
     )
 
 
-def _is_device(change: Change, path: bytes) -> bool:
+def is_device(change: Change, path: bytes) -> bool:
     """Extractions refuse devices: one of them would make the whole snapshot useless."""
     mode = change.after[path].mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):

@@ -2,7 +2,7 @@
 
 The kernel sets a file's ctime at every change and nobody can set it back, so one look afterwards
 tells what has changed since the command began, by whomever. Looked at are the places where set-ups
-usually write, for at most `_LOOK_S` seconds and `_NAMES_MAX` names: it is a hint for people. What
+usually write, for at most `_LOOK_S` seconds and `NAMES_MAX` names: it is a hint for people. What
 other processes wrote meanwhile is left out as far as that can be told. Stateless; any thread.
 """
 
@@ -23,7 +23,7 @@ _LOOK_S = 1.5
 _LOOK_SHORT_S = 0.1
 # Only where something was found.
 _OPEN_LOOK_S = 0.3
-_NAMES_MAX = 200_000
+NAMES_MAX = 200_000
 
 # The likeliest first: what comes after the bounds are reached is not looked at.
 _SYSTEM = (
@@ -127,7 +127,7 @@ def changed_since(
                 and not _is_job_output(os.path.basename(path), job_id)
             ):
                 found.append(path)
-        if count > _NAMES_MAX or time.monotonic() > end:
+        if count > NAMES_MAX or time.monotonic() > end:
             return Outside(paths=_not_open(found), is_complete=False)
     return Outside(paths=_not_open(found), is_complete=True)
 

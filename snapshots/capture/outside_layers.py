@@ -16,7 +16,7 @@ from bootseer.snapshots.capture.outside import IGNORED_NAMES, IGNORED_PATHS, cac
 from bootseer.snapshots.catalogue.manifest import Outside
 from bootseer.snapshots.targets.upper_layer import WHITEOUT, Layers, Written, written
 
-_NAMES_MAX = 200_000
+NAMES_MAX = 200_000
 _TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
 _IGNORED = {os.fsencode(name) for name in IGNORED_NAMES}
 
@@ -55,7 +55,7 @@ class OutsideLayers:
         return b"/" if below == b"." else b"/" + below
 
     def _written(self) -> tuple[Writings, bool]:
-        return written(self._layers.upper, self._is_ignored, names_max=_NAMES_MAX)
+        return written(self._layers.upper, self._is_ignored, names_max=NAMES_MAX)
 
     def _is_ignored(self, path: bytes) -> bool:
         return (

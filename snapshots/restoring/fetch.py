@@ -28,12 +28,12 @@ from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering
 
 # Enough to keep eight streams busy while a thread is held up by a large file.
-_WINDOW_BYTES = 64 * 1024 * 1024
+WINDOW_BYTES = 64 * 1024 * 1024
 # Small, so that the first bytes are here soon although all fetches share the network; large enough
 # that a server's latency of some milliseconds does not count.
 _FETCH_BYTES = 1024 * 1024
 # Consumed runs kept for the neighbour that shares their frames.
-_KEPT_BYTES = 16 * 1024 * 1024
+KEPT_BYTES = 16 * 1024 * 1024
 
 
 class Run(Struct, frozen=True):
@@ -217,7 +217,7 @@ class FrameSource(Closing):
     def _let_go(self) -> None:
         """The memory of what was consumed longest ago is for others."""
         with self._lock:
-            while self._used_bytes > _KEPT_BYTES and len(self._used) > 1:
+            while self._used_bytes > KEPT_BYTES and len(self._used) > 1:
                 _, dropped = self._used.popitem(last=False)
                 self._used_bytes -= len(dropped)
                 if isinstance(dropped.obj, bytearray) and len(dropped.obj) == _FETCH_BYTES:
@@ -268,8 +268,8 @@ class FrameSource(Closing):
         wanted = []
         runs = self._plan.runs
         with self._lock:
-            room = _WINDOW_BYTES - self._ahead_bytes
-            if room < _WINDOW_BYTES // 8:
+            room = WINDOW_BYTES - self._ahead_bytes
+            if room < WINDOW_BYTES // 8:
                 return
             while self._next < len(runs) and room > 0:
                 number, chunk = self._next, runs[self._next].chunk

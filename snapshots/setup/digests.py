@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 # Of files that nobody declared: a word of the command may happen to name a data set.
-_GUESSED_BYTES_MAX = 256 * 1024 * 1024
+GUESSED_BYTES_MAX = 256 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _GUESSED_NAMES_MAX = 200_000
 _READ_BYTES = 1024 * 1024
@@ -40,7 +40,7 @@ def file_digest(path: Path, *, limited: bool) -> InputDigest:
     """Of a file's content; `limited`: of a guessed file's, of which the size and the end count if
     it is large. Raises: OSError."""
     size_bytes = path.stat().st_size
-    if limited and size_bytes > _GUESSED_BYTES_MAX:
+    if limited and size_bytes > GUESSED_BYTES_MAX:
         found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
         return InputDigest(f"end {found.value}", is_rough=True)
     return InputDigest(_content_digest(path))
@@ -80,7 +80,7 @@ def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputD
             file_count += 1
             size_bytes += info.st_size
             is_rough = is_rough or (
-                limited and (file_count > _GUESSED_FILES_MAX or size_bytes > _GUESSED_BYTES_MAX)
+                limited and (file_count > _GUESSED_FILES_MAX or size_bytes > GUESSED_BYTES_MAX)
             )
             if stat.S_ISREG(info.st_mode):
                 content = f"size {info.st_size}" if is_rough else _content_digest(path)

@@ -152,10 +152,11 @@ def test_all_that_a_case_starts_is_in_the_network(
         read = cluster.moved() - written
         assert cluster.rates == [50e6, 50e6]
         assert cluster.files("/x") == ["/x/data"]
-    # One block at replication 1 lies on one DataNode.
-    assert size_bytes < sum(written.written_bytes) < 1.05 * size_bytes
+    # One block at replication 1 lies on one DataNode. What comes on top depends on how full the
+    # packets of a busy machine are; twice the payload would be another copy.
+    assert size_bytes < sum(written.written_bytes) < 1.5 * size_bytes
     assert sum(written.read_bytes) < 0.1 * size_bytes
-    assert size_bytes < sum(read.read_bytes) < 1.05 * size_bytes
+    assert size_bytes < sum(read.read_bytes) < 1.5 * size_bytes
     assert sum(read.written_bytes) < 0.1 * size_bytes
 
 

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 MAX_FILES = 5_000_000
 MAX_BYTES = 1024**4
-_ABANDONED_AFTER_S = 60.0
+ABANDONED_AFTER_S = 60.0
 
 
 class ExtractResult(Struct, frozen=True):
@@ -235,7 +235,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A young one may belong to somebody who has not locked it yet.
-            if time.time() - os.fstat(fd).st_ctime > _ABANDONED_AFTER_S:
+            if time.time() - os.fstat(fd).st_ctime > ABANDONED_AFTER_S:
                 _log.warning("removing %s, left by an extraction that was killed", path)
                 remove_tree(path)
         except OSError:

@@ -26,7 +26,7 @@ _SYMLINKS_MAX = 40
 """As the kernel's own limit for one path."""
 _STEPS_MAX = 4096
 """Folders on the way to one member, those that links lead through included."""
-_MEMORY_BYTES_MAX = 4 * 2**30
+MEMORY_BYTES_MAX = 4 * 2**30
 """What the names and attributes of one archive may take while it is read: some four million files,
 or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
 _EMPTY_DIGEST = content_digest(b"")
@@ -219,10 +219,10 @@ class Unpacked:
 
     def _charge(self, memory_bytes: int) -> None:
         self._memory_bytes += memory_bytes
-        if self._memory_bytes > _MEMORY_BYTES_MAX:
+        if self._memory_bytes > MEMORY_BYTES_MAX:
             raise CorruptError(
                 "the tar archive's names and attributes would take more than "
-                f"{_MEMORY_BYTES_MAX >> 30} GiB of memory; split it into several layers"
+                f"{MEMORY_BYTES_MAX >> 30} GiB of memory; split it into several layers"
             )
 
     def _remove(self, path: bytes) -> list[bytes]:

@@ -12,7 +12,7 @@ from bootseer.errors import UnavailableError
 ATTEMPTS_MAX = 5
 """Rounds over all servers. With the waits between (0.2 + 0.4 + 0.8 + 1.6 s) some 3 s, which rides
 out a restart behind a load balancer, and gives way soon to a start without the registry."""
-_BASE_S = 0.2
+BASE_S = 0.2
 _CAP_S = 10.0
 
 STALL_S = 15.0
@@ -54,7 +54,7 @@ def retry_after_s(header: str | None, now: datetime) -> float:
 def backoff_s(failures_count: int) -> float:
     """How long to wait after so many failures in a row. Half of it is random, so that the nodes of
     a job, which all failed at once, do not all come back at once."""
-    wait_s = min(_CAP_S, _BASE_S * 2.0 ** min(failures_count - 1, 30))
+    wait_s = min(_CAP_S, BASE_S * 2.0 ** min(failures_count - 1, 30))
     return wait_s * (0.5 + random.random() / 2)
 
 

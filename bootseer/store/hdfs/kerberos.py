@@ -10,7 +10,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 
-_LIBRARY = "libgssapi_krb5.so.2"
+LIBRARY = "libgssapi_krb5.so.2"
 # GSSAPIError(codes, number, "general text: what it is about"): as Rust shows it.
 _ERROR = re.compile(r'GSSAPIError\(.*?, \d+, "(.*)', re.DOTALL)
 _GENERAL = re.compile(r".*(?:more information|unavailable or inaccessible|supplied): ?", re.DOTALL)
@@ -24,10 +24,10 @@ _REASON_MAX_CHARACTERS = 200
 def check_library() -> None:
     """Raises: UnsupportedError: this machine lacks what hdfs-native needs for Kerberos."""
     try:
-        ctypes.CDLL(_LIBRARY)
+        ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise UnsupportedError(
-            f"Kerberos needs {_LIBRARY}, which cannot be loaded: install libgssapi-krb5-2 (Debian) "
+            f"Kerberos needs {LIBRARY}, which cannot be loaded: install libgssapi-krb5-2 (Debian) "
             "or krb5-libs (Red Hat)"
         ) from error
 

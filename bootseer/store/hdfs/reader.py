@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # The tokens with which DataNodes let us read blocks are good for some hours (10 by default), and
 # hdfs-native asks for new ones only when it opens a file.
-_OPENED_S = 3600.0
+OPENED_S = 3600.0
 
 
 class HdfsReader:
@@ -49,7 +49,7 @@ class HdfsReader:
             return self._opened
 
     def _open(self) -> "tuple[FileReader, FileInfo, int]":
-        self._opened_until_s = time.monotonic() + _OPENED_S
+        self._opened_until_s = time.monotonic() + OPENED_S
         client, full = self._backend.client(), self._backend.full(self._path)
         reader = client.read(full)
         # In this order: what was replaced meanwhile does not look like what is read.

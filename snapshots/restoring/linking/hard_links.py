@@ -29,7 +29,7 @@ from bootseer.snapshots.restoring.linking.node_trees import (
 )
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored, names_to_record
 
-_SHARED_NAMES = 5000
+SHARED_NAMES = 5000
 """So many are worth a second process, which costs what a hundred do."""
 
 _Files = tuple[bytes, list[int]]
@@ -74,7 +74,7 @@ class _Links:
         try:
             made = self._make_directories()
             files = [(path, self._files_in(inode)) for inode, _, path in made]
-            own, others = _halves(files)
+            own, others = halves(files)
             with self._another(top, others):
                 self._link_all(top, own)
             for _, number, path in reversed(made):
@@ -169,11 +169,11 @@ class _Links:
                 os.close(source)
 
 
-def _halves(files: list[_Files]) -> tuple[list[_Files], list[_Files]]:
+def halves(files: list[_Files]) -> tuple[list[_Files], list[_Files]]:
     """What this process links to, and what another one does: nothing where that would not pay, or
     this one may not be copied."""
     counts = list(accumulate(len(numbers) for _, numbers in files))
-    if counts[-1] < _SHARED_NAMES or usable_cpus() == 1 or not may_fork():
+    if counts[-1] < SHARED_NAMES or usable_cpus() == 1 or not may_fork():
         return files, []
     cut = next(i for i, count in enumerate(counts, 1) if 2 * count >= counts[-1])
     return files[:cut], files[cut:]

@@ -13,7 +13,7 @@ from bootseer.store import Store
 from bootseer.store.abilities.opened import Attempt, HasDescriptor, open_reader
 
 # File systems of one disk, whose device numbers files show; any other is taken for a remote one.
-_LOCAL = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs", b"xfs"})
+LOCAL_KINDS = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs", b"xfs"})
 
 
 class LocalBlobs:
@@ -38,7 +38,7 @@ def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
     """The tree's blobs, if all of them are files of this node; else None, and the store is asked as
     any other. Raises: NotFoundError, UnavailableError."""
     readers: list[HasDescriptor] = []
-    devices = {one.device for one in mounts.mount_points() if one.kind in _LOCAL}
+    devices = {one.device for one in mounts.mount_points() if one.kind in LOCAL_KINDS}
     for blob in tree.blobs:
         reader = open_reader(store.backend, blob_key(blob.digest))
         if not isinstance(reader, HasDescriptor):

@@ -204,7 +204,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
     assert state(tmp_path / "targets/out") == state(source)
     subprocess.run(["rm", "-r", tmp_path / "targets/out"], check=True, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bootseer.blob.extract.extraction._ABANDONED_AFTER_S", -1.0)
+        patch.setattr("bootseer.blob.extract.extraction.ABANDONED_AFTER_S", -1.0)
         extract(tree, reader_of(blob), tmp_path / "targets/out")
     assert [path.name for path in (tmp_path / "targets").iterdir()] == ["out"]
 

@@ -64,7 +64,7 @@ def test_a_hung_check_ends_at_the_deadline(
         time.sleep(3600)
         return []
 
-    monkeypatch.setattr(doctor, "_CHECKS", (("store", hang),))
+    monkeypatch.setattr(doctor, "CHECKS", (("store", hang),))
     (finding,) = examine(replace(settings, deadline_s=0.1))
     assert finding.status is Status.FAIL
     assert "no answer within" in finding.seen

@@ -16,7 +16,7 @@ from tests.support.servers.registry import Registry, running_registry
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the waits between attempts: their length is tested by itself."""
-    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
 
 
 @pytest.fixture(scope="package")

@@ -29,7 +29,7 @@ SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
 
 
 @pytest.fixture

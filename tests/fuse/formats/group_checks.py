@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +165,11 @@ def load_and_tell(rank: int, url: str, fault: str, deadline_s: float) -> str:
     if is_last and fault == "raise":
         _at_piece(3, None)
     state = like(full_state())
-    start_s = time.monotonic()
     planner = _RefusingPlanner() if is_last and fault == "refuse" else None
     try:
         reader = _reader(url, settings=settings(deadline_s))
         dcp.load(state, storage_reader=reader, planner=planner)
     except BaseException as error:
-        assert time.monotonic() - start_s < 30, "it hung"
         return f"{type(error).__name__}: {error}"
     return "loaded"
 

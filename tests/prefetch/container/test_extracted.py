@@ -173,6 +173,6 @@ def test_what_a_killed_extraction_of_another_image_left_is_removed(
     left.mkdir(parents=True)
     assert words(settings, "one") == {"one", "20"}
     assert left.exists()
-    monkeypatch.setattr(extracted, "_YOUNG_S", 0.0)
+    monkeypatch.setattr(extracted, "YOUNG_S", 0.0)
     assert words(settings, "one") == {"one", "20"}
     assert not left.exists()

@@ -170,7 +170,7 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
 
 
 def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.prefetch.publish.layer_packing._OTHER_NODE_POLL_S", 0.05)
+    monkeypatch.setattr("bootseer.prefetch.publish.layer_packing.OTHER_NODE_POLL_S", 0.05)
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     nodes = [Node(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]

@@ -30,7 +30,7 @@ print(len(node.start(sys.argv[3])[1]))
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.http.retry._BASE_S", 0.02)
+    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_folders_that_are_replaced_again_and_again() -> None:
 
 
 def test_a_layer_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_pack, "_MEMORY_BYTES_MAX", 2**20)
+    monkeypatch.setattr(tar_pack, "MEMORY_BYTES_MAX", 2**20)
     deep = "/".join(["d"] * 1000)
     for members in (
         [Member(f"{n}") for n in range(2000)],

@@ -72,7 +72,7 @@ def yes(count: int = 0) -> bool:
 def test_it_begins_when_the_start_is_over_and_ends_when_all_is_here(
     streams: BlobStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill_module, "_WINDOW_BYTES", 1_000_000)
+    monkeypatch.setattr(fill_module, "WINDOW_BYTES", 1_000_000)
     over = threading.Event()
     asked: list[int] = []
 
@@ -131,7 +131,7 @@ def test_it_stops_where_there_is_no_room(streams: BlobStreams) -> None:
 def test_it_outlives_an_outage_of_the_store(
     streams: BlobStreams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill_module, "_FAILED_PAUSE_S", 0.05)
+    monkeypatch.setattr(fill_module, "FAILED_PAUSE_S", 0.05)
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
     fill.start()

@@ -87,7 +87,7 @@ def test_the_look_is_bounded_and_follows_no_links(
     assert str(tmp_path / "before") not in found.paths
     assert changed_since(since, ["/no/such"], []) == Outside(is_complete=True)
     assert not changed_since(since, [str(place)], [], look_s=-1).is_complete
-    monkeypatch.setattr(outside, "_NAMES_MAX", 10)
+    monkeypatch.setattr(outside, "NAMES_MAX", 10)
     assert not changed_since(since, [str(place)], []).is_complete
     assert Outside(is_complete=False).sentence() == ""
     many = Outside(paths=tuple(f"/d{number}/x" for number in range(9))).sentence()

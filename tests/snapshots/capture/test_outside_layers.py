@@ -111,7 +111,7 @@ def test_caches_temporary_files_and_the_targets_do_not_count(lower: Path) -> Non
 
 
 def test_the_look_is_bounded(lower: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_layers, "_NAMES_MAX", 5)
+    monkeypatch.setattr(outside_layers, "NAMES_MAX", 5)
     with overlay(lower) as layers:
         look = _begin(layers)
         for number in range(10):

@@ -114,8 +114,8 @@ def test_what_was_consumed_long_ago_can_be_read_again(
 ) -> None:
     """Its memory has been used for others meanwhile."""
     store, _, tree, content = packed
-    monkeypatch.setattr(fetch, "_KEPT_BYTES", 2**20)
-    monkeypatch.setattr(fetch, "_WINDOW_BYTES", 2**22)
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 2**20)
+    monkeypatch.setattr(fetch, "WINDOW_BYTES", 2**22)
     end = tree.blobs[0].frames[-1].offset
     with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
         for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_store_on_a_disk_of_this_node_is_read_as_files(
 ) -> None:
     store, _, tree, _ = packed
     if not is_near:
-        monkeypatch.setattr(local_blobs, "_LOCAL", frozenset())
+        monkeypatch.setattr(local_blobs, "LOCAL_KINDS", frozenset())
     elif local_blobs.find_local_blobs(store, tree) is None:
         pytest.skip("the tests' folder is on a file system that counts as far")
     (manifest,) = catalogue.list_all(store)

@@ -120,9 +120,9 @@ def test_of_a_large_tree_another_process_links_to_half(monkeypatch: pytest.Monke
     monkeypatch.setattr(hard_links, "usable_cpus", lambda: 2)
     monkeypatch.setattr(hard_links, "may_fork", lambda: True)
     files = [(b"", [0, 1]), (b"a", [4]), (b"b", list(range(5, 8)))]
-    assert hard_links._halves(files) == (files, [])
-    monkeypatch.setattr(hard_links, "_SHARED_NAMES", 6)
-    assert hard_links._halves(files) == (files[:2], files[2:])
+    assert hard_links.halves(files) == (files, [])
+    monkeypatch.setattr(hard_links, "SHARED_NAMES", 6)
+    assert hard_links.halves(files) == (files[:2], files[2:])
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["one-process", "another-process"])
@@ -130,7 +130,7 @@ def test_hard_links_and_a_tree_that_was_written_to(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, is_other: bool
 ) -> None:
     if is_other:
-        monkeypatch.setattr(hard_links, "_halves", lambda files: ([], files))
+        monkeypatch.setattr(hard_links, "halves", lambda files: ([], files))
     request, target = _zoo(tmp_path)
     original = describe(tmp_path / "zoo")
     node = replace(make_node("a"), restore_mode="hardlink")

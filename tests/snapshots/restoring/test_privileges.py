@@ -115,7 +115,7 @@ def test_device_nodes_are_refused_in_every_mode(
 ) -> None:
     """A capture leaves them out; this store was written by somebody else."""
     os.mknod(target / "disk", 0o666 | stat.S_IFBLK, os.makedev(8, 0))
-    monkeypatch.setattr(capture, "_is_device", lambda change, path: False)
+    monkeypatch.setattr(capture, "is_device", lambda change, path: False)
     manifest = create_snapshot(node, [str(target)])
     shutil.rmtree(target)
     asked = replace(node, restore_privileges=True)

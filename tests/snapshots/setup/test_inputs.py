@@ -122,7 +122,7 @@ def test_no_name_of_a_folder_hides_what_was_declared(tmp_path: Path, folder: str
 
 
 def test_large_files_decide_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_GUESSED_BYTES_MAX", 100_000)
+    monkeypatch.setattr(digests, "GUESSED_BYTES_MAX", 100_000)
     keys = set()
     for text in (b"1", b"2"):
         (tmp_path / "big.whl").write_bytes(b"x" * 200_000 + text)

@@ -126,9 +126,9 @@ class CloseOperations(MountTables):
             finally:
                 self._note_unfinished(handle)
             if writer.view is not None:
-                self._published(handle.node, writer.view)
+                self.published(handle.node, writer.view)
 
-    def _published(self, node: Node, view: FileView) -> None:
+    def published(self, node: Node, view: FileView) -> None:
         status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
         with self._lock:
             self._published_s = self._clock()

@@ -221,4 +221,4 @@ class FileOperations(CloseOperations):
             # The close of what emptied it may not have been heard of yet.
             for handle in known.handles:
                 handle.is_superseded = True
-            self._published(known, writer.view)
+            self.published(known, writer.view)

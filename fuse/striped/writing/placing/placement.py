@@ -15,7 +15,7 @@ from bootseer.fuse.striped.writing.placing.replica_groups import Group, choose_g
 
 # One part at a time is placed, so that each choice knows those before it. The others wait as long
 # as one after another is: on a busy node eight were seen to take longer than a single one may.
-_TURN_MAX_S = 2.0
+TURN_MAX_S = 2.0
 _ALL_WAIT_MAX_S = 10.0
 # How long it is believed that there are no other servers than those known.
 _ALL_KNOWN_S = 60.0
@@ -65,7 +65,7 @@ class Placement:
         end_s = time.monotonic() + _ALL_WAIT_MAX_S
         while True:
             turn_count = self._turn_count
-            if self._turn.acquire(timeout=_TURN_MAX_S):
+            if self._turn.acquire(timeout=TURN_MAX_S):
                 self._turn_count += 1
                 return True
             if self._turn_count == turn_count or time.monotonic() > end_s:

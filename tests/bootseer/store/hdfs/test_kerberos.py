@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.cli import main
-from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError, UnsupportedError
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedError,
+)
 from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.settings.config import load_config
 from bootseer.store import Store
@@ -61,15 +67,14 @@ def url(secure: SecureHdfs, tmp_path: Path) -> str:
 
 
 def failure(url: str) -> BootseerError:
-    """What looking at a folder ends with, long before the deadline."""
+    """What looking at a folder ends with, before the deadline."""
     backend = HdfsBackend(url, deadline_s=60)
-    begin_s = time.monotonic()
     try:
         with pytest.raises(BootseerError) as raised:
             backend.stat("")
     finally:
         backend.close()
-    assert time.monotonic() - begin_s < 60
+    assert not isinstance(raised.value, DeadlineError)
     return raised.value
 
 
@@ -224,7 +229,7 @@ def test_without_the_kerberos_library_the_reason_is_said(
     cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above."""
-    monkeypatch.setattr(hdfs_kerberos, "_LIBRARY", "libgssapi-of-nobody.so.2")
+    monkeypatch.setattr(hdfs_kerberos, "LIBRARY", "libgssapi-of-nobody.so.2")
     error = failure(url)
     assert isinstance(error, UnsupportedError)
     assert "libgssapi-of-nobody.so.2, which cannot be loaded: install" in str(error)
@@ -245,7 +250,7 @@ def test_a_file_that_stays_open_is_opened_again(
 ) -> None:
     """The tokens of its blocks expire after some hours, and hdfs-native then panicked."""
     secure.kinit(cache)
-    monkeypatch.setattr(hdfs_reader, "_OPENED_S", 0.0)
+    monkeypatch.setattr(hdfs_reader, "OPENED_S", 0.0)
     backend = HdfsBackend(url)
 
     def put(data: bytes) -> None:

@@ -240,7 +240,7 @@ def test_a_late_close_does_not_hide_a_truncation(
     one.fs.flush(CALLER, *emptied)
     close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
     published, shown, cut, done = (threading.Event() for _ in range(4))
-    show = one.fs._published
+    show = one.fs.published
 
     def published_late(node: Node, view: FileView) -> None:
         if threading.current_thread() is close:
@@ -255,7 +255,7 @@ def test_a_late_close_does_not_hide_a_truncation(
             cut.set()
             shown.wait(60)
 
-    monkeypatch.setattr(one.fs, "_published", published_late)
+    monkeypatch.setattr(one.fs, "published", published_late)
     node = one.node("f")
     close.start()
     assert published.wait(60)
