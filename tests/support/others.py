@@ -1,13 +1,19 @@
-"""Letting other users into a test's folders, which pytest makes private."""
+"""Folders of tests that other users of this machine may enter."""
 
-import stat
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def let_others_in(folder: Path) -> None:
-    """Whoever is on this machine may enter `folder` and list it, and walk down to it."""
+@contextmanager
+def folder_of_others() -> Iterator[Path]:
+    """Whoever is on this machine may enter it and list it. Not below pytest's, which is made
+    private again whenever somebody begins another session."""
+    folder = Path(tempfile.mkdtemp(prefix="bootseer-test-"))
     folder.chmod(0o755)
-    for parent in folder.parents:
-        mode = parent.stat().st_mode
-        if not mode & stat.S_IXOTH:
-            parent.chmod(stat.S_IMODE(mode) | 0o055)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

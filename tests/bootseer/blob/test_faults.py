@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
 from tests.bootseer.blob.trees import packed, reader_of, state
-from tests.support.others import let_others_in
+from tests.support.others import folder_of_others
 from tests.support.waiting import wait_for
 
 NOBODY = 65534
@@ -76,6 +77,12 @@ def test_sockets_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "socket s" in caplog.text
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_of_others() as folder:
+        yield folder
+
+
 def as_nobody(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     if os.geteuid():
         pytest.skip("changing the user needs root")
@@ -98,7 +105,6 @@ def as_nobody(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    let_others_in(tmp_path)
     (tmp_path / "in/d").mkdir(parents=True)
     (tmp_path / "in/d/secret").write_bytes(b"x")
     (tmp_path / "in/d/secret").chmod(0o600)
@@ -116,7 +122,6 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_extraction_without_privileges(tmp_path: Path) -> None:
-    let_others_in(tmp_path)
     (tmp_path / "in/read-only").mkdir(parents=True)
     (tmp_path / "in/read-only/file").write_bytes(b"content")
     (tmp_path / "in/set-id").write_bytes(b"program")

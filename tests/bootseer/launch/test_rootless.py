@@ -3,13 +3,14 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.bootseer.launch.harness import Node
 from tests.support.mounts.fuse_mount import require_fuse
-from tests.support.others import let_others_in
+from tests.support.others import folder_of_others
 
 pytestmark = pytest.mark.fuse
 
@@ -19,6 +20,12 @@ PRIVATE_DEVICE = """
 mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
 mount --bind /mnt/fuse /dev/fuse && exec "$@"
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_of_others() as folder:
+        yield folder
 
 
 def unprivileged(node: Node) -> tuple[str, ...]:
@@ -31,7 +38,6 @@ def unprivileged(node: Node) -> tuple[str, ...]:
         pytest.skip("this kernel has no user namespaces")
     if os.geteuid() != 0:
         return ()
-    let_others_in(node.base)
     subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)
     user = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups")
     read = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")

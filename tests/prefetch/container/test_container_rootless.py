@@ -13,7 +13,7 @@ import pytest
 from bootseer.settings.config import Settings
 from tests.support.images.rootfs import python_root
 from tests.support.mounts.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
-from tests.support.others import let_others_in
+from tests.support.others import folder_of_others
 
 pytestmark = pytest.mark.fuse
 
@@ -21,7 +21,7 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+def settings() -> Iterator[Settings]:
     skip_unless_fuse()
     if not shutil.which("fusermount3"):
         pytest.skip("mounting without root needs fusermount3")
@@ -30,16 +30,15 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     limit = Path("/proc/sys/user/max_user_namespaces")
     if not limit.exists() or not int(limit.read_text()):
         pytest.skip("this kernel has no user namespaces")
-    base = tmp_path_factory.mktemp("rootless")
-    settings = settings_at(base)
-    index(settings, python_root(base / "root"), "py:1")
-    if os.geteuid() == 0:
-        let_others_in(base)
-        for name in ("store", "cache", "run"):
-            (base / name).mkdir(exist_ok=True)
-            subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", base / name], check=True)
-    yield settings
-    sweep_everything(settings)
+    with folder_of_others() as base:
+        settings = settings_at(base)
+        index(settings, python_root(base / "root"), "py:1")
+        if os.geteuid() == 0:
+            for name in ("store", "cache", "run"):
+                (base / name).mkdir(exist_ok=True)
+                subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", base / name], check=True)
+        yield settings
+        sweep_everything(settings)
 
 
 def as_nobody(command: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
 from tests.support.mounts.fuse_mount import check_python, mounted, require_root, short_options
 from tests.support.mounts.slow_fs import SlowFileSystem
-from tests.support.others import let_others_in
+from tests.support.others import folder_of_others
 
 _NOBODY = 65534
 # What the package's data file makes: each of 128 pages lies by itself.
@@ -124,11 +124,16 @@ def test_an_overlay_is_warmed_through_its_lower_files(
         os.close(fd)
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_of_others() as folder:
+        yield folder
+
+
 @pytest.mark.root
 def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
-    let_others_in(tmp_path)
     evict(source)
     ours, theirs = os.pipe()
     child = os.fork()
