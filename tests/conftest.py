@@ -23,6 +23,10 @@ settings.load_profile("bootseer")
 
 
 def pytest_configure() -> None:
+    reset_signals()
+
+
+def reset_signals() -> None:
     """Signals as a login has them: `nohup make test &` ignores some, which all that the tests start
     would inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

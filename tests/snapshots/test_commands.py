@@ -189,7 +189,7 @@ def test_a_terminated_setup_ends_and_gives_its_lease_back(tmp_path: Path) -> Non
     finally:
         process.kill()
         process.wait()
-    assert not Path(f"/proc/{child}").exists()
+    wait_for(lambda: not Path(f"/proc/{child}").exists(), "the end of what was killed")
     assert [path for path in (tmp_path / "store/leases").rglob("*") if path.is_file()] == []
 
 

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.conftest import reset_signals
 from tests.soak.faults import draw_fault
 from tests.soak.jobs import Job, start_job
 from tests.soak.remains import final_findings, run, settle
@@ -101,6 +103,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "bootseer-soak"))
     arguments = parser.parse_args()
+    reset_signals()
+    # Stopped in either way it leaves nothing behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := missing_tools():
         print(f"skipped: the soak needs {', '.join(missing)}")
         return 0

@@ -114,8 +114,7 @@ def _stop(site: Site, user: User, generator: random.Random, after_s: float, for_
 def _keep_stopped(
     site: Site, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
-    """Workers are stopped again whenever they are told to continue: longer than any may be silent,
-    so that who watches them replaces them."""
+    """Workers are stopped again whenever they are told to continue, and answer in between."""
     is_over = threading.Event()
     thread: list[threading.Thread] = []
 
@@ -163,7 +162,9 @@ def _freeze(
 
     who = "all" if is_all else "workers"
     name = f"{who} of {user.uid} frozen by {chosen.top}"
-    return Fault(name, after_s, generator.choice([2, 5]) * for_s, begin, stack.close)
+    # Workers longer than any may be silent: they are killed and replaced.
+    lasts_s = generator.choice([2, 5]) * for_s if is_all else 9 + 2 * for_s
+    return Fault(name, after_s, lasts_s, begin, stack.close)
 
 
 def _hdfs_fault(

@@ -21,12 +21,16 @@ Drawn: TypeAlias = tuple[list[str], str, tuple[str, str] | None]
 # Imports all, may write, then reads again for a while: others of this node come and go meanwhile.
 CHECK_ENVIRONMENT = """
 import importlib, os, sys, time
+parent = os.getppid()
+def fail(what):
+    # What a job that was killed left behind sees the folder without the job's mount.
+    sys.exit(f"WRONG BYTES: {what}" if os.getppid() == parent else "the job was killed")
 target, version, writes, ends = *sys.argv[1:4], time.monotonic() + float(sys.argv[4])
 sys.path.insert(0, target)
 for number in range(150):
     part = importlib.import_module(f"soaked.part_{number:03}")
     if part.VERSION != version or part.TEXT != "x" * 3000:
-        sys.exit(f"WRONG BYTES: {part.__file__} is of version {part.VERSION}")
+        fail(f"{part.__file__} is of version {part.VERSION}")
 if writes == "writes":
     with open(f"{target}/soaked/written-by-{os.getpid()}", "w") as file:
         file.write("something")
@@ -35,7 +39,7 @@ while time.monotonic() < ends:
     for number in range(150):
         path = f"{target}/soaked/part_{number:03}.py"
         if open(path).read() != wanted:
-            sys.exit(f"WRONG BYTES: {path} is another one now")
+            fail(f"{path} is another one now")
     time.sleep(0.1)
 print("right", flush=True)
 """

@@ -33,17 +33,11 @@ def waiting_places(pid: int) -> list[str]:
     return found
 
 
-def wait_until_it_reads(pid: int, path: Path) -> None:
-    """Until a process has a file open and waits for what the file's server answers."""
+def wait_until_it_asks(pid: int) -> None:
+    """Until a process waits for what a file system's server answers."""
     wait_for(
-        lambda: path in _open_files(pid) and any(one.strip("0") for one in waiting_places(pid)),
-        f"a read of {path}",
+        lambda: any(
+            part in place for place in waiting_places(pid) for part in ("answer", "fuse", "folio")
+        ),
+        f"a request of process {pid}",
     )
-
-
-def _open_files(pid: int) -> list[Path]:
-    found = []
-    for path in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            found.append(path.readlink())
-    return found

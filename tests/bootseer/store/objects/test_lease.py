@@ -87,13 +87,14 @@ def test_who_waits_needs_no_clock_of_the_holders(
         patched.setattr(time, "time_ns", lambda: now_ns + 24 * 3600 * 10**9)
         dead = hold(store, ttl_s=0.2)
     watch = LeaseWatch()
-    for _ in range(500):
+    taken: list[Lease] = []
+
+    def is_taken() -> bool:
         assert store.lease("leases/x", ttl_s=60, owner="asks once") is None
-        held = store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)
-        if held is not None:
-            break
-        time.sleep(0.02)
-    assert held is not None
+        taken.extend(filter(None, [store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)]))
+        return bool(taken)
+
+    wait_for(is_taken, "the end of the dead lease")
     assert not dead.still_held
     with pytest.raises(BusyError):
         dead.renew()

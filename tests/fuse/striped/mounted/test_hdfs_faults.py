@@ -11,7 +11,7 @@ import pytest
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from tests.fuse.striped.support.mounting import BIG, checkpoints, end, settings_in, shell
 from tests.hdfs.cluster import MiniHdfs
-from tests.support.waiting import wait_until_it_reads
+from tests.support.waiting import wait_until_it_asks
 
 pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
 
@@ -98,7 +98,7 @@ def test_a_frozen_cluster_can_be_unmounted(
         hdfs.pause()
         try:
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
-            wait_until_it_reads(reader.pid, mountpoint / "f")
+            wait_until_it_asks(reader.pid)
             mount.close(1.0)
             assert reader.wait(60) != 0
         finally:

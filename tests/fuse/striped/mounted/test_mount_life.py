@@ -26,7 +26,7 @@ from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
 from tests.support.mounts.fuse_mount import check_python, mounted, run
-from tests.support.waiting import wait_for, wait_until_it_reads
+from tests.support.waiting import wait_for, wait_until_it_asks
 
 pytestmark = pytest.mark.fuse
 
@@ -246,7 +246,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
             )
             check_python(code, mountpoint, deadline_s=30)
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
-            wait_until_it_reads(reader.pid, mountpoint / "f")
+            wait_until_it_asks(reader.pid)
             reader.kill()
             # Not by the deadline: the kernel's INTERRUPT ends the wait.
             assert reader.wait(20) == -signal.SIGKILL

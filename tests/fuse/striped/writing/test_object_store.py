@@ -21,6 +21,7 @@ from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import checkpoints, shell
 from tests.support.servers.s3 import s3_server
+from tests.support.waiting import wait_for
 
 DATA = random.Random(8).randbytes(20 * UNIT + 77)
 OTHER = random.Random(9).randbytes(17 * UNIT + 5)
@@ -145,11 +146,12 @@ def test_a_save_that_is_killed_leaves_only_garbage(s3_url: str) -> None:
         "driver = Driver(storage_on(open_backend(sys.argv[1])))\n"
         "file = driver.open('d/f', os.O_WRONLY | os.O_CREAT)\n"
         "for number in range(16): driver.pwrite(file, number * UNIT, bytes(UNIT))\n"
-        "time.sleep(0.3); print('half', flush=True); time.sleep(60)\n"
+        "print('half', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, s3_url], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"half\n"
+    wait_for(lambda: list(find_garbage(backend, "d")), "a part in the store")
     process.send_signal(signal.SIGKILL)
     process.wait(20)
     process.stdout.close()
