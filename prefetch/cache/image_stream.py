@@ -49,9 +49,7 @@ class ImageStream:
         claimed = self._claimed
         if claimed is None:
             return False
-        return claimed.has(offset, length) or all(
-            claimed.has(*gap) for gap in self.proven.missing(offset, length)
-        )
+        return all(claimed.has(*gap) for gap in self.proven.missing(offset, length))
 
     def holds(self, offset: int, length: int) -> bool:
         """As `StreamCache.holds`, of either kind."""
@@ -60,9 +58,7 @@ class ImageStream:
         claimed = self._claimed
         if claimed is None:
             return False
-        return claimed.holds(offset, length) or all(
-            claimed.holds(*gap) for gap in self.proven.missing(offset, length)
-        )
+        return all(claimed.holds(*gap) for gap in self.proven.missing(offset, length))
 
     def holds_now(self, offset: int, length: int) -> bool:
         """As `StreamCache.holds_now`, where all is of one kind."""
@@ -101,21 +97,23 @@ class ImageStream:
 
     # ---- reading and writing --------------------------------------------------------------
 
-    def read(self, offset: int, length: int) -> bytes:
-        """The bytes, which `has` must have said are here. Raises: OSError."""
+    def get(self, offset: int, length: int) -> bytes | memoryview | None:
+        """The bytes where `has` says that all of them are here, else None. Raises: OSError."""
+        data = self.proven.get(offset, length)
         claimed = self._claimed
-        if claimed is None or self.proven.holds_now(offset, length):
-            return self.proven.read(offset, length)
+        if data is not None or claimed is None:
+            return data
         pieces = []
         position, end = offset, offset + length
         for start, stop in _within(offset, end, self.proven.missing(offset, length)):
             if position < start:
-                pieces.append(self.proven.read(position, start - position))
-            pieces.append(claimed.read(start, stop - start))
+                pieces.append(self.proven.get(position, start - position))
+            pieces.append(claimed.get(start, stop - start))
             position = stop
         if position < end:
-            pieces.append(self.proven.read(position, end - position))
-        return b"".join(pieces)
+            pieces.append(self.proven.get(position, end - position))
+        found = [piece for piece in pieces if piece is not None]
+        return b"".join(found) if len(found) == len(pieces) else None
 
     def read_ahead(self, offset: int, length: int) -> None:
         """As `StreamCache.read_ahead`."""
@@ -136,10 +134,8 @@ class ImageStream:
             end = offset + len(content)
             for start, stop in _within(offset, end, claimed.here(offset, len(content))):
                 # What the disk has damaged was nobody's claim.
-                if (
-                    claimed.has(start, stop - start)
-                    and claimed.read(start, stop - start) != content[start - offset : stop - offset]
-                ):
+                data = claimed.get(start, stop - start)
+                if data is not None and bytes(data) != content[start - offset : stop - offset]:
                     raise CorruptError(
                         f"bytes {start} to {stop} of a stream are not those of the image"
                     )

@@ -135,10 +135,9 @@ class StreamCache:
             self._check.settle(offset, length)
         if self._present.lacks(offset, length):
             return False
-        if not self._check.is_due(offset, length):
-            return True
-        self._check.check(offset, length)
-        return not self._present.lacks(offset, length)
+        return (
+            not self._check.is_due(offset, length) or self._check.read(offset, length) is not None
+        )
 
     def holds(self, offset: int, length: int) -> bool:
         """As `has`, but believes the map, and reads only after a crash of the machine: for who
@@ -171,17 +170,30 @@ class StreamCache:
 
     # ---- reading and writing --------------------------------------------------------------
 
+    def get(self, offset: int, length: int) -> bytes | memoryview | None:
+        """The bytes where `has` says that all of them are here, else None. Raises: OSError."""
+        if self._check.has_doubts(offset, length):
+            self._check.settle(offset, length)
+        if self._present.lacks(offset, length):
+            return None
+        data: bytes | memoryview | None
+        if self._check.is_due(offset, length):
+            data = self._check.read(offset, length)
+        else:
+            data = os.pread(self._data_fd, length, offset)
+        if data is not None and len(data) != length:
+            raise OSError(errno.EIO, f"{self.directory}/data is shorter than its map says")
+        return data
+
     def read(self, offset: int, length: int) -> bytes:
         """The bytes, of which `has` or `holds` must have said that they are here. Raises: OSError;
         CorruptError where they turn out to be damaged."""
-        if self._check.is_due(offset, length) and not self.has(offset, length):
+        data = self.get(offset, length)
+        if data is None:
             raise CorruptError(
                 f"{self.directory}/data is not as it was written: the disk has damaged it"
             )
-        data = os.pread(self._data_fd, length, offset)
-        if len(data) != length:
-            raise OSError(errno.EIO, f"{self.directory}/data is shorter than its map says")
-        return data
+        return bytes(data)
 
     def read_ahead(self, offset: int, length: int) -> None:
         """Have the kernel bring bytes from the disk into memory, without waiting. Only a hint: it

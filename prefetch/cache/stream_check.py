@@ -45,7 +45,7 @@ class StreamCheck:
         self._data_fd = data_fd
         self._sums_fd = sums_fd
         self._marking = threading.Lock()
-        self._logs: list[Sums] = []
+        self._logs: tuple[Sums, ...] = ()
         self._log_bytes = 0
         self._is_suspect = present.is_suspect
         # Zeros that take no memory before they are written.
@@ -74,26 +74,51 @@ class StreamCheck:
         end = -(-(offset + length) // SECTOR_BYTES)
         return self._checked.find(_UNCHECKED, offset // SECTOR_BYTES, end) >= 0
 
-    def check(self, offset: int, length: int) -> None:
-        """Compare what is due of `[offset, offset + length)`, all of which is present; what no
-        checksum proves is absent from then on."""
-        first, end = sectors_of(offset, length)
+    def read(self, offset: int, length: int) -> memoryview | None:
+        """`[offset, offset + length)`, all of which is present, once what is due of it is compared.
+        What no checksum proves is absent from then on, and then this is None."""
         damaged: set[Sum] = set()
-        for is_again in (False, True):
+        for is_again in (False, True) if self._logs else (True,):
             # What other processes wrote since is in the log's end.
-            for sums in self._sums(with_end=is_again):
-                for one in sums.covering(offset, length):
-                    start, stop = sectors_of(one.offset, one.length)
-                    if self._checked.find(_UNCHECKED, max(start, first), min(stop, end)) < 0:
-                        continue
-                    if one not in damaged and self._is_intact(one):
-                        self._checked[start:stop] = _CHECKED * (stop - start)
-                    else:
-                        damaged.add(one)
+            due = self._due_sums(offset, length, with_end=is_again)
+            # One read for what is compared and what is wanted.
+            start = min([offset, *[one.offset for one in due]])
+            data = self._read(start, max([offset + length, *map(_end_of, due)]))
+            damaged.update([one for one in due if not self._compare(one, data, start)])
             if not self.is_due(offset, length):
-                break
-        if not damaged and not self.is_due(offset, length):
-            return
+                if damaged:
+                    self._forget(offset, length, damaged)
+                return data[offset - start : offset - start + length]
+        self._forget(offset, length, damaged)
+        return None
+
+    def _due_sums(self, offset: int, length: int, *, with_end: bool) -> list[Sum]:
+        """Those that are about a part of `[offset, offset + length)` which is due."""
+        end = offset + length
+        return [
+            one
+            for sums in self._sums(with_end=with_end)
+            for one in sums.covering(offset, length)
+            if self.is_due(start := max(one.offset, offset), min(_end_of(one), end) - start)
+        ]
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        """As far as the disk gives it."""
+        try:
+            return memoryview(os.pread(self._data_fd, stop - start, start))
+        except OSError:
+            return memoryview(b"")
+
+    def _compare(self, one: Sum, data: memoryview, start: int) -> bool:
+        """Whether the stream's bytes from `start` on prove `one`, which then is due no more."""
+        begin = one.offset - start
+        if not matches(data[begin : begin + one.length], one):
+            return False
+        first, end = sectors_of(one.offset, one.length)
+        self._checked[first:end] = _CHECKED * (end - first)
+        return True
+
+    def _forget(self, offset: int, length: int, damaged: set[Sum]) -> None:
         _log.warning(
             "bytes %d to %d of %s/data do not match their checksums: the disk has damaged them; "
             "they are fetched again",
@@ -104,7 +129,7 @@ class StreamCheck:
         with self._marking:
             for one in damaged:
                 self._forget_unchecked(*sectors_of(one.offset, one.length))
-            self._forget_unchecked(first, end)
+            self._forget_unchecked(*sectors_of(offset, length))
 
     def _forget_unchecked(self, first: int, end: int) -> None:
         while (lost := self._checked.find(_UNCHECKED, first, end)) >= 0:
@@ -114,10 +139,10 @@ class StreamCheck:
 
     def _sums(self, *, with_end: bool = True) -> tuple[Sums, ...]:
         """The log, in parts; `with_end`: as far as it has been written by now."""
-        with self._marking:
-            if with_end:
+        if with_end:
+            with self._marking:
                 self._read_end()
-            return tuple(self._logs)
+        return self._logs
 
     def _read_end(self) -> None:
         size = os.fstat(self._sums_fd).st_size
@@ -125,20 +150,17 @@ class StreamCheck:
         if stop <= self._log_bytes:
             return
         if len(self._logs) >= _LOGS_MAX:
-            self._logs, self._log_bytes = [], 0
+            self._logs, self._log_bytes = (), 0
         try:
             log = os.pread(self._sums_fd, stop - self._log_bytes, self._log_bytes)
         except OSError as error:
             _log.warning("cannot read %s/sums: %s", self._directory, error)
             return
         self._log_bytes += len(log)
-        self._logs.append(Sums(log, self._stream_length))
+        self._logs = (*self._logs, Sums(log, self._stream_length))
 
     def _is_intact(self, one: Sum) -> bool:
-        try:
-            return matches(os.pread(self._data_fd, one.length, one.offset), one)
-        except OSError:
-            return False
+        return matches(self._read(one.offset, _end_of(one)), one)
 
     # ---- after a crash --------------------------------------------------------------------
 
@@ -210,3 +232,7 @@ class StreamCheck:
             self.settle(start, length)
         self.verify_all()
         return max(0, before - self._present.count_bytes())
+
+
+def _end_of(one: Sum) -> int:
+    return one.offset + one.length

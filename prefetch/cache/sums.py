@@ -59,52 +59,49 @@ def append_sums(fd: int, records: bytes) -> None:
 class Sums:
     """The records of a log, or of a part of one, by offset.
 
-    Kept as columns, and each record is checked when it is asked for: a log of 100,000 records, as a
-    large layer has, is read in a twentieth of a second.
+    Kept as it is, with an order, and each record is checked when it is asked for: a log of 100,000
+    records, as a large layer has, is read in a twentieth of a second.
     """
 
     def __init__(self, log: bytes, stream_length: int) -> None:
         """What does not check is left out: the last records before a crash, and lost pages."""
-        fields = array("Q")
-        fields.frombytes(memoryview(log)[: len(log) // RECORD_BYTES * RECORD_BYTES])
+        self._log = log[: len(log) // RECORD_BYTES * RECORD_BYTES]
+        self._stream_length = stream_length
+        fields = array("Q", self._log)
         if sys.byteorder == "big":
             fields.byteswap()
-        self._fields = fields
-        self._stream_length = stream_length
         offsets = fields[0::4]
         order = sorted(range(len(offsets)), key=offsets.__getitem__)
         self._order = array("Q", order)
         self._starts = array("Q", map(offsets.__getitem__, order))
 
     def __iter__(self) -> Iterator[Sum]:
-        for number in self._order:
-            one = self._sum(number)
-            if one is not None:
-                yield one
+        return iter(self._covering(0, 0, len(self._order)))
 
-    def covering(self, offset: int, length: int) -> Iterator[Sum]:
+    def covering(self, offset: int, length: int) -> list[Sum]:
         """Those that are about any of `[offset, offset + length)`."""
-        i = bisect_left(self._starts, max(0, offset - RECORD_STREAM_BYTES_MAX))
-        while i < len(self._starts) and self._starts[i] < offset + length:
-            one = self._sum(self._order[i])
-            if one is not None and one.offset + one.length > offset:
-                yield one
-            i += 1
+        first = bisect_left(self._starts, max(0, offset - RECORD_STREAM_BYTES_MAX))
+        return self._covering(offset, first, bisect_left(self._starts, offset + length, first))
 
-    def _sum(self, number: int) -> Sum | None:
-        """The record with this number in the log, if it checks."""
-        offset, length, content, check = self._fields[4 * number : 4 * number + 4]
-        if (
-            xxh3_64_intdigest(_CHECKED.pack(offset, length, content), _SEED) == check
-            and 0 < length <= RECORD_STREAM_BYTES_MAX
-            and offset % SECTOR_BYTES == 0
-            and (offset + length == self._stream_length or length % SECTOR_BYTES == 0)
-            and offset + length <= self._stream_length
-        ):
-            return Sum(offset, length, content)
-        return None
+    def _covering(self, position: int, first: int, stop: int) -> list[Sum]:
+        """Those of these, in the order of their offsets, that check and end behind `position`."""
+        found = []
+        for number in self._order[first:stop]:
+            at = RECORD_BYTES * number
+            offset, length, content, check = _RECORD.unpack_from(self._log, at)
+            end = offset + length
+            if (
+                end > position
+                and 0 < length <= RECORD_STREAM_BYTES_MAX
+                and end <= self._stream_length
+                and offset % SECTOR_BYTES == 0
+                and (end == self._stream_length or length % SECTOR_BYTES == 0)
+                and xxh3_64_intdigest(self._log[at : at + _CHECKED.size], _SEED) == check
+            ):
+                found.append(Sum(offset, length, content))
+        return found
 
 
-def matches(data: bytes, expected: Sum) -> bool:
+def matches(data: bytes | memoryview, expected: Sum) -> bool:
     """Whether `data` is what was written."""
     return len(data) == expected.length and xxh3_64_intdigest(data) == expected.content

@@ -39,7 +39,7 @@ class FrameMemory:
     ) -> bytes:
         """Bytes of the blob with this number, from its stream and from here, where the stream's
         cache could not keep all of them. Raises: CorruptError where some are at neither place."""
-        pieces = []
+        pieces: list[bytes | memoryview] = []
         position = offset
         for frame_number in frames_for(blob, offset, length):
             frame = blob.frames[frame_number]
@@ -48,8 +48,8 @@ class FrameMemory:
             if content is not None:
                 start = position - frame.stream_offset
                 pieces.append(content[start : stop - frame.stream_offset])
-            elif stream.has(position, stop - position):
-                pieces.append(stream.read(position, stop - position))
+            elif (kept := stream.get(position, stop - position)) is not None:
+                pieces.append(kept)
             else:
                 break
             position = stop

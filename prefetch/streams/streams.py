@@ -115,9 +115,10 @@ class BlobStreams:
         Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError, OSError.
         """
         cache = self.caches[blob]
-        if cache.has(offset, length):
+        content = cache.get(offset, length)
+        if content is not None:
             self.faults.hit(length)
-            return cache.read(offset, length)
+            return content
         started_ns = time.monotonic_ns()
         failed = True
         try:
@@ -144,8 +145,9 @@ class BlobStreams:
         replay = self.replay
         if replay is not None and replay.demand(blob, offset, length, budget.left_s):
             self.faults.bundle_wait()
-            if cache.has(offset, length):
-                return cache.read(offset, length)
+            content = cache.get(offset, length)
+            if content is not None:
+                return content
         try:
             share = _STORE_SHARE if self._repairs.are_possible else 1.0
             self._fetch(blob, offset, length, reader, end, budget.part_s(share))
@@ -154,8 +156,9 @@ class BlobStreams:
                 missing = self._missing_frames(blob, offset, length)
                 self.on_damage([self.chunk(blob, number) for number in missing])
             self._repairs.bring(self.blobs[blob], cache, error, budget.left_s)
-        if cache.has(offset, length):
-            return cache.read(offset, length)
+        content = cache.get(offset, length)
+        if content is not None:
+            return content
         return self._memory.assemble(blob, self.blobs[blob], cache, offset, length)
 
     def _fetch(

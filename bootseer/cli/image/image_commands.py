@@ -7,13 +7,8 @@ import sys
 import click
 
 from bootseer.blob.tree import Tree
-from bootseer.cli.image.cache_commands import cache
-from bootseer.cli.image.hints_commands import hints
-from bootseer.cli.image.image_index_command import index
 from bootseer.cli.image.image_output import image_summary
 from bootseer.cli.image.image_run_commands import COMMANDS
-from bootseer.cli.image.image_status import status
-from bootseer.cli.image.image_trace_commands import trace
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
@@ -32,12 +27,21 @@ _SHORT_DIGEST = 19
 """sha256: and twelve digits, as Docker shows them."""
 
 
-@click.group(cls=LazyGroup)
+_ELSEWHERE = {
+    "cache": ("image.cache_commands", "cache"),
+    "hints": ("image.hints_commands", "hints"),
+    "index": ("image.image_index_command", "index"),
+    "status": ("image.image_status", "status"),
+    "trace": ("image.image_trace_commands", "trace"),
+}
+
+
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE)
 def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 
 
-for _command in (index, *COMMANDS, trace, status, cache, hints):
+for _command in COMMANDS:
     image.add_command(_command)
 
 
