@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.catalogue import all_cases
-from bench.model import SkippedError
+from bench.model import SkippedError, only
 from bench.reporting import generated_page
 from bench.reporting.result import Result, save
 from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
@@ -28,6 +28,9 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 @click.argument("case_name", metavar="[CASE]", required=False)
 @click.option("--list", "is_list", is_flag=True, help="List the cases and end.")
 @click.option("--quick", "is_quick", is_flag=True, help="Smaller and fewer runs, for a first look.")
+@click.option(
+    "--only", "names", metavar="VARIANT", multiple=True, help="Run this variant, and no others."
+)
 @click.option("--runs", type=click.IntRange(1, 1000), help="Recorded rounds.")
 @click.option(
     "--json",
@@ -51,6 +54,7 @@ def main(
     *,
     is_list: bool,
     is_quick: bool,
+    names: tuple[str, ...],
     runs: int | None,
     json_file: Path | None,
     work_dir: Path,
@@ -85,6 +89,8 @@ def main(
         for package in _PACKAGES:
             compileall.compile_dir(_HERE.parent / package, quiet=2)
         try:
+            if names:
+                case = only(case, names)
             result = run_case(
                 case, is_quick=is_quick, kept=work_dir.absolute(), rounds=runs, say=log.print
             )

@@ -4,9 +4,9 @@ Declarations only; the runner carries them out. Every figure of a run has a name
 (`wall_s`, `server_cpu_s`, `moved_bytes`), and ratios refer to figures by that name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -133,6 +133,13 @@ class Case:
     warmups: int = 1
     derive: Callable[[Sample], Mapping[str, float]] = lambda sample: {}
     """Further figures computed from a sample: a rate, CPU per GiB."""
+
+
+def only(case: Case, names: Collection[str]) -> Case:
+    """The case with no other variants than these. Raises: SkippedError where it lacks one."""
+    if unknown := set(names) - {variant.name for variant in case.variants}:
+        raise SkippedError(f"{case.name} has no variant called {', '.join(sorted(unknown))}")
+    return replace(case, variants=tuple(one for one in case.variants if one.name in names))
 
 
 def figures_of(case: Case, sample: Sample) -> dict[str, float]:

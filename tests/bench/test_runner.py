@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.model import SkippedError, only
 from bench.reporting import generated_page
 from bench.reporting.result import from_json, load, save, to_json
 from bench.reporting.tables import ratio_rows, variant_rows
@@ -42,6 +43,15 @@ def test_variants_are_interleaved_and_those_that_cannot_run_are_named() -> None:
 def test_rounds_can_be_chosen() -> None:
     assert {r.round_number for r in run_case(CASE, is_quick=True).runs} == {0, 1}
     assert {r.round_number for r in run_case(CASE, is_quick=True, rounds=1).runs} == {0}
+
+
+def test_variants_can_be_chosen() -> None:
+    names = [variant.name for variant in CASE.variants]
+    result = run_case(only(CASE, names[1:2]), is_quick=True)
+    assert {run.variant for run in result.runs} == {names[1]}
+    assert not any(ratio.per_round for ratio in result.ratios)
+    with pytest.raises(SkippedError, match="no variant called nobody"):
+        only(CASE, ["nobody"])
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
