@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.background import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.capture.layered_scan import scan_before
 from bootseer.snapshots.setup.request import Report, Request

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from bootseer.base.shown import quoted
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.background import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Manifest, is_name

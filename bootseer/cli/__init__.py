@@ -39,6 +39,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "image.snapshotter_commands",
         "Serve images to containerd, without pulling them.",
     ),
+    "status": (
+        "status_commands",
+        "What is mounted, or runs in the background, on this node.",
+    ),
     "report": ("report_commands", "Where the time of a start went."),
     "config": ("config_commands", "Show the settings and where each came from."),
     "doctor": ("doctor_commands", "Check this machine and say what to do."),

@@ -1,10 +1,12 @@
-"""Processes that serve in the background: started with a document, they report once how it went.
+"""Processes that serve in the background: begun, told what to do, and heard once.
 
-Alone owns that exchange, both sides of it. `begin` runs `python -m MODULE REPORT_FD`, and `hand`
-gives it the document on its standard input, never on a command line: it may hold credentials. Both
-apart let the interpreter load while the document is still being made. The process makes
-a `Report` of the descriptor, says "ready" or why not, and goes on without whoever started it. Edge
-module; a `Starting` belongs to one thread.
+Alone owns that exchange, both sides of it. `begin` runs `python -m MODULE REPORT_FD` when it is
+clear that there will be such a process, which loads its code beside whatever else a start has to
+do; `ServerProcess.serve` hands it its plan, on its standard input and never on a command line: it
+may hold credentials. A program of ours may do the first before it knows its settings:
+`begin_ahead`. The process (`life.run_server`) goes on as nobody's child, makes a `Report` of the
+descriptor, and says "ready" or why not. Light, since whoever starts a server waits for what is
+loaded here. Edge module; one thread for each object.
 """
 
 import contextlib
@@ -14,92 +16,82 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import bootseer
-from bootseer.base.closing import Closing
-from bootseer.errors import DeadlineError, UnavailableError, from_oserror
-from bootseer.linux.private_files import private_opener
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.linux.waiting import wait_readable
 from bootseer.served.forked import Forked, fork_into, may_fork
 from bootseer.served.json_errors import error_from_json, error_to_json
 
+START_S = 30.0
 _REPORT_BYTES_MAX = 1 << 16
 _LOG_TAIL_BYTES = 2000
-# What a process that could not start may take to clean up.
-_FAILED_END_S = 15.0
+_DEVICE = "/dev/fuse"
+_ahead: "tuple[str, ServerProcess] | None" = None
+"""The module, and the process, of what `begin_ahead` has begun."""
 
 
-class Starting(Closing):
-    """A process from its start to its report. Leaving a `with` block closes the pipe only."""
+class ServerProcess:
+    """A process that waits to be told what to do. A `with` block ends it unless it was told."""
 
     def __init__(
-        self,
-        process: "subprocess.Popen[bytes] | Forked",
-        report_fd: int,
-        what: str,
-        log: Path,
+        self, process: "subprocess.Popen[bytes] | Forked", report_fd: int, what: str, log: Path
     ) -> None:
+        self.identity = ""
+        """Of the mount that it will serve."""
         self.log = log
         """Where its last words are looked for."""
         self.process = process
         self._report_fd = report_fd
         self._what = what
 
-    def hand(self, document: str) -> None:
-        """Give the process its document, once. It must fit into a pipe (64 KiB)."""
-        self._write(document)
-        self.end_input()
+    def serve(self, plan: str, timeout_s: float = START_S) -> None:
+        """Hand it its plan, once, and `wait`."""
+        self.hand(plan)
+        self.wait(timeout_s)
 
-    def hand_line(self, document: str) -> None:
-        """As `hand`, for a process that begins with a line, and goes on at `end_input`."""
-        self._write(document + "\n")
-
-    def _write(self, text: str) -> None:
+    def hand(self, plan: str) -> None:
+        """Hand it its plan, once, a line that fits into a pipe (64 KiB): it prepares what it can
+        until `go`. Then `wait`."""
         assert self.process.stdin is not None
-        # Its report, or the lack of one, tells more than the broken pipe.
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(text.encode())
-            self.process.stdin.flush()
+        try:
+            # Its report, or the lack of one, tells more than the broken pipe.
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(f"{plan}\n".encode())
+                self.process.stdin.flush()
+        except BaseException:
+            self.abandon()
+            raise
 
-    def end_input(self) -> None:
-        """The process has been handed all there is. Idempotent."""
+    def go(self) -> None:
+        """What its plan says is there. Idempotent, once it was handed that."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
-    def abandon(self) -> None:
-        """Kill the process, and close its pipe. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        self.close()
+    def wait(self, timeout_s: float = START_S) -> None:
+        """Once it was handed its plan: `go`, and it serves when this returns, as nobody's child.
 
-    def close(self) -> None:
-        """Let the process go on alone. Idempotent."""
-        fd, self._report_fd = self._report_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def await_ready(self, timeout_s: float) -> None:
-        """Until the process says that it serves.
-
-        Raises: what the process reported instead; UnavailableError when it ended without a word;
+        Raises: what it reported instead; UnavailableError when it ended without a word;
         DeadlineError.
         """
-        # Several processes may report one failure: the first is nearest to the cause.
-        line = self._read(timeout_s).partition(b"\n")[0]
+        self.go()
+        try:
+            # Several processes may report one failure: the first is nearest to the cause.
+            line = self._read(timeout_s).partition(b"\n")[0]
+        finally:
+            # What was begun has ended by now, as it should: its child serves.
+            self.abandon()
         document: Mapping[str, Any] = json.loads(line) if line else {}
-        if document.get("ready"):
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_FAILED_END_S)
         if "error" in document:
             raise error_from_json(document)
-        raise UnavailableError(f"{self._what} ended before it was ready: {self._last_words()}")
+        if not document.get("ready"):
+            raise UnavailableError(f"{self._what} ended before it was ready: {self._last_words()}")
 
     def _read(self, timeout_s: float) -> bytes:
         deadline_s = time.monotonic() + timeout_s
@@ -126,33 +118,41 @@ class Starting(Closing):
             tail = ""
         return f"{self.log}: {tail}" if tail else f"see {self.log}"
 
+    def abandon(self) -> None:
+        """End the process that was begun, if it lives, and close its pipes. Idempotent."""
+        fd, self._report_fd = self._report_fd, -1
+        if fd < 0:
+            return
+        os.close(fd)
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
 
-def start(module: str, document: str, *, what: str, log: Path, append: bool = False) -> Starting:
-    """`begin` and `hand` in one. Raises: BootseerError; no process is left then."""
-    starting = begin(module, what=what, log=log, append=append)
-    try:
-        starting.hand(document)
-    except BaseException as error:
-        starting.abandon()
-        if isinstance(error, OSError):
-            raise from_oserror(error, f"start {what}") from error
-        raise
-    return starting
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
 
 
-def begin(
-    module: str, *, what: str, log: Path | None, append: bool = False, forks: bool = False
-) -> Starting:
-    """Start `module` in a session of its own; its output goes to the file `log`, or nowhere until
-    it calls `write_to`. It waits for its document, and ends when it gets none because we have
-    ended.
+def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> ServerProcess:
+    """Start `module`, whose `main` is `life.run_server`, in a session of its own; its output goes
+    to the end of the file `log`, or nowhere until it calls `write_to`. It ends when it gets no plan
+    because we have ended.
 
     `what` names the process in messages. `forks`: it may be a copy of this one (see `forked`).
     Raises: BootseerError; no process is left then.
     """
     log = log or Path(os.devnull)
     try:
-        sink = open(log, "ab" if append else "wb", opener=private_opener)  # noqa: SIM115
+        sink = open(log, "ab", opener=private_opener)  # noqa: SIM115
     except OSError as error:
         raise from_oserror(error, f"open the log {log}") from error
     ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -179,11 +179,67 @@ def begin(
     finally:
         os.close(theirs)
         sink.close()
-    return Starting(process, ours, what, log)
+    return ServerProcess(process, ours, what, log)
+
+
+def begin_server(
+    run_dir: Path, module: str, what: str, *, identity: str | None = None, forks: bool = False
+) -> ServerProcess:
+    """`begin` a process that will serve a mount, by default one that nobody has named yet. What
+    `begin_ahead` began is as good as a new one. Raises: BootseerError."""
+    global _ahead
+    from bootseer.served.folders import log_path, new_identity
+
+    identity = identity or new_identity()
+    log = log_path(run_dir, identity)
+    private_directory(log.parent)
+    if _ahead is not None and _ahead[0] == module:
+        process, _ahead = _ahead[1], None
+        # It opens it itself, once it is told what to serve.
+        process.log = log
+    else:
+        process = begin(module, what, log, forks=forks)
+    process.identity = identity
+    return process
+
+
+def begin_ahead(module: str, load: Callable[[], object]) -> None:
+    """Begin the server of `module` that `begin_server` will give first: a copy of this process,
+    which loads its code while this one finds out what it was asked for. `load` brings what both
+    need. Nothing where that cannot be.
+
+    Only for a program of ours, at its beginning.
+    """
+    global _ahead
+    if may_mount() and may_fork():
+        load()
+        with contextlib.suppress(BootseerError):
+            _ahead = module, begin(module, "the server", None, forks=True)
+
+
+def is_begun_ahead() -> bool:
+    """Whether `begin_server` has one to give."""
+    return _ahead is not None
+
+
+def end_ahead() -> None:
+    """Nobody will begin a server. Idempotent."""
+    global _ahead
+    ahead, _ahead = _ahead, None
+    if ahead is not None:
+        ahead[1].abandon()
+
+
+def may_mount() -> bool:
+    """Whether this process can mount anything by itself."""
+    return os.geteuid() == 0 and os.access(_DEVICE, os.R_OK | os.W_OK)
+
+
+# ---- the process's side -----------------------------------------------------------------------
 
 
 def write_to(log: Path) -> None:
-    """The process's side: what it prints goes to the end of the file `log` from now on.
+    """What it prints goes to the end of the file `log` from now on.
 
     Raises: BootseerError.
     """
@@ -196,7 +252,7 @@ def write_to(log: Path) -> None:
 
 
 class Report:
-    """The process's side: one message to whoever started it; later ones go nowhere. A fork has a
+    """One message to whoever started it; later ones go nowhere. A fork has a
     copy of its own."""
 
     def __init__(self, fd: int, what: str) -> None:

@@ -21,6 +21,7 @@ from bootseer.linux.removal import remove_tree
 from bootseer.linux.waiting import wait_readable
 from bootseer.served.covering.covers import covers, uncover_all
 from bootseer.served.folders import (
+    CHECKPOINT,
     MountState,
     dead_mounts,
     is_alive,
@@ -32,10 +33,6 @@ from bootseer.served.folders import (
 )
 
 _log = logging.getLogger(__name__)
-
-CHECKPOINT = "checkpoint"
-"""The purpose of a mounted checkpoint folder. When its server was killed it is not unmounted behind
-its job's back, which would go on writing into the folder below."""
 
 _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
@@ -132,6 +129,8 @@ def sweep_one(directory: Path) -> bool:
     try:
         state = read_state(directory)
         if state is not None:
+            # A checkpoint folder is not unmounted behind the back of its job, which would go on
+            # writing into the folder below.
             if state.purpose == CHECKPOINT and _is_wanted(state, state_path):
                 return False
             uncover_all(state.id)

@@ -26,6 +26,11 @@ from bootseer.linux.private_files import (
 )
 from bootseer.linux.removal import remove_tree
 
+CHECKPOINT = "checkpoint"
+"""The purpose of a mounted checkpoint folder."""
+PUBLISH = "publish"
+"""That of a process that publishes what a start leaves behind."""
+
 _STATE = "state.json"
 _STATE_BYTES_MAX = 1 << 20
 # Looking whether somebody holds a lock takes as long as one system call.
@@ -48,7 +53,7 @@ class MountState(Struct, frozen=True):
     started_ns: int
     purpose: str
     """The kind of thing, as whoever serves it calls it: "mount" or "run" (an image), "snapshot",
-    "link", "checkpoint"."""
+    "link", and those above."""
     scratch: str = ""
     """A folder of the run's own, removed with it."""
     pid_started: str = ""
@@ -56,6 +61,8 @@ class MountState(Struct, frozen=True):
     worker_pid: int = 0
     """Of a checkpoint folder: the process that answers. `pid` holds the mount, and replaces it."""
     worker_started: str = ""
+    user_pid: int = 0
+    """The process that it is served for, and goes with."""
     root_was_made: bool = False
     """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
     unwritten: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ def run_server(what: str, serve: Callable[[bytes, Report], object]) -> int:
     report = Report(int(sys.argv[1]), what)
     try:
         serve(line, report)
-    except BootseerError as error:
+    except (BootseerError, OSError) as error:
         _log.error("%s", error)
         report.send_error(error)
         return exit_code_of(error)

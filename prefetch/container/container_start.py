@@ -46,9 +46,9 @@ from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.background import ServerProcess
 from bootseer.served.folders import is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:

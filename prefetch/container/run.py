@@ -19,8 +19,8 @@ from bootseer.prefetch.container.child import run_in_child
 from bootseer.prefetch.container.container_start import Container, become, prepare_container
 from bootseer.prefetch.container.oci_runtime import Log, exec_runc
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
+from bootseer.served.background import ServerProcess
 from bootseer.served.folders import wait_released
-from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 RUNTIMES = ("auto", "runc", "chroot")

@@ -28,7 +28,7 @@ from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.served.background import python_environment
-from bootseer.served.folders import is_alive, log_path, take_lock
+from bootseer.served.folders import PUBLISH, MountState, is_alive, log_path, take_lock, write_state
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 
@@ -205,12 +205,27 @@ def publish_record(
         return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
 
 
+def _state_of(directory: Path, job: Mapping[str, Any]) -> MountState:
+    """For `bootseer status`."""
+    return MountState(
+        id=directory.name.rpartition("-")[0],
+        reference=job["info"]["reference"] if "info" in job else job.get("image") or job["chain"],
+        index_digest="",
+        workload="",
+        directory="",
+        pid=os.getpid(),
+        started_ns=time.time_ns(),
+        purpose=PUBLISH,
+    )
+
+
 def main(directory: Path) -> int:
     """Do the job in `directory` and remove it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
     os.nice(_NICENESS)
     try:
         job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        write_state(directory, _state_of(directory, job))
         settings = from_builtins(job["settings"], Settings)
         if "image" in job:
             from bootseer.prefetch.publish.publish_image import publish_node_image

@@ -24,10 +24,10 @@ from bootseer.prefetch.serve.start_server import (
     begin_serving,
     check_mount_point,
 )
+from bootseer.served.background import ServerProcess
 from bootseer.served.control import ask
 from bootseer.served.ending import end_server, sweep, sweep_dead
-from bootseer.served.folders import MountState, live_mounts
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
 from bootseer.settings.config import Settings
 
 
@@ -111,7 +111,7 @@ def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountSta
     """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
     path = str(mounts.absolute(directory))
     for state_dir, state in live_mounts(settings.run_dir):
-        if state.directory == path:
+        if state.directory == path and state.purpose != CHECKPOINT:
             return state_dir, state
     raise NotFoundError(
         f"no image is mounted on {path}; `bootseer image status` shows what is mounted"
@@ -139,5 +139,6 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
             ) from None
         # Its server died: the mount answers nothing but can be taken off.
         mounts.unmount(directory, timeout_s=timeout_s)
+        sweep_dead(settings.run_dir, left_over.path)
         return
     end_server(state_dir, state, timeout_s)

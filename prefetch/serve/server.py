@@ -6,9 +6,7 @@ JSON; then it is `serve_image`'s. Light: whoever starts one waits for what is lo
 import os
 import sys
 
-from bootseer.served import server_process
-from bootseer.served.background import Report
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.background import Report, ServerProcess, begin_ahead, begin_server, write_to
 from bootseer.settings.config import Settings
 
 _MODULE = "bootseer.prefetch.serve.server"
@@ -19,14 +17,12 @@ def begin_tree_server(
     settings: Settings, *, identity: str | None = None, forks: bool = False
 ) -> ServerProcess:
     """Begin a process that will serve a tree. See `begin_server`. Raises: BootseerError."""
-    return server_process.begin_server(
-        settings.run_dir, _MODULE, _WHAT, identity=identity, forks=forks
-    )
+    return begin_server(settings.run_dir, _MODULE, _WHAT, identity=identity, forks=forks)
 
 
 def begin_tree_server_ahead() -> None:
-    """Before this program knows its settings. See `server_process.begin_ahead`."""
-    server_process.begin_ahead(_MODULE, _load_what_both_need)
+    """Before this program knows its settings. See `background.begin_ahead`."""
+    begin_ahead(_MODULE, _load_what_both_need)
 
 
 def _load_what_both_need() -> None:
@@ -52,7 +48,6 @@ def main() -> int:
     from bootseer.base.structs import from_line
     from bootseer.prefetch.serve.serve_image import serve_image
     from bootseer.prefetch.serve.serve_plan import ServePlan
-    from bootseer.served.background import write_to
     from bootseer.served.folders import log_path
     from bootseer.served.life import run_server
 

@@ -25,10 +25,10 @@ from bootseer.prefetch.serve.serve_plan import (
     ServePlan,
 )
 from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.background import ServerProcess
 from bootseer.served.ending import end_server
 from bootseer.served.folders import MountState, is_alive, new_mount_dir, wait_released
 from bootseer.served.ready_socket import new_ready_name
-from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 
 _FAILED_END_S = 3.0
@@ -92,6 +92,7 @@ def begin_serving(
         started_ns=time.time_ns(),
         purpose=options.purpose,
         scratch=options.scratch,
+        user_pid=options.watch_pid or 0,
     )
     plan = ServePlan(
         settings=settings,

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux.processes import start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
 from bootseer.prefetch.cache.damage import note_damage
 from bootseer.prefetch.cache.node_cache import NodeCache
@@ -38,6 +41,7 @@ from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served.control import ControlServer
 from bootseer.served.covering import cover_users
+from bootseer.served.folders import write_state
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
@@ -109,6 +113,9 @@ class ImageServer:
     # ---- life -----------------------------------------------------------------------------
 
     def _mounted(self) -> None:
+        worker = os.getpid()
+        state = replace(self._plan.state, worker_pid=worker, worker_started=start_time(worker))
+        write_state(self._plan.state_dir, state)
         elapsed_s = (time.monotonic_ns() - self._log.started_ns) / 1e9
         window_s = max(self._plan.options.window_s - elapsed_s, 0)
         self._control.start(

@@ -6,13 +6,13 @@ Owns the rule that warming never costs a start more than a warning and a bounded
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from bootseer.base.redact import public_url
+from bootseer.base.structs import to_line
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead
@@ -20,7 +20,7 @@ from bootseer.prefetch.warm.record import WarmRecord, read_record
 from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
 from bootseer.prefetch.warm.state import node_paths, read_state, take_lock
-from bootseer.served.background import start
+from bootseer.served.background import begin
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import open_store
@@ -54,20 +54,15 @@ def _start(request: WarmRequest) -> str:
     with contextlib.suppress(OSError):
         if paths.log.stat().st_size > _LOG_BYTES_MAX:
             paths.log.unlink()
-    module = "bootseer.prefetch.warm.worker"
-    with start(module, request.to_json(), what="warming", log=paths.log, append=True) as starting:
+    with begin("bootseer.prefetch.warm.worker", "warming", paths.log) as process:
         try:
-            starting.await_ready(min(request.deadline_s, ARM_S) + 5.0)
+            process.serve(to_line(request), min(request.deadline_s, ARM_S) + 5.0)
         except DeadlineError:
             # What hangs would do so for as long as it is let. The child that it has left behind is
             # of its group.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(starting.process.pid, signal.SIGKILL)
+                os.killpg(process.process.pid, signal.SIGKILL)
             raise
-        finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # It has left a child of its own behind, at once.
-                starting.process.wait(1.0)
     return str(read_state(paths.state).get("warning", ""))
 
 

@@ -3,13 +3,11 @@
 Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory.
 """
 
-import json
 import os
 from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from bootseer.prefetch.warm.memory import budget_bytes
 from bootseer.prefetch.warm.plan import Plan, plan
@@ -46,15 +44,6 @@ class WarmRequest(Struct, frozen=True):
     """The command's process. When it ends, so does all of this."""
     ready_name: str = ""
     """Where `bootseer.ready()` of the command is heard."""
-
-    def to_json(self) -> str:
-        """For the process in the background."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "WarmRequest":
-        """What `to_json` made."""
-        return cls(**json.loads(text))
 
 
 def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmRequest:

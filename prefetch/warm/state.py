@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +75,16 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
+
+
+def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    """The state and the log of each process that warms now."""
+    for path in sorted((run_dir / "warm").glob("*.json")):
+        if not path.with_suffix(".lock").exists():
+            continue
+        with contextlib.suppress(OSError):
+            lock = take_lock(path.with_suffix(".lock"))
+            if lock is not None:
+                os.close(lock)
+            elif state := read_state(path):
+                yield state, path.with_suffix(".log")

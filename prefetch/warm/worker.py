@@ -9,15 +9,14 @@ or at a deadline. Owns the rule when to record, and what is made of a record tha
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.structs import asdict
-from bootseer.errors import BootseerError, CorruptError, UnknownFormatError, from_oserror
+from bootseer.base.structs import asdict, from_line
+from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
 from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import (
@@ -31,6 +30,7 @@ from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
 from bootseer.served.background import Report
+from bootseer.served.life import run_server
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
@@ -193,28 +193,15 @@ def _keep_deadline(request: WarmRequest) -> None:
     timer.start()
 
 
+def _warm(line: bytes, report: Report) -> None:
+    request = from_line(line, WarmRequest)
+    _keep_deadline(request)
+    warm(request, report)
+
+
 def main() -> None:
     """Entry point of the process."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    report = Report(int(sys.argv[1]), "warming")
-    request = WarmRequest.from_json(sys.stdin.read())
-    # The command must not find a child of ours among its own: the parent of this fork ends at once.
-    if os.fork():
-        os._exit(0)
-    _keep_deadline(request)
-    code = 0
-    try:
-        warm(request, report)
-    except (BootseerError, OSError) as error:
-        _log.error("not warmed: %s", error)
-        report.send_error(error)
-        code = 1
-    except BaseException as error:
-        _log.exception("not warmed")
-        report.send_error(error)
-        code = 1
+    code = run_server("warming", _warm)
     logging.shutdown()
     # Not by way of the interpreter's end: a thread may hang in a dead file system.
     os._exit(code)

@@ -15,10 +15,10 @@ from pathlib import Path
 from bootseer.errors import BootseerError, BusyError
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
+from bootseer.served.background import end_ahead
 from bootseer.served.covering.cover_users import add_user, is_others_only
 from bootseer.served.covering.covers import cover_at, covers, source_of, uncover
 from bootseer.served.folders import mounts_dir
-from bootseer.served.server_process import end_ahead
 from bootseer.settings.config import Settings
 from bootseer.snapshots.restoring.host_paths import is_entered
 from bootseer.snapshots.restoring.mounting.layers import copy_attributes, cover_target

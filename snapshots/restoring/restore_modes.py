@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.background import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes

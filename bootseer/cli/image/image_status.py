@@ -36,29 +36,27 @@ def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
     from bootseer.fuse.kernel.mounting import mounts
     from bootseer.prefetch.publish.publishing import wait_published
     from bootseer.prefetch.resolve.mount import find_live_mount
-    from bootseer.served.control import ask
-    from bootseer.served.folders import dead_mounts, live_mounts
+    from bootseer.served.status import IMAGES, known_servers
 
     settings = current_settings()
     if wait_s is not None and not wait_published(settings, wait_s):
         raise DeadlineError(f"a record was still being published after {wait_s:g} s")
-    dead = [state.directory for _, state in dead_mounts(settings.run_dir)]
-    if directory is None:
-        found = list(live_mounts(settings.run_dir))
-    else:
-        dead = [path for path in dead if path == str(mounts.absolute(directory))]
-        found = [] if dead else [find_live_mount(settings, directory)]
+    found = [one for one in known_servers(settings.run_dir) if one.kind in IMAGES]
+    if directory is not None:
+        path = str(mounts.absolute(directory))
+        found = [one for one in found if one.state.directory == path]
+        if not found:
+            find_live_mount(settings, directory)  # says that there is none
     statuses: list[dict[str, Any]] = []
-    for state_dir, state in found:
-        if state.purpose == "link":
-            continue  # an environment that lies here whole: nothing is served
-        try:
-            statuses.append(ask(state_dir, "status"))
-        except BootseerError as error:
-            statuses.append({"directory": state.directory, "error": str(error)})
-    for path in dead:
+    for one in sorted(found, key=lambda one: not one.is_running):
+        path = one.state.directory
         reason = f"its server died; `bootseer image unmount {path}` removes it"
-        statuses.append({"directory": path, "error": reason})
+        try:
+            statuses.append(one.ask("status") if one.is_running else {"error": reason})
+        except BootseerError as error:
+            statuses.append({"error": str(error)})
+        if "error" in statuses[-1]:
+            statuses[-1] = {"directory": path, **statuses[-1]}
     if as_json:
         emit_json(statuses)
     elif directory is not None and found and "error" not in statuses[0]:

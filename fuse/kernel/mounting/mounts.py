@@ -31,6 +31,7 @@ _HELPER_DEADLINE_S = 10.0
 _ABORT_DEADLINE_S = 1.0
 _POLL_S = 0.05
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
+_USER = re.compile(rb"\buser_id=(\d+)")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,6 +44,8 @@ class Mount(Struct, frozen=True):
     subtype: str
     name: str
     read_only: bool
+    user: int = 0
+    """Who mounted it."""
 
 
 def _unescape(field: bytes) -> str:
@@ -66,6 +69,7 @@ def parse_mountinfo(text: bytes) -> Iterator[Mount]:
             subtype=_unescape(subtype),
             name=_unescape(tail[1]),
             read_only=b"ro" in head[5].split(b","),
+            user=int(_USER.findall(tail[2])[0]) if _USER.search(tail[2]) else 0,
         )
 
 

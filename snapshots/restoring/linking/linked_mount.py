@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bootseer.base.structs import to_line
 from bootseer.blob.tree import Tree
+from bootseer.served.background import begin_server
 from bootseer.served.folders import MountState, new_mount_dir, read_state, wait_released
-from bootseer.served.server_process import begin_server
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_tree

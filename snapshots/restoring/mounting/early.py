@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from bootseer.errors import BootseerError
 from bootseer.prefetch.serve.server import begin_tree_server
-from bootseer.served.server_process import (
+from bootseer.served.background import (
     ServerProcess,
     end_ahead,
     is_begun_ahead,

@@ -22,8 +22,8 @@ from bootseer.prefetch.cache.damage import check_known_damage
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
 from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
 from bootseer.prefetch.serve.start_server import Serving, begin_serving
+from bootseer.served.background import ServerProcess
 from bootseer.served.folders import new_mount_dir, wait_released
-from bootseer.served.server_process import ServerProcess
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree

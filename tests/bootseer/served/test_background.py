@@ -2,20 +2,19 @@
 
 import contextlib
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError, UnavailableError
-from bootseer.served.background import Starting, start
+from bootseer.served.background import begin
 
 _CHILD = """
 import os, sys, time
 from bootseer.served.background import Report
 from bootseer.errors import NotFoundError
 report = Report(int(sys.argv[1]), "the child")
-case = sys.stdin.read()
+case = sys.stdin.read().strip()
 if case == "ready":
     assert report.send_ready()
     assert not report.send_ready()
@@ -34,65 +33,59 @@ else:
 """
 
 
-@pytest.fixture
-def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Starting]]:
+@pytest.fixture(autouse=True)
+def _child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "background_test_child.py").write_text(_CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    started: list[Starting] = []
-    yield started
-    for one in started:
-        one.process.kill()
-        one.process.wait()
 
 
-def _await(children: list[Starting], case: str, log: Path, timeout_s: float = 60.0) -> None:
-    with start("background_test_child", case, what="the child", log=log) as starting:
-        children.append(starting)
-        starting.await_ready(timeout_s)
+def _await(case: str, log: Path, timeout_s: float = 60.0) -> None:
+    with begin("background_test_child", "the child", log) as process:
+        process.serve(case, timeout_s)
 
 
-def test_a_child_says_when_it_is_ready(children: list[Starting], tmp_path: Path) -> None:
-    _await(children, "ready", tmp_path / "log")
+def test_a_child_says_when_it_is_ready(tmp_path: Path) -> None:
+    _await("ready", tmp_path / "log")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_caller_with_many_open_files(children: list[Starting], tmp_path: Path) -> None:
+def test_a_caller_with_many_open_files(tmp_path: Path) -> None:
     """select(2) cannot wait for descriptors above 1023."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
         pytest.skip("this process may not open 1200 files")
     with contextlib.ExitStack() as stack:
         while stack.enter_context((tmp_path / "log").open("w")).fileno() < 1100:
             pass
-        _await(children, "ready", tmp_path / "log")
+        _await("ready", tmp_path / "log")
 
 
-def test_the_first_report_counts(children: list[Starting], tmp_path: Path) -> None:
+def test_the_first_report_counts(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="the first"):
-        _await(children, "twice", tmp_path / "log")
+        _await("twice", tmp_path / "log")
 
 
-def test_an_error_that_is_not_ours(children: list[Starting], tmp_path: Path) -> None:
+def test_an_error_that_is_not_ours(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="the child failed: KeyError"):
-        _await(children, "foreign", tmp_path / "log")
+        _await("foreign", tmp_path / "log")
 
 
-def test_a_death_shows_the_last_line_of_the_log(children: list[Starting], tmp_path: Path) -> None:
+def test_a_death_shows_the_last_line_of_the_log(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="for that"):
-        _await(children, "dies", tmp_path / "log")
+        _await("dies", tmp_path / "log")
 
 
-def test_half_a_report_is_none(children: list[Starting], tmp_path: Path) -> None:
+def test_half_a_report_is_none(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="before it was ready: see"):
-        _await(children, "half", tmp_path / "log")
+        _await("half", tmp_path / "log")
 
 
-def test_silence_has_a_deadline(children: list[Starting], tmp_path: Path) -> None:
+def test_silence_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"not ready in 0\.1 s"):
-        _await(children, "silent", tmp_path / "log", 0.1)
+        _await("silent", tmp_path / "log", 0.1)
 
 
 def test_a_log_behind_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to(tmp_path / "other")
     with pytest.raises(BootseerError, match="open the log"):
-        start("background_test_child", "ready", what="the child", log=tmp_path / "log")
+        begin("background_test_child", "the child", tmp_path / "log")
     assert not (tmp_path / "other").exists()

@@ -47,7 +47,7 @@ from bootseer.prefetch.serve.server import begin_tree_server
 from tests.support.mounts.image_mounts import settings_at
 from pathlib import Path
 process = begin_tree_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
-print(process._starting.process.pid, flush=True)
+print(process.process.pid, flush=True)
 signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
@@ -91,7 +91,7 @@ _AHEAD = """
 import sys
 from pathlib import Path
 from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_ahead
-from bootseer.served.server_process import end_ahead
+from bootseer.served.background import end_ahead
 
 def children():
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}

@@ -10,55 +10,30 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import start_time
-from bootseer.served.control import ask, ask_at
-from bootseer.served.ending import CHECKPOINT
-from bootseer.served.folders import MountState, is_alive, mounts_dir, read_state
+from bootseer.served.folders import CHECKPOINT, MountState
+from bootseer.served.status import Known, known_servers
 
 _STATE_BYTES_MAX = 1 << 20
 
 
-class KnownMount(Struct, frozen=True):
-    """A checkpoint folder that is mounted, or was."""
-
-    state: MountState
-    folder: Path | None
-    """Of its server; None: one of an earlier release."""
-    files: Path
-    """What its server's files begin with, for one of an earlier release."""
-    is_running: bool
-
-    @property
-    def processes(self) -> tuple[tuple[int, str], ...]:
-        """Each of the server's processes: its id, and when it started."""
-        state = self.state
-        return ((state.pid, state.pid_started), (state.worker_pid, state.worker_started))
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """The server's answer. Raises: UnavailableError, DeadlineError."""
-        if self.folder is not None:
-            return ask(self.folder, command)
-        return ask_at(self.files.with_suffix(".control"), command)
-
-
-def known_mounts(run_dir: Path) -> list[KnownMount]:
+def known_mounts(run_dir: Path) -> list[Known]:
     """All whose state can be read, the oldest first."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for folder in mounts_dir(run_dir).iterdir():
-            state = read_state(folder)
-            if state is not None and state.purpose == CHECKPOINT:
-                found.append(KnownMount(state, folder, folder, is_alive(folder)))
+    found = [one for one in known_servers(run_dir) if one.state.purpose == CHECKPOINT]
     return sorted([*earlier_mounts(run_dir), *found], key=lambda one: one.state.started_ns)
 
 
-def find_known(run_dir: Path, directory: Path) -> KnownMount | None:
+def processes_of(state: MountState) -> tuple[tuple[int, str], ...]:
+    """Each of a server's processes: its id, and when it started."""
+    return ((state.pid, state.pid_started), (state.worker_pid, state.worker_started))
+
+
+def find_known(run_dir: Path, directory: Path) -> Known | None:
     """What is, or was last, mounted on `directory` (absolute); None where nothing was."""
     found = [one for one in known_mounts(run_dir) if one.state.directory == str(directory)]
     return max(found, key=lambda one: (one.is_running, one.state.started_ns), default=None)
@@ -85,8 +60,9 @@ def earlier_files(run_dir: Path, directory: Path) -> Path:
     return run_dir / "checkpoint-mounts" / name
 
 
-def earlier_mounts(run_dir: Path) -> list[KnownMount]:
-    """Those whose server lives, or was killed."""
+def earlier_mounts(run_dir: Path) -> list[Known]:
+    """Those whose server lives, or was killed. They have no folder: its path is what their files'
+    names begin with."""
     found = []
     for path in sorted((run_dir / "checkpoint-mounts").glob("*.json")):
         earlier = _read_earlier(path)
@@ -106,9 +82,8 @@ def earlier_mounts(run_dir: Path) -> list[KnownMount]:
             worker_started=str(earlier.worker_ticks),
             root_was_made=earlier.root_was_made,
         )
-        one = KnownMount(state, None, path.with_suffix(""), is_running=False)
-        alive = any(pid and start_time(pid) == started for pid, started in one.processes)
-        found.append(msgspec.structs.replace(one, is_running=alive))
+        alive = any(pid and start_time(pid) == at for pid, at in processes_of(state))
+        found.append(Known(state, path.with_suffix(""), alive, path.with_suffix(".control")))
     return found
 
 
@@ -123,13 +98,13 @@ def _read_earlier(path: Path) -> _EarlierState | None:
         return None
 
 
-def forget_earlier(one: KnownMount) -> tuple[str, ...]:
+def forget_earlier(one: Known) -> tuple[str, ...]:
     """Remove the files of a server of an earlier release that has ended; the files that it said it
     has left unwritten. Raises nothing."""
     unwritten: tuple[str, ...] = ()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        unwritten = tuple(json.loads(one.files.with_suffix(".json").read_bytes())["unwritten"])
+        unwritten = tuple(json.loads(one.folder.with_suffix(".json").read_bytes())["unwritten"])
     for suffix in (".journal", ".control", ".json", ".log"):
         with contextlib.suppress(OSError):
-            one.files.with_suffix(suffix).unlink(missing_ok=True)
+            one.folder.with_suffix(suffix).unlink(missing_ok=True)
     return unwritten

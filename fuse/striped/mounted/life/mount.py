@@ -26,7 +26,7 @@ from bootseer.errors import (
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier
+from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier, processes_of
 from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 from bootseer.fuse.striped.mounted.life.spec import (
     MODULE,
@@ -36,6 +36,7 @@ from bootseer.fuse.striped.mounted.life.spec import (
     MountSpec,
 )
 from bootseer.fuse.striped.stripe_settings import LayoutKind
+from bootseer.served.background import begin_server
 from bootseer.served.ending import end_process
 from bootseer.served.folders import (
     log_path,
@@ -45,7 +46,6 @@ from bootseer.served.folders import (
     take_lock,
     wait_released,
 )
-from bootseer.served.server_process import begin_server
 from bootseer.settings.config import Settings
 
 _START_S = 10.0
@@ -263,9 +263,9 @@ def unmount_checkpoints(
     if known is None:
         return ()
     if known.is_running:
-        for process in known.processes:
+        for process in processes_of(known.state):
             end_process(*process)
-    if known.folder is None:
+    if not known.folder.is_dir():
         return forget_earlier(known)
     ended = read_state(known.folder)
     with contextlib.suppress(OSError):

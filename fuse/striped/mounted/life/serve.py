@@ -28,8 +28,8 @@ from bootseer.fuse.striped.mounted.life.spec import (
 )
 from bootseer.linux.private_files import private_directory
 from bootseer.served.background import Report
-from bootseer.served.ending import CHECKPOINT
 from bootseer.served.folders import (
+    CHECKPOINT,
     MountState,
     lock_new,
     log_path,
@@ -139,7 +139,7 @@ def _moved_from_earlier(spec: MountSpec) -> tuple[Path, int]:
             private_directory(log.parent)
             for suffix, path in ((".journal", state_dir / JOURNAL), (".log", log)):
                 with contextlib.suppress(FileNotFoundError):
-                    one.files.with_suffix(suffix).rename(path)
+                    one.folder.with_suffix(suffix).rename(path)
             write_state(state_dir, replace(one.state, id=state_dir.name))
             forget_earlier(one)
     return state_dir, lock
@@ -155,6 +155,7 @@ def _state_of(plan: CheckpointPlan) -> MountState:
         pid=0,
         started_ns=time.time_ns(),
         purpose=CHECKPOINT,
+        user_pid=plan.spec.lifetime_pid or 0,
     )
 
 

@@ -17,9 +17,10 @@ from bootseer.base.redact import redact
 from bootseer.base.structs import asdict
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounting.mounts import absolute
-from bootseer.fuse.striped.mounted.life.known import KnownMount, find_known, known_mounts
+from bootseer.fuse.striped.mounted.life.known import find_known, known_mounts
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.served.folders import MountState
+from bootseer.served.status import Known
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
@@ -102,7 +103,7 @@ def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _with_rates(known: KnownMount) -> dict[str, Any]:
+def _with_rates(known: Known) -> dict[str, Any]:
     before = known.ask("status")["statistics"]
     time.sleep(_RATE_S)
     answer = known.ask("status")

@@ -54,7 +54,7 @@ _UNWANTED = (
 )
 _TELLING = """
 import sys
-from bootseer.served.server_process import ServerProcess
+from bootseer.served.background import ServerProcess
 wait = ServerProcess.wait
 def tell(self):
     print(*sys.modules)

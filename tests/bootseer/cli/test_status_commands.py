@@ -1,0 +1,266 @@
+"""`bootseer status` of real mounts: of every kind, killed, of other users, of earlier releases."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bootseer.cli.status_commands import node_entries
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
+from bootseer.linux import namespaces
+from bootseer.prefetch.resolve.mount import mount_image
+from bootseer.served.folders import PUBLISH, MountState, new_mount_dir, take_lock, write_state
+from bootseer.settings.config import Settings
+from bootseer.snapshots.commands import create_snapshot
+from tests.support.mounts.fuse_mount import clear_mount
+from tests.support.mounts.image_mounts import (
+    index,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+)
+from tests.support.mounts.snapshot_mounts import end_everything
+from tests.support.others import folder_of_others
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_of_others() as folder:
+        yield folder
+
+
+_NOBODY = 65534
+_TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Settings]:
+    skip_unless_root()
+    skip_unless_fuse()
+    settings = settings_at(tmp_path)
+    yield settings
+    for mount in mounts.find_mounts("bootseer"):
+        if mount.path.is_relative_to(tmp_path):
+            clear_mount(mount.path)
+    end_everything(tmp_path, settings)
+
+
+def _bootseer(node: Settings, *words: str) -> str:
+    places = ("--store", node.store_url, "--cache-dir", str(node.cache_dir))
+    done = subprocess.run(
+        [sys.executable, "-m", "bootseer", *places, "--run-dir", str(node.run_dir), *words],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _status(node: Settings) -> list[dict[str, Any]]:
+    """But for what others have mounted on this machine."""
+    entries: list[dict[str, Any]] = json.loads(_bootseer(node, "status", "--json"))["served"]
+    top = str(node.run_dir.parent)
+    return [one for one in entries if one["pid"] or any(p.startswith(top) for p in one["where"])]
+
+
+def _mount_image(node: Settings, directory: Path) -> MountState:
+    source = directory.parent / "source"
+    source.mkdir()
+    (source / "file").write_text("content")
+    index(node, source, "image:1")
+    directory.mkdir()
+    return mount_image(node, "image:1", directory).state
+
+
+def _mount_checkpoints(node: Settings, directory: Path) -> None:
+    directory.mkdir()
+    url = (directory.parent / "stored").as_uri()
+    mount_checkpoints(mount_spec(node, url, directory, memory_bytes=2**27))
+
+
+def test_all_that_is_served_here(node: Settings, tmp_path: Path) -> None:
+    _mount_image(node, tmp_path / "image")
+    _mount_checkpoints(node, tmp_path / "checkpoints")
+    for name in ("mounted", "linked"):
+        target = tmp_path / name
+        target.mkdir()
+        (target / "file").write_text(name)
+        key = create_snapshot(node, [str(target)]).fingerprint
+        (target / "file").unlink()
+        mode = {"mounted": "mount", "linked": "link"}[name]
+        _bootseer(node, "snapshot", "restore", key, "--mode", mode)
+    publishing = node.run_dir / "publishing/record-00000000"
+    publishing.mkdir(parents=True)
+    lock = take_lock(publishing)
+    write_state(
+        publishing,
+        MountState("record", "image:1", "", "", "", os.getpid(), time.time_ns(), PUBLISH),
+    )
+
+    found = {one["kind"]: one for one in _status(node)}
+    assert set(found) == {"image", "checkpoints", "environment", "linked tree", "publisher"}
+    assert {one["health"] for one in found.values()} == {"ok"}, found
+    assert [one["problem"] for one in found.values()] == [""] * 5
+    where = {"image": "image", "checkpoints": "checkpoints", "environment": "mounted"}
+    for kind, name in {**where, "linked tree": "linked"}.items():
+        one = found[kind]
+        assert one["where"] == [str(tmp_path / name)]
+        assert os.path.exists(f"/proc/{one['pid']}")
+        assert one["since_s"] <= time.time()
+        assert Path(one["log"]).exists()
+    assert found["image"]["what"] == "image:1"
+    assert found["checkpoints"]["what"] == (tmp_path / "stored").as_uri()
+    assert found["image"]["worker_pid"] != found["image"]["pid"]
+
+    shown = _bootseer(node, "status")
+    assert all(kind in shown for kind in found)
+    # The views of one kind show the same servers.
+    images = json.loads(_bootseer(node, "image", "status", "--json"))
+    assert {one["pid"] for one in images} == {found["image"]["pid"], found["environment"]["pid"]}
+    (checkpoints,) = json.loads(_bootseer(node, "mount", "--status", "--json"))["mounts"]
+    assert checkpoints["pid"] == found["checkpoints"]["pid"]
+    os.close(lock)
+    dead = [one for one in _status(node) if one["health"] == "dead"]
+    assert [one["kind"] for one in dead] == ["publisher"]
+
+
+def test_a_killed_server_and_what_removes_it(node: Settings, tmp_path: Path) -> None:
+    _mount_image(node, tmp_path / "image")
+    _mount_checkpoints(node, tmp_path / "checkpoints")
+    for one in _status(node):
+        for pid in (one["pid"], one["worker_pid"]):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: {one["health"] for one in _status(node)} == {"dead"}, "their deaths")
+    found = {one["kind"]: one for one in _status(node)}
+    # A start of something else leaves a checkpoint folder's dead mount where it is.
+    commands = {"checkpoints": "unmount", "image": "image unmount"}
+    for kind, command in commands.items():
+        assert f"`bootseer {command} {tmp_path / kind}`" in found[kind]["remedy"]
+        assert "killed" in found[kind]["problem"]
+        _bootseer(node, *command.split(), str(tmp_path / kind))
+    assert _status(node) == []
+
+
+def test_a_dead_checkpoint_mount_stays_until_somebody_takes_it_off(
+    node: Settings, tmp_path: Path
+) -> None:
+    """Else its job would go on writing into the folder below."""
+    _mount_checkpoints(node, tmp_path / "checkpoints")
+    (before,) = _status(node)
+    for pid in (before["pid"], before["worker_pid"]):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: _status(node)[0]["health"] == "dead", "its death")
+    _mount_image(node, tmp_path / "image")
+    assert {one["kind"]: one["health"] for one in _status(node)} == {
+        "checkpoints": "dead",
+        "image": "ok",
+    }
+    assert mounts.find_mount(tmp_path / "checkpoints") is not None
+
+
+def test_a_worker_that_nobody_would_replace(node: Settings, tmp_path: Path) -> None:
+    state = _mount_image(node, tmp_path / "image")
+    (before,) = _status(node)
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: _status(node)[0]["health"] == "degraded", "what is wrong")
+    (after,) = _status(node)
+    assert "replace" in after["problem"]
+    assert after["remedy"]
+    _bootseer(node, "image", "unmount", state.directory)
+
+
+def _forked(code: Callable[[], object], user: int) -> int:
+    """A process of `user`, to be waited for: this Python may lie where the user could not start
+    it."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if user:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            code()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _open_device_to_all(folder: Path) -> None:
+    """As most distributions have /dev/fuse, in this process's own mount namespace."""
+    folder.mkdir()
+    namespaces.unshare(namespaces.CLONE_NEWNS)
+    namespaces.make_private()
+    namespaces.mount("tmpfs", folder, "tmpfs")
+    os.mknod(folder / "fuse", stat.S_IFCHR, os.makedev(10, 229))
+    (folder / "fuse").chmod(0o666)
+    namespaces.mount(folder / "fuse", "/dev/fuse", flags=namespaces.MS_BIND)
+
+
+def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: Path) -> None:
+    if mounts.find_helper() is None:
+        pytest.skip("mounting without root needs fusermount3")
+    home = tmp_path / "home"
+    for folder in (home, home / "mnt"):
+        folder.mkdir()
+        os.chown(folder, _NOBODY, _NOBODY)
+    theirs = replace(settings_at(home), run_dir=home / "run")
+    ours, other = str(tmp_path / "checkpoints"), str(home / "mnt")
+
+    # Once this process is another user's it may not be able to.
+    import bootseer.fuse.striped.mounted.life.worker  # noqa: F401
+
+    def serve() -> None:
+        spec = mount_spec(theirs, (home / "stored").as_uri(), home / "mnt", memory_bytes=2**27)
+        serve_checkpoints(spec, lambda: None)
+
+    def look() -> None:
+        seen = {one.where[0]: one for one in node_entries(theirs.run_dir) if one.where}
+        assert (seen[ours].health, seen[ours].pid) == ("unknown", None)
+        assert "user 0's" in seen[ours].problem
+        assert (seen[other].kind, seen[other].health) == ("checkpoints", "ok")
+
+    def both() -> None:
+        _open_device_to_all(tmp_path / "devices")
+        _mount_checkpoints(node, tmp_path / "checkpoints")
+        server = _forked(serve, _NOBODY)
+        try:
+            wait_for(lambda: mounts.find_mount(home / "mnt") is not None, "the other's mount")
+            # Until INIT is answered every look at it waits.
+            wait_for(lambda: list((home / "run/mounts").glob("*/control")), "its server")
+            found = {one["where"][0]: one for one in _status(node)}
+            assert (found[other]["health"], found[other]["pid"]) == ("unknown", None)
+            assert f"user {_NOBODY}'s" in found[other]["problem"]
+            assert found[ours]["health"] == "ok"
+            assert os.waitpid(_forked(look, _NOBODY), 0)[1] == 0
+        finally:
+            os.kill(server, signal.SIGTERM)
+            os.waitpid(server, 0)
+            _bootseer(node, "unmount", ours)
+
+    assert os.waitpid(_forked(both, 0), 0)[1] == 0
+
+
+def test_a_server_that_is_still_waited_for_has_no_row(node: Settings) -> None:
+    os.close(take_lock(new_mount_dir(node.run_dir)))
+    assert _status(node) == []
