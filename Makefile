@@ -24,6 +24,8 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# By a pip that the machine has: venv's own way to get one takes more processor time than all the rest.
+OUTER_PIP := { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt pip uv; } 2>/dev/null
 UV_INSTALL := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 
 define install_packages
@@ -90,8 +92,7 @@ system-test:
 # What a node needs, and nothing else: enough for the demo.
 $(VENV)/usable: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) uv
+	test -x $(BIN)/uv || $(OUTER_PIP) || { $(PYTHON) -m venv $(VENV) && $(PIP_INSTALL) uv; }
 	$(UV_INSTALL) --editable . || $(PIP_INSTALL) --editable .
 	touch $@
 
