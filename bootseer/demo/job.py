@@ -89,7 +89,7 @@ class World:
         try:
             self.plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.plan.with_image:
-                self._say("building an image from this interpreter and its installed packages")
+                self._say("building an image from this interpreter, its packages, and unread bytes")
                 self._build_image()
             if self.plan.with_environment:
                 self.requirements = wheels.make_wheels(self.wheels)
@@ -107,6 +107,8 @@ class World:
             root.mkdir(parents=True)
         root_file_system.build_base(roots[0], root_file_system.installed_packages())
         root_file_system.build_packages(roots[1])
+        # As in any image, most of it is not what a start reads.
+        _write_random(roots[1] / "opt" / "unread.bin", self.plan.checkpoint_bytes // 8)
         environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         self.image_bytes = image.write_layout(self.layout, roots, environment)
         shutil.rmtree(self.plan.folder / "root")
@@ -114,9 +116,7 @@ class World:
     def _write_checkpoint(self) -> None:
         folder = self.plan.folder / "checkpoints"
         folder.mkdir(mode=0o700)
-        with (folder / "step-1.bin").open("wb") as file:
-            for begin in range(0, self.plan.checkpoint_bytes, _BLOCK_BYTES):
-                file.write(os.urandom(min(_BLOCK_BYTES, self.plan.checkpoint_bytes - begin)))
+        _write_random(folder / "step-1.bin", self.plan.checkpoint_bytes)
 
     # ---- launching --------------------------------------------------------------------------
 
@@ -253,6 +253,13 @@ class World:
     def _mounted(self) -> list[str]:
         points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         return [point for point in points if point.startswith(str(self.plan.folder))]
+
+
+def _write_random(path: Path, size_bytes: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for begin in range(0, size_bytes, _BLOCK_BYTES):
+            file.write(os.urandom(min(_BLOCK_BYTES, size_bytes - begin)))
 
 
 def _machine_cpu_s() -> float:

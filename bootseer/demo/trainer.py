@@ -20,6 +20,8 @@ _BLOCK_BYTES = 16 << 20
 _MODULES = (
     *("rich.console", "requests", "fsspec", "docker", "hdfs_native", "zstandard"),
     *("pygments.lexers.python", "asyncio", "sqlite3", "xml.dom.minidom", "unittest.mock"),
+    # Large, and not installed with Bootseer.
+    *("pyarrow.parquet", "pyarrow.compute", "numpy"),
 )
 
 
