@@ -17,12 +17,14 @@ from bootseer.cli.output import (
 )
 from bootseer.errors import NotFoundError, from_oserror
 from bootseer.profile.breakdown import Breakdown, StageRow, break_down, of_the_start
-from bootseer.profile.files import read_start
+from bootseer.profile.files import read_events, read_start
 from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.views.chrome_trace import to_chrome_trace
 from bootseer.profile.views.document import analysis_document
+from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.text import explain, headline
+from bootseer.timeline.otlp import IMPORTS_EVENT
 
 _COLUMNS = (
     *("stage", "nodes", "ranks", "begins s", "median s", "p99 s", "max s", "slowest", "moved"),
@@ -75,6 +77,13 @@ def _title(breakdown: Breakdown, analysis: Analysis) -> str:
     return ", ".join(parts)
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise from_oserror(error, f"write {path}") from error
+
+
 @click.command(epilog="Example: bootseer report llama-70b --json")
 @click.argument("job", required=False)
 @click.option("--attempt", "wanted", type=click.IntRange(min=0), help="Which start; default: last.")
@@ -85,12 +94,19 @@ def _title(breakdown: Breakdown, analysis: Analysis) -> str:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also write a Chrome trace, to open in Perfetto.",
 )
+@click.option(
+    "--html",
+    "page_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write a page that a browser shows without network.",
+)
 @json_option
 def report(
     job: str | None,
     wanted: int | None,
     submission: str | None,
     trace_file: Path | None,
+    page_file: Path | None,
     as_json: bool,
 ) -> None:
     """Print the stages of the last start of JOB (default: the configured job) as a table.
@@ -107,13 +123,15 @@ def report(
     breakdown = break_down(stages)
     if breakdown is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
-    if trace_file is not None:
-        try:
-            trace_file.write_text(json.dumps(to_chrome_trace(stages)), encoding="utf-8")
-        except OSError as error:
-            raise from_oserror(error, f"write the trace {trace_file}") from error
     first_ns = min(stage.start_ns for stage in stages)
-    analysis = StartModel(tracks_of(of_the_start(stages), first_ns)).analyse()
+    model = StartModel(tracks_of(of_the_start(stages), first_ns))
+    analysis = model.analyse()
+    if trace_file is not None:
+        _write(trace_file, json.dumps(to_chrome_trace(stages)))
+    if page_file is not None:
+        bodies = read_events(settings.timeline_dir, job, wanted, submission, IMPORTS_EVENT)
+        title = _title(breakdown, analysis)
+        _write(page_file, to_page(title, model, analysis, imports_of(bodies)))
     if as_json:
         emit_json(_as_json(breakdown, analysis))
         return

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.errors import NotFoundError, from_oserror
-from bootseer.timeline.otlp import Stage, decode
+from bootseer.timeline.otlp import Stage, decode, decode_events
 
 # A timeline has a few lines per stage; a larger file is not one of ours.
 _MAX_BYTES = 64 * 1024 * 1024
@@ -23,6 +23,25 @@ def read_start(
 
     Raises: NotFoundError; PermissionDeniedError.
     """
+    files, submission = _newest(directory, job, attempt, submission)
+    return _one_start(files, is_told_apart=bool(submission))
+
+
+def read_events(
+    directory: Path, job: str, attempt: int | None, submission: str | None, event: str
+) -> list[str]:
+    """The bodies of the events of this name in the files that `read_start` reads.
+
+    Raises: NotFoundError; PermissionDeniedError.
+    """
+    files, _ = _newest(directory, job, attempt, submission)
+    return [body for path in files for body in decode_events(_bytes(path), event)]
+
+
+def _newest(
+    directory: Path, job: str, attempt: int | None, submission: str | None
+) -> tuple[list[Path], str]:
+    """The files of the newest start that is asked for, and its submission."""
     try:
         starts = {
             key: files
@@ -39,7 +58,7 @@ def read_start(
             f"no timeline of {' '.join([*which, f'job {job!r}'])} in {directory}; start it with "
             f"`bootseer --job {job} run`"
         )
-    return _one_start(starts[newest], is_told_apart=bool(newest[1]))
+    return starts[newest], newest[1]
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[int, str], list[Path]]]:
@@ -77,9 +96,12 @@ def _one_start(files: list[Path], *, is_told_apart: bool) -> list[Stage]:
 
 
 def _read(path: Path) -> list[Stage]:
+    return decode(_bytes(path))
+
+
+def _bytes(path: Path) -> bytes:
+    """The content of a timeline; nothing of a file that is too large to be one."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            return []
-        return decode(path.read_bytes())
+        return path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
     except OSError as error:
         raise from_oserror(error, f"read the timeline {path}") from error

@@ -18,6 +18,7 @@ Value: TypeAlias = str | int | float | bool
 # Longer values (a command line, an error) are cut: the timeline is no place for payload.
 _MAX_TEXT = 1000
 START_EVENT = "bootseer.stage.start"
+IMPORTS_EVENT = "bootseer.imports"
 # The stage that covers a whole start on one node, and the one that says that a rank trains now.
 START, READY = "start", "ready"
 # What the profiler reads beside times; docs/format/timeline.md says what each means.
@@ -178,6 +179,26 @@ def _decode_line(line: bytes) -> Iterator[Stage]:
                     attributes=_decode_attributes(span.get("attributes")),
                     resource=resource,
                 )
+
+
+def decode_events(data: bytes, event: str) -> list[str]:
+    """The bodies of the events of this name in a timeline file; torn lines are left out."""
+    found = []
+    marker = json.dumps(event).encode()
+    for line in data.splitlines():
+        if marker not in line:
+            continue
+        try:
+            found += [
+                str(record["body"]["stringValue"])
+                for group in json.loads(line)["resourceLogs"]
+                for scope in group["scopeLogs"]
+                for record in scope["logRecords"]
+                if record.get("eventName") == event
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return found
 
 
 def decode(data: bytes) -> list[Stage]:

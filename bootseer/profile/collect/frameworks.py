@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bootseer.timeline.otlp import BARRIER, PARENT, ROLE
+from bootseer.timeline.otlp import BARRIER, IMPORTS_EVENT, PARENT, ROLE
 from bootseer.timeline.recorder import (
     LAUNCHED_VARIABLE,
     PROCESS_VARIABLE,
@@ -29,7 +29,6 @@ from bootseer.timeline.recorder import (
 if TYPE_CHECKING:
     from bootseer.profile.collect.imports import Collector
 
-_IMPORTS_EVENT = "bootseer.imports"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # Collectives that block until all members of the group take part.
@@ -262,7 +261,7 @@ class Notes:
             [name, depth, (begin - self._since) // 1000, took // 1000]
             for name, depth, begin, took in modules
         ]
-        self._timeline.event(_IMPORTS_EVENT, json.dumps(rows, separators=(",", ":")))
+        self._timeline.event(IMPORTS_EVENT, json.dumps(rows, separators=(",", ":")))
 
 
 def _join() -> Timeline:

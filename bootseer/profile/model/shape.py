@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from bootseer.profile.model.tracks import Span
+from bootseer.timeline.otlp import START
 
 ORIGIN = -1
 """Stands for the event that a process's first span begins after: one of who started it, or zero."""
@@ -44,8 +45,13 @@ class Label(NamedTuple):
     """How many stages of this name the process had had before."""
 
     def __str__(self) -> str:
+        if self == _SCHEDULING:
+            return "scheduling"
         name = f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
         return name if self.kind == "in" else f"{self.kind} {name}"
+
+
+_SCHEDULING = Label(START, "before")
 
 
 class Step(NamedTuple):

@@ -191,7 +191,7 @@ def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
     disk = Fault(node_name(4), "slow disk", 3.0)
     blame = StartModel(tracks(Recipe(8, 2, (late, disk)))).analyse().blame
     assert [(one.barrier, one.node, str(one.lost[0][0])) for one in blame[:2]] == [
-        ("init_process_group:world", node_name(1), "before start"),
+        ("init_process_group:world", node_name(1), "scheduling"),
         ("first collective:world", node_name(4), "load checkpoint"),
     ]
 
