@@ -2,7 +2,7 @@
 
 Alone owns how JSON is read and written: its size and the count of its values are checked before
 anything is made of it (three bytes, an empty list and a comma, become 72 bytes of objects), no
-member may occur twice, every value has the type and the bounds that the struct declares, a
+member of ours may occur twice, every value has the type and the bounds that the struct declares, a
 checksum is compared, and a version that this release does not know is refused by name. Members
 that this release does not know are ignored. Pure, but for
 `Form.read`, which asks a store; any thread.
@@ -13,9 +13,11 @@ surrogates, which `msgspec.json` refuses.
 
 import hashlib
 import json
+import os
 import re
 from abc import ABCMeta
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -25,6 +27,8 @@ from bootseer.errors import CorruptError, UnknownFormatError
 
 T = TypeVar("T")
 
+_LINE_BYTES_MAX = 2**27
+"""A plan with every blob of a large tree."""
 VALUE_COUNT_MAX = 2**22
 """Of what ends up as objects, some 0.4 GiB; a record of a million paths has a third of that."""
 
@@ -78,7 +82,8 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
     """The member with the digest of all others. Documents of the first releases have none."""
     value_count_max: int = VALUE_COUNT_MAX
     is_foreign: bool = False
-    """Programs of others write it, for whom null and absence are one."""
+    """Programs of others write it: for them null is absence, and the last of two members with one
+    name counts, as for Go."""
     indent: int | None = None
 
     def read(self, store: Readable, key: str) -> T:
@@ -99,7 +104,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
         if self.kind or self.versions:
             self._check_head(document, where)
         try:
-            found: T = msgspec.convert(document, self.type, dec_hook=_path_of_text)
+            found: T = from_builtins(document, self.type)
         except msgspec.ValidationError as error:
             raise CorruptError(f"{where} is not {self.what}: {_problem(error)}") from None
         return found
@@ -140,7 +145,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
             document[self.kind_member] = self.kind
         if self.versions:
             document["version"] = version or self.versions[0]
-        document |= msgspec.to_builtins(value, builtin_types=(bytes,))
+        document |= to_builtins(value)
         if self.checksum_member:
             document[self.checksum_member] = members_digest(document, self.checksum_member)
         return document
@@ -175,6 +180,28 @@ def parse(
         raise CorruptError(f"{where} {problem}") from None
 
 
+def to_builtins(value: Any) -> Any:
+    """Structs as the dictionaries and lists that JSON has; a `Path` is text, bytes stay bytes."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=os.fspath)
+
+
+def from_builtins(plain: Any, kind: type[T]) -> T:
+    """The inverse. Raises: msgspec.ValidationError."""
+    return msgspec.convert(plain, kind, dec_hook=_path_of_text)
+
+
+def to_line(value: Any) -> str:
+    """One line of JSON, for another process of ours."""
+    return json.dumps(to_builtins(value), default=_text_of_path)
+
+
+def from_line(line: str | bytes, kind: type[T]) -> T:
+    """The inverse. Raises: CorruptError."""
+    data = line.encode("utf-8") if isinstance(line, str) else line
+    form: Form[T] = Form(type=kind, size_max=_LINE_BYTES_MAX)
+    return form.decode(data, "a message of another process")
+
+
 def is_digest(text: str) -> bool:
     """Whether `text` is the digest of a manifest or blob."""
     return bool(re.fullmatch(_DIGEST, text))
@@ -200,7 +227,7 @@ def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _present_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in _members(pairs).items() if value is not None}
+    return {name: value for name, value in dict(pairs).items() if value is not None}
 
 
 def _refuse(constant: str) -> Any:
@@ -208,9 +235,11 @@ def _refuse(constant: str) -> Any:
     raise ValueError(constant)
 
 
-def _path_of_text(kind: Any, text: Any) -> bytes:
+def _path_of_text(kind: Any, text: Any) -> bytes | Path:
     if not isinstance(text, str):
         raise ValueError("a path is no text")
+    if kind is Path:
+        return Path(text)
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -2,8 +2,8 @@
 
 import click
 
+from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
-from bootseer.base.structs import asdict
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.settings.config import variable_of
@@ -20,7 +20,7 @@ def config() -> None:
 def show(source: SettingsSource, as_json: bool) -> None:
     """Print every setting, its value, its source and its variable."""
     loaded = source.config
-    values = asdict(loaded.settings)
+    values = to_builtins(loaded.settings)
     # Its user name and password are for the store, not for whoever reads this in a ticket.
     values["store_url"] = redact(loaded.settings.store_url)
     values["submission"] = loaded.settings.submission or "none"

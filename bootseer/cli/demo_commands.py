@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.cli.output import emit_json, emit_table, human_bytes, json_option
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
 
@@ -24,7 +24,7 @@ def _say(sentence: str) -> None:
 
 
 def _row_json(row: "Row") -> dict[str, Any]:
-    return {**asdict(row), "ratio": row.ratio}
+    return {**to_builtins(row), "ratio": row.ratio}
 
 
 def _json(result: "Comparison", left_out: dict[str, str], network: dict[str, int]) -> Any:
@@ -166,7 +166,7 @@ def demo(
     if not result.identical:
         raise BootseerError("the two launches loaded different bytes; please report this")
     if as_json:
-        emit_json(_json(result, left_out, asdict(network)))
+        emit_json(_json(result, left_out, to_builtins(network)))
         return
     _print(result)
     _say("both launches loaded the same bytes")

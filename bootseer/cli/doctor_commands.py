@@ -2,7 +2,7 @@
 
 import click
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.launch.doctor import Status, examine
 from bootseer.settings.config import load_config
@@ -20,7 +20,7 @@ def doctor(context: click.Context, /, as_json: bool) -> None:
     # It looks at the folders itself, in a thread that may hang.
     findings = examine(load_config(source.flags, checks_folders=False).settings)
     if as_json:
-        emit_json([asdict(finding) for finding in findings])
+        emit_json([to_builtins(finding) for finding in findings])
     else:
         emit_table(
             ("check", "status", "seen", "what to do"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.cli.output import (
     current_config,
     emit_json,
@@ -58,7 +58,7 @@ def _cells(row: StageRow) -> tuple[object, ...]:
 
 
 def _as_json(breakdown: Breakdown, analysis: Analysis) -> dict[str, Any]:
-    result = {**asdict(breakdown), "analysis": analysis_document(analysis)}
+    result = {**to_builtins(breakdown), "analysis": analysis_document(analysis)}
     rows = [(row, result["stages"][number]) for number, row in enumerate(breakdown.stages)]
     rows += [(row, result[key]) for key in ("total", "ready") if (row := getattr(breakdown, key))]
     for row, encoded in rows:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.cli.output import current_settings, emit_json, emit_table, json_option, printable
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def status(as_json: bool) -> None:
     """
     entries = node_entries(current_settings().run_dir)
     if as_json:
-        emit_json({"served": [asdict(one) for one in entries]})
+        emit_json({"served": [to_builtins(one) for one in entries]})
         return
     emit_table(_COLUMNS, map(_cells, entries))
     for one in entries:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import (
     Seconds,
@@ -155,7 +155,7 @@ def _warm_now(request: "WarmRequest", as_json: bool) -> None:
     with Progress("reading ahead", work.planned_bytes) as progress:
         figures = warm_now(request, work, progress.advance)
     if as_json:
-        emit_json({**_head(request), "planned_bytes": work.planned_bytes, **asdict(figures)})
+        emit_json({**_head(request), "planned_bytes": work.planned_bytes, **to_builtins(figures)})
         return
     click.echo(
         f"{human_bytes(figures.read_bytes)} of {request.directory} read ahead in "

@@ -7,7 +7,6 @@ Threading: `start` once, while there is one thread; then `finish` or `abandon` f
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -15,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
-from bootseer import errors
-from bootseer.base.redact import public_url, redact
+from bootseer.base.redact import public_url
 from bootseer.base.urls import check_spelling
 from bootseer.errors import (
     BootseerError,
@@ -67,6 +66,27 @@ def parse_checkpoint(text: str) -> CheckpointPath:
 def made_sentence(url: str) -> str:
     """For people, of a remote folder that a mount has made: it may have been misspelt. Pure."""
     return f"warning: {public_url(url)} was not there: created, empty; there is no checkpoint in it"
+
+
+class _Report(Struct, frozen=True):
+    """What the process that mounts tells: of each mount, or of the one that failed."""
+
+    mounted: int | None = None
+    made: bool = False
+    error: dict[str, Any] | None = None
+
+
+def _send(report: int, message: _Report) -> None:
+    # A start without checkpoints needs none of it.
+    from bootseer.base.documents import to_line
+
+    os.write(report, to_line(message).encode("ascii") + b"\n")
+
+
+def _read(line: bytes) -> _Report:
+    from bootseer.base.documents import from_line
+
+    return from_line(line, _Report)
 
 
 class CheckpointMounts:
@@ -133,14 +153,13 @@ class CheckpointMounts:
             for number, path in enumerate(self._paths):
                 with timeline.span("checkpoint"):
                     made = self._mount(number, path)
-                answer: dict[str, object] = {"mounted": number, "made": made}
-                os.write(report, json.dumps(answer).encode() + b"\n")
+                _send(report, _Report(number, made))
         except BaseException as error:
             if not isinstance(error, BootseerError | SystemExit):
                 _log.debug("cannot mount a checkpoint folder", exc_info=True)
-            message = redact(str(error))[: _REPORT_BYTES_MAX // 8]
-            failure = {"class": type(error).__name__, "error": message}
-            os.write(report, json.dumps(failure).encode() + b"\n")
+            from bootseer.served.json_errors import error_to_json
+
+            _send(report, _Report(error=error_to_json(error, "mounting")))
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
@@ -216,10 +235,9 @@ class CheckpointMounts:
         if self._has_said:
             return
         self._has_said = True
-        for document in self._documents():
-            if document.get("made"):
-                path = self._paths[int(str(document["mounted"]))]
-                self._say(made_sentence(path.url))
+        for one in self._received_reports():
+            if one.made and one.mounted is not None:
+                self._say(made_sentence(self._paths[one.mounted].url))
 
     def _receive(self, timeout_s: float) -> None:
         if self._reports >= 0 and wait_readable([self._reports], timeout_s):
@@ -230,21 +248,20 @@ class CheckpointMounts:
                 self._reports = -1
                 os.waitpid(self._pid, 0)
 
-    def _documents(self) -> list[dict[str, object]]:
+    def _received_reports(self) -> list[_Report]:
         # What follows the last newline is a line still on its way.
-        return [json.loads(line) for line in self._received.split(b"\n")[:-1]]
+        return [_read(line) for line in self._received.split(b"\n")[:-1]]
 
     def _mounted(self) -> list[int]:
-        found = [document.get("mounted") for document in self._documents()]
-        return [number for number in found if isinstance(number, int)]
+        return [one.mounted for one in self._received_reports() if one.mounted is not None]
 
     def _raise_child_error(self) -> None:
-        for document in self._documents():
-            if "error" in document:
-                kind = getattr(errors, str(document["class"]), None)
-                if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
-                    kind = UnavailableError
-                raise kind(f"cannot mount a checkpoint folder: {document['error']}")
+        for one in self._received_reports():
+            if one.error is not None:
+                from bootseer.served.json_errors import error_from_json
+
+                error = error_from_json(one.error)
+                raise type(error)(f"cannot mount a checkpoint folder: {error}")
 
     def abandon(self) -> None:
         """Unmount what was mounted: the start has failed. Never raises."""

@@ -4,8 +4,14 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from bootseer.errors import from_oserror
+from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
+
+if TYPE_CHECKING:
+    from bootseer.base.documents import Form
+
+T = TypeVar("T")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -101,6 +107,18 @@ def write_private_file(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_private_file(path: Path, form: "Form[T]") -> T | None:
+    """The document at `path`; None where there is none that this release reads, or where it is
+    another user's: it must not be acted upon."""
+    try:
+        with open(path, "rb", opener=private_opener) as file:
+            if not is_own(os.fstat(file.fileno())):
+                return None
+            return form.decode(file.read(form.size_max + 1), str(path))
+    except (OSError, CorruptError, UnknownFormatError):
+        return None
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -5,13 +5,15 @@ for. Knows nothing of other servers and of retries. Thread-safe.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 from urllib.parse import urlencode, urljoin, urlsplit
 
+from msgspec import Meta, Struct
+
+from bootseer.base.documents import Form
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -240,11 +242,22 @@ class Session:
         self._transport.close()
 
 
+class _Error(Struct, frozen=True):
+    code: str
+
+
+class _Errors(Struct, frozen=True):
+    errors: Annotated[tuple[_Error, ...], Meta(min_length=1)]
+
+
+_ERRORS: Form[_Errors] = Form(type=_Errors, size_max=_ERROR_BYTES_MAX, is_foreign=True)
+
+
 def _message(data: bytes) -> str:
     """The code in an error's body (distribution specification, "Error Codes"). Free text is left
     out: it may quote what was sent."""
     try:
-        code = json.loads(data)["errors"][0]["code"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        code = _ERRORS.decode(data, "an answer").errors[0].code
+    except CorruptError:
         return ""
-    return f" ({code[:60]})" if isinstance(code, str) and code.isidentifier() else ""
+    return f" ({code[:60]})" if code.isidentifier() else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.errors import from_oserror
 from bootseer.linux.private_files import (
     is_own,
@@ -151,7 +151,7 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 def write_state(directory: Path, state: MountState) -> None:
     """In one step. Raises: BootseerError."""
     try:
-        write_private_file(directory / _STATE, json.dumps(asdict(state)).encode("ascii"))
+        write_private_file(directory / _STATE, json.dumps(to_builtins(state)).encode("ascii"))
     except OSError as error:
         raise from_oserror(error, f"write the state of the mount to {directory}") from error
 

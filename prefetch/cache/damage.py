@@ -6,37 +6,48 @@ Any thread, several processes at once.
 """
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta, Struct
 
 from bootseer.base.content_digest import content_digest
-from bootseer.errors import BootseerError, CorruptError
-from bootseer.linux.private_files import write_private_file
+from bootseer.base.documents import Count, Form
+from bootseer.errors import CorruptError
+from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.store import Store
 
 if TYPE_CHECKING:
     from bootseer.transfer.plan import Chunk
 
-_VERSION = 1
-_BYTES_MAX = 64 * 1024
 # One is enough to know that a blob is damaged.
 _CHUNKS_MAX = 64
 
 
+class _Range(NamedTuple):
+    key: str
+    offset: Count
+    length: Count
+    digest: Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{2})*\Z")]
+
+
+class _Note(Struct, frozen=True):
+    ranges: tuple[_Range, ...]
+
+
+_FORM: Form[_Note] = Form(type=_Note, versions=(1,), size_max=64 * 1024)
+
+
 def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -> None:
     """Chunks of a tree's blobs, of which one at least came damaged. Never raises."""
-    document = {
-        "version": _VERSION,
-        "ranges": [
-            [chunk.key, chunk.offset, chunk.length, chunk.digest.hex()]
-            for chunk in chunks[:_CHUNKS_MAX]
-            if chunk.digest is not None
-        ],
-    }
+    ranges = tuple(
+        _Range(chunk.key, chunk.offset, chunk.length, chunk.digest.hex())
+        for chunk in chunks[:_CHUNKS_MAX]
+        if chunk.digest is not None
+    )
     with contextlib.suppress(OSError):
-        write_private_file(_path(cache_dir, index_digest), json.dumps(document).encode("ascii"))
+        write_private_file(_path(cache_dir, index_digest), _FORM.encode(_Note(ranges)))
 
 
 def is_damage_known(cache_dir: Path, index_digest: str) -> bool:
@@ -51,8 +62,9 @@ def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None
     UnavailableError, DeadlineError.
     """
     path = _path(cache_dir, index_digest)
-    for key, offset, length, digest in _ranges(path):
-        if content_digest(store.read(key, offset, length)) != digest:
+    note = read_private_file(path, _FORM)
+    for key, offset, length, digest in note.ranges if note else ():
+        if content_digest(store.read(key, offset, length)).hex() != digest:
             raise CorruptError(
                 f"{key} in {store.url} is damaged: its bytes from {offset} to {offset + length} do "
                 "not match their digest, as an earlier start on this node has found"
@@ -63,18 +75,3 @@ def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None
 
 def _path(cache_dir: Path, index_digest: str) -> Path:
     return cache_dir / "damaged" / f"{index_digest.partition(':')[2]}.json"
-
-
-def _ranges(path: Path) -> list[tuple[str, int, int, bytes]]:
-    """No ranges where there is no note, or none that can be read."""
-    try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(_BYTES_MAX))
-        if document["version"] != _VERSION:
-            return []
-        return [
-            (str(key), int(offset), int(length), bytes.fromhex(digest))
-            for key, offset, length, digest in document["ranges"]
-        ]
-    except (OSError, BootseerError, ValueError, KeyError, TypeError):
-        return []

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from bootseer.errors import SetupFailedError, UnsupportedError, from_oserror
+from msgspec import Struct
+
+from bootseer.base.documents import Form
+from bootseer.errors import CorruptError, SetupFailedError, UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.prefetch.container import signals
 from bootseer.prefetch.container.child import try_in_child
@@ -35,6 +38,14 @@ if TYPE_CHECKING:
 
 _DELETE_S = 20
 _LOG_BYTES_MAX = 1 << 20
+
+
+class _LogLine(Struct, frozen=True):
+    level: str = ""
+    msg: str = "it did not say why"
+
+
+_LOG_LINE: Form[_LogLine] = Form(type=_LogLine, size_max=_LOG_BYTES_MAX, is_foreign=True)
 
 
 class Log:
@@ -58,12 +69,12 @@ class Log:
     def raise_failure(self, program: str) -> None:
         """Raises: SetupFailedError with 126 where runc could not start `program`."""
         for line in os.pread(self._fd, _LOG_BYTES_MAX, 0).splitlines():
-            with contextlib.suppress(ValueError, AttributeError):
-                entry = json.loads(line)
-                if entry.get("level") not in ("error", "fatal"):
+            with contextlib.suppress(CorruptError):
+                entry = _LOG_LINE.decode(line, "runc's log")
+                if entry.level not in ("error", "fatal"):
                     continue
                 # Its last clause is the reason; the ones before say in which of its steps.
-                reason = str(entry.get("msg", "it did not say why")).strip()
+                reason = entry.msg.strip()
                 if "exec" in reason:
                     reason = reason.rpartition(": ")[2]
                 raise SetupFailedError(f"runc cannot run {program} of the image: {reason}", 126)

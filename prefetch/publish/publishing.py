@@ -9,7 +9,6 @@ whole. What publishing needs is loaded by its own process only.
 """
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -17,15 +16,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict, from_builtins, to_builtins
+from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError
-from bootseer.linux.private_files import private_directory, private_opener
+from bootseer.linux.private_files import private_directory, private_opener, write_private_file
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.served.background import python_environment
 from bootseer.served.folders import PUBLISH, MountState, is_alive, log_path, take_lock, write_state
@@ -56,6 +55,18 @@ class RecordInfo(Struct, frozen=True):
     """The bundle was found damaged."""
 
 
+class _Job(Struct, frozen=True):
+    """What is to be published: a record, an image of this node, or one that containerd has."""
+
+    settings: Settings
+    info: RecordInfo | None = None
+    image: str = ""
+    """The digest of its index."""
+    content: Path | None = None
+    """Containerd's store, which has the layers of `chain`."""
+    chain: str = ""
+
+
 def publishing_dir(settings: Settings) -> Path:
     """Where records wait for being published."""
     return settings.run_dir / "publishing"
@@ -68,7 +79,7 @@ def start_publisher(
     entries: Sequence[tuple[int, int, int, int]],
 ) -> subprocess.Popen[bytes]:
     """Hand a record to a new publisher process and return at once. Raises: OSError."""
-    with _new_job(settings, identity, {"info": asdict(info)}) as (directory, lock, log):
+    with _new_job(identity, _Job(settings, info)) as (directory, lock, log):
         (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
         return _start(_command(directory), lock, log)
 
@@ -78,7 +89,7 @@ def start_image_publisher(settings: Settings, index_digest: str) -> None:
     calls this may become another program. Raises: OSError."""
     identity = f"image-{index_digest.partition(':')[2][:16]}"
     if not _is_busy(settings, identity):
-        _start_orphan(settings, identity, {"image": index_digest})
+        _start_orphan(identity, _Job(settings, image=index_digest))
 
 
 def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
@@ -88,7 +99,7 @@ def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> b
     if _is_busy(settings, "chain"):
         return False
     identity = f"chain-{chain_id.partition(':')[2][:16]}"
-    _start_orphan(settings, identity, {"content": str(content), "chain": chain_id})
+    _start_orphan(identity, _Job(settings, content=content, chain=chain_id))
     return True
 
 
@@ -98,8 +109,8 @@ def _is_busy(settings: Settings, prefix: str) -> bool:
     return False
 
 
-def _start_orphan(settings: Settings, identity: str, job: Mapping[str, Any]) -> None:
-    with _new_job(settings, identity, job) as (directory, lock, log):
+def _start_orphan(identity: str, job: _Job) -> None:
+    with _new_job(identity, job) as (directory, lock, log):
         # The shell ends at once, and what it began has no parent any more.
         command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
         _start(command, lock, log).wait()
@@ -110,17 +121,14 @@ def _command(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _new_job(
-    settings: Settings, identity: str, job: Mapping[str, Any]
-) -> Iterator[tuple[Path, int, BinaryIO]]:
+def _new_job(identity: str, job: _Job) -> Iterator[tuple[Path, int, BinaryIO]]:
     """A job's folder, the lock that says that somebody is at it, and its log."""
+    settings = job.settings
     private_directory(settings.run_dir / "logs")
     directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
     lock = take_lock(directory)
     try:
-        document = {"settings": to_builtins(settings), **job}
-        with open(directory / "job.json", "w", encoding="utf-8", opener=private_opener) as file:
-            json.dump(document, file)
+        write_private_file(directory / "job.json", to_line(job).encode("ascii"))
         with open(log_path(settings.run_dir, identity), "ab", opener=private_opener) as log:
             yield directory, lock, log
     finally:
@@ -205,11 +213,11 @@ def publish_record(
         return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
 
 
-def _state_of(directory: Path, job: Mapping[str, Any]) -> MountState:
+def _state_of(directory: Path, job: _Job) -> MountState:
     """For `bootseer status`."""
     return MountState(
         id=directory.name.rpartition("-")[0],
-        reference=job["info"]["reference"] if "info" in job else job.get("image") or job["chain"],
+        reference=job.info.reference if job.info else job.image or job.chain,
         index_digest="",
         workload="",
         directory="",
@@ -224,20 +232,19 @@ def main(directory: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
     os.nice(_NICENESS)
     try:
-        job = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        job = from_line((directory / "job.json").read_bytes(), _Job)
         write_state(directory, _state_of(directory, job))
-        settings = from_builtins(job["settings"], Settings)
-        if "image" in job:
+        if job.image:
             from bootseer.prefetch.publish.publish_image import publish_node_image
 
-            publish_node_image(settings, job["image"])
-        elif "chain" in job:
+            publish_node_image(job.settings, job.image)
+        elif job.content is not None:
             from bootseer.prefetch.publish.publish_image import publish_unpacked_image
 
-            publish_unpacked_image(settings, Path(job["content"]), job["chain"])
-        else:
+            publish_unpacked_image(job.settings, job.content, job.chain)
+        elif job.info is not None:
             entries = list(_ENTRY.iter_unpack((directory / "accesses").read_bytes()))
-            publish_record(settings, RecordInfo(**job["info"]), entries)
+            publish_record(job.settings, job.info, entries)
     except BootseerError as error:
         _log.warning("nothing of this start is published: %s", error)
         return 1

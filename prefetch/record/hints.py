@@ -5,12 +5,12 @@ plain list of files or ranges, and the records of eStargz's optimizer. A list co
 so it is bounded in every respect; a path is looked up in the image only, symbolic links included.
 """
 
-import json
 import stat
 from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
+from bootseer.base.documents import Form, PathBytes
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
@@ -51,6 +51,15 @@ class Hinted(Struct, frozen=True):
     """Hints whose path is no file of the image."""
 
 
+class _Entry(Struct, frozen=True):
+    path: PathBytes
+
+
+_ENTRY: Form[_Entry] = Form(
+    type=_Entry, what="a record of a file", size_max=HINTS_BYTES_MAX, is_foreign=True
+)
+
+
 def parse(data: bytes) -> list[Hint]:
     """The hints of a list, in order: of a plain one, or of eStargz records (JSON lines).
 
@@ -76,7 +85,7 @@ def parse(data: bytes) -> list[Hint]:
             raise InvalidInputError(f"the list has more than {ACCESS_COUNT_MAX} lines; name less")
         try:
             hints.append(read(line))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InvalidInputError(f"line {number} of the list is no hint: {error}") from error
     return hints
 
@@ -102,11 +111,10 @@ def _number(text: bytes) -> int:
 def _record(line: bytes) -> Hint:
     """An entry as stargz-snapshotter's recorder writes it; `manifestDigest` and `layerIndex` say in
     which layer the file was found, which the merged tree says as well."""
-    entry = json.loads(line)
-    path = entry.get("path") if isinstance(entry, dict) else None
-    if not isinstance(path, str) or not path:
+    path = _ENTRY.decode(line, "the entry").path
+    if not path:
         raise ValueError("it has no path")
-    return Hint(path.encode("utf-8", "surrogateescape"))
+    return Hint(path)
 
 
 def trace_of(

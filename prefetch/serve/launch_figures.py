@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
@@ -93,7 +93,7 @@ class LaunchFigures(Struct, frozen=True):
 
 def status_of(figures: LaunchFigures) -> dict[str, Any]:
     """The figures as JSON values, under the keys of `image status`."""
-    faults = asdict(figures.faults)
+    faults = to_builtins(figures.faults)
     bounds = (*BUCKETS_S, None)
     faults["waits"] = [
         {"up_to_s": bound, "count": count}
@@ -104,10 +104,10 @@ def status_of(figures: LaunchFigures) -> dict[str, Any]:
         "image_bytes": figures.image_bytes,
         "cache_is_full": figures.cache_is_full,
         "faults": faults,
-        "sources": asdict(figures.sources),
-        "moved": asdict(figures.moved),
-        "prefetch": None if figures.prefetch is None else asdict(figures.prefetch),
-        "fill": asdict(figures.fill),
+        "sources": to_builtins(figures.sources),
+        "moved": to_builtins(figures.moved),
+        "prefetch": None if figures.prefetch is None else to_builtins(figures.prefetch),
+        "fill": to_builtins(figures.fill),
     }
 
 

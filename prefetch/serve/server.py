@@ -45,7 +45,7 @@ def main() -> int:
     """The exit code: 0 after an unmount."""
     _load_default_store()
     # Here, before anybody says what to serve: it takes longest to load.
-    from bootseer.base.structs import from_line
+    from bootseer.base.documents import from_line
     from bootseer.prefetch.serve.serve_image import serve_image
     from bootseer.prefetch.serve.serve_plan import ServePlan
     from bootseer.served.folders import log_path

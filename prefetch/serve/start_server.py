@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.errors import (
     BootseerError,
     BusyError,

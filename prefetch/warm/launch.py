@@ -11,8 +11,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
-from bootseer.base.structs import to_line
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead

@@ -9,17 +9,17 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from bootseer.linux.private_files import is_own, private_directory, private_opener
+from bootseer.base.documents import Form
+from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.warm.record import key_of
 
-_STATE_BYTES_MAX = 1 << 16
+_STATE_FORM: Form[dict[str, Any]] = Form(type=dict[str, Any], size_max=1 << 16)
 
 
 class NodePaths(Struct, frozen=True):
@@ -55,26 +55,13 @@ def take_lock(path: Path) -> int | None:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Replace the state; readers see the old or the new one. Never raises: it only informs."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "w", encoding="ascii", opener=private_opener) as file:
-            json.dump(state, file)
-        temporary.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with contextlib.suppress(OSError):
+        write_private_file(path, json.dumps(state).encode("ascii"))
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The last state; {} where there is none, or none of ours."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as f:
-            if not is_own(os.fstat(f.fileno())):
-                return {}
-            state = json.loads(f.read(_STATE_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return state if isinstance(state, dict) else {}
+    return read_private_file(path, _STATE_FORM) or {}
 
 
 def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.structs import asdict, from_line
+from bootseer.base.documents import from_line, to_builtins
 from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
 from bootseer.linux.waiting import wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
@@ -111,7 +111,7 @@ def _read(
             stop=lambda: bool(wait_readable(ends[:1], 0)),
         )
         span.set("bootseer.bytes", figures.read_bytes)
-    node.say(action="read", cpu_s=round(time.process_time(), 3), **asdict(figures))
+    node.say(action="read", cpu_s=round(time.process_time(), 3), **to_builtins(figures))
     _log.info("read %s ahead: %s", request.directory, figures)
     # An empty directory is a file system that is not mounted here: the record is for those where
     # it is.

@@ -14,7 +14,6 @@ A working directory without a commit is thrown away. Callers hold the locks of a
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import stat
@@ -23,19 +22,24 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.documents import Form, PathBytes, to_line
 from bootseer.blob.index import codec as index
 from bootseer.blob.tree import Tree
-from bootseer.errors import BusyError, CorruptError, PermissionDeniedError, from_oserror
+from bootseer.errors import (
+    BusyError,
+    CorruptError,
+    PermissionDeniedError,
+    UnknownFormatError,
+    from_oserror,
+)
+from bootseer.linux.private_files import read_private_file
 from bootseer.linux.removal import remove_tree
 from bootseer.snapshots.restoring.host_paths import is_entered, is_mount_point
 from bootseer.snapshots.restoring.merge import delete, move_into, set_directories
-from bootseer.snapshots.targets.paths import is_plain, text_of
+from bootseer.snapshots.targets.paths import is_plain
 from bootseer.snapshots.targets.scan import STAGING_PREFIX
 
 logger = logging.getLogger(__name__)
-
-_VERSION = 1
-_PLAN_BYTES_MAX = 1 << 30
 
 
 OnFinished = Callable[[Path, str, str, str], None]
@@ -46,7 +50,19 @@ place, and again if a crash lets a restore be finished twice."""
 class _Plan(Struct, frozen=True):
     fingerprint: str
     base: str
-    deletions: list[bytes]
+    commit: Path
+    """The file that says that this and other plans are carried out."""
+    deletions: tuple[PathBytes, ...]
+
+
+class _Committed(Struct, frozen=True):
+    commit: Path
+
+
+_PLAN: Form[_Plan] = Form(type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30)
+# Of a plan of any release: one that is carried out must not be taken for none.
+_POINTER: Form[_Committed] = Form(type=_Committed, size_max=1 << 30, value_count_max=1 << 30)
+_COMMIT: Form[list[Path]] = Form(type=list[Path], size_max=1 << 24)
 
 
 class Staging(Struct, frozen=True):
@@ -98,16 +114,10 @@ def write_plan(
     deletions: Sequence[bytes],
 ) -> None:
     """Record what is to be done; nothing is done before `commit`."""
-    plan = {
-        "version": _VERSION,
-        "fingerprint": fingerprint,
-        "base": base,
-        "commit": text_of(os.fsencode(first.directory / "commit")),
-        "deletions": [text_of(path) for path in deletions],
-    }
+    plan = _Plan(fingerprint, base, first.directory / "commit", tuple(deletions))
     try:
         (staging.directory / "index").write_bytes(encoded_tree)
-        (staging.directory / "plan").write_text(json.dumps(plan), encoding="ascii")
+        (staging.directory / "plan").write_bytes(_PLAN.encode(plan))
     except OSError as error:
         raise from_oserror(error, f"write the plan in {staging.directory}") from error
 
@@ -117,10 +127,7 @@ def commit(stagings: Sequence[Staging]) -> None:
     file = stagings[0].directory / "commit"
     try:
         draft = file.with_suffix(".draft")
-        draft.write_text(
-            json.dumps([text_of(os.fsencode(staging.directory)) for staging in stagings]),
-            encoding="ascii",
-        )
+        draft.write_text(to_line([staging.directory for staging in stagings]), encoding="ascii")
         draft.rename(file)
     except OSError as error:
         raise from_oserror(error, f"write the commit {file}") from error
@@ -199,21 +206,11 @@ def _rename_whole(staging: Staging) -> bool:
 
 def _read_plan(staging: Staging) -> _Plan:
     try:
-        with (staging.directory / "plan").open("rb") as file:
-            document = json.loads(file.read(_PLAN_BYTES_MAX))
-        if document["version"] != _VERSION:
-            raise CorruptError(f"{staging.directory} was left by another release; remove it")
-        plan = _Plan(
-            fingerprint=str(document["fingerprint"]),
-            base=str(document["base"]),
-            deletions=[text.encode("utf-8", "surrogateescape") for text in document["deletions"]],
-        )
+        plan = _PLAN.decode((staging.directory / "plan").read_bytes(), "its plan")
     except OSError as error:
         raise from_oserror(error, f"read the plan in {staging.directory}") from error
-    except CorruptError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{staging.directory} is damaged: {error}; remove it") from None
+    except (CorruptError, UnknownFormatError) as error:
+        raise CorruptError(f"{staging.directory} cannot be finished, remove it: {error}") from None
     if not all(is_plain(path.split(b"/")) for path in plan.deletions):
         raise CorruptError(f"{staging.directory} is damaged; remove it")
     return plan
@@ -280,17 +277,13 @@ def recover(targets: Sequence[Path], on_finished: OnFinished) -> None:
 def _others(staging: Staging) -> bool:
     """Whether targets that are not ours to lock now still need this working directory's commit."""
     try:
-        paths = json.loads((staging.directory / "commit").read_text(encoding="ascii"))
-        return any(
-            Path(path, "plan").is_file() for path in paths if Path(path) != staging.directory
-        )
-    except (OSError, ValueError, TypeError):
+        data = (staging.directory / "commit").read_bytes()
+        paths = _COMMIT.decode(data, "a commit")
+        return any((path / "plan").is_file() for path in paths if path != staging.directory)
+    except (OSError, CorruptError):
         return False
 
 
 def _is_committed(staging: Staging) -> bool:
-    try:
-        with (staging.directory / "plan").open("rb") as file:
-            return Path(json.loads(file.read(_PLAN_BYTES_MAX))["commit"]).is_file()
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    plan = read_private_file(staging.directory / "plan", _POINTER)
+    return plan is not None and plan.commit.is_file()

@@ -7,22 +7,18 @@ one means no more than that the work is done again.
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import Form
 from bootseer.errors import BootseerError
-from bootseer.linux.private_files import write_private_file
+from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.settings.config import Settings
 from bootseer.snapshots.targets.scan import NOTHING, Scan, scan
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
-
-_VERSION = 2
-_BYTES_MAX = 64 * 1024
 
 
 class State(Struct, frozen=True):
@@ -39,6 +35,9 @@ class State(Struct, frozen=True):
     is not trusted."""
 
 
+_FORM: Form[State] = Form(type=State, versions=(2,), size_max=64 * 1024)
+
+
 def _boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -52,7 +51,7 @@ def _file(cache_dir: Path, target: Path) -> Path:
 
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     """What `target` (a host path) holds, or None where it is not known or was touched."""
-    state = _read(cache_dir, target)
+    state = read_private_file(_file(cache_dir, target), _FORM)
     if state is None or state.boot_id != _boot_id() or state.exact != fingerprint_of_scan(scanned):
         return None
     return state
@@ -60,20 +59,8 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
 
 def was_empty(cache_dir: Path, target: Path) -> bool:
     """Whether a set-up has made `target` (a host path) whole, as far as this node knows."""
-    state = _read(cache_dir, target)
+    state = read_private_file(_file(cache_dir, target), _FORM)
     return state is not None and state.base == NOTHING
-
-
-def _read(cache_dir: Path, target: Path) -> State | None:
-    try:
-        with _file(cache_dir, target).open("rb") as file:
-            document = json.loads(file.read(_BYTES_MAX))
-        if document["version"] != _VERSION:
-            return None
-        texts = {name: str(document[name]) for name in State.__struct_fields__}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return State(**texts)
 
 
 def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:
@@ -95,5 +82,4 @@ def _save_state(cache_dir: Path, target: Path, state: State) -> None:
     """Never raises: it is only a hint."""
     path = _file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
-        document = {"version": _VERSION, **asdict(state)}
-        write_private_file(path, json.dumps(document).encode("ascii"))
+        write_private_file(path, _FORM.encode(state))

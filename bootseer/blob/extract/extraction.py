@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.blob.extract.plan import plan_extraction
 from bootseer.blob.extract.plan_columns import worker_columns
 from bootseer.blob.extract.pool import FILES_MAX
@@ -144,7 +144,7 @@ def extract(
                     shown,
                 )
             more = {"is_verified": is_verified, "file_count": len(files)}
-            columns = worker_columns(tree, plan, asdict(settings) | more, recorded)
+            columns = worker_columns(tree, plan, to_builtins(settings) | more, recorded)
             records = make_records(tree, recorded, pool)
             writer = Writer(tree, plan, columns, root_fd, settings)
             stack.callback(writer.close)

@@ -8,7 +8,6 @@ answer without credentials. Thread-safe: no state.
 
 import base64
 import binascii
-import json
 import logging
 import os
 import re
@@ -19,6 +18,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.documents import Form, parse
+from bootseer.errors import CorruptError
 from bootseer.registry.reference import DOCKER_HUB
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,17 @@ class Credential(Struct, frozen=True):
     def __repr__(self) -> str:
         # No secrets in logs.
         return f"Credential(username={self.username!r})"
+
+
+class _Answer(Struct, frozen=True, rename="pascal"):
+    username: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return "a helper's answer"
+
+
+_ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_FILE_BYTES_MAX, is_foreign=True)
 
 
 def find_credential(
@@ -74,13 +86,13 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
-        document = json.loads(data) if len(data) <= _FILE_BYTES_MAX else None
+        document = parse(data, "a file of logins", _FILE_BYTES_MAX, is_foreign=True)
     except FileNotFoundError:
         return {}
     except OSError as error:
         _log.warning("cannot read the registry logins in %s: %s", path, error.strerror)
         return {}
-    except (ValueError, RecursionError):
+    except CorruptError:
         document = None
     if not isinstance(document, dict):
         # The reason would quote the file, and so perhaps a password.
@@ -120,16 +132,14 @@ def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential
         _log.debug("%s has no login for %s", program, server)
         return None
     try:
-        answer = json.loads(done.stdout)
-        username, secret = answer["Username"], answer["Secret"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        username = secret = None
-    if not isinstance(username, str) or not isinstance(secret, str):
+        answer = _ANSWER.decode(done.stdout, program)
+    except CorruptError:
         _log.warning("the answer of %s is not what a credential helper says", program)
         return None
-    if username == _TOKEN_USER:
-        return Credential("", identity_token=secret)
-    return Credential(username, secret) if username or secret else None
+    if answer.username == _TOKEN_USER:
+        return Credential("", identity_token=answer.secret)
+    is_known = answer.username or answer.secret
+    return Credential(answer.username, answer.secret) if is_known else None
 
 
 def _from_auths(

@@ -8,16 +8,22 @@ The protocol: distribution.github.io/distribution/spec/auth/{token,oauth}.
 """
 
 import base64
-import json
-import re
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
+from bootseer.base.documents import Form
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from bootseer.registry.hosts import Host
 from bootseer.registry.http.retry import TransientError, is_transient
 from bootseer.registry.http.transport import Response, Transport
@@ -26,12 +32,21 @@ from bootseer.registry.login.credentials import Credential
 from bootseer.registry.reference import is_loopback
 
 _ANSWER_BYTES_MAX = 2**20
-_TOKEN = re.compile(r"[\x21-\x7e]{1,65536}")
+_Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]
 _LIFE_DEFAULT_S = 60.0
 """What the specification says of a token that does not tell."""
 _LIFE_MAX_S = 1e9
 _LIFE_SHARE = 0.9
 """Renewed that early, so that it does not expire on its way."""
+
+
+class _Answer(Struct, frozen=True):
+    token: _Token = ""
+    access_token: _Token = ""
+    expires_in: Any = None
+
+
+_ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_ANSWER_BYTES_MAX, is_foreign=True)
 
 
 class _Grant(Struct, frozen=True):
@@ -162,16 +177,13 @@ class Authorizer:
             data = response.read_all(_ANSWER_BYTES_MAX, self._deadline_s)
         finally:
             response.close()
-        try:
-            document = json.loads(data)
-            token = document.get("token") or document.get("access_token")
-            life_s = document.get("expires_in", _LIFE_DEFAULT_S)
-        except (ValueError, AttributeError, RecursionError):
-            token, life_s = None, None
-        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-            raise UnavailableError(f"the token server {response.server} gave no token")
-        known = isinstance(life_s, int | float) and life_s > 0
-        return token, float(min(life_s, _LIFE_MAX_S)) if known else _LIFE_DEFAULT_S
+        with contextlib.suppress(CorruptError):
+            answer = _ANSWER.decode(data, "its answer")
+            if token := answer.token or answer.access_token:
+                life_s = answer.expires_in
+                known = isinstance(life_s, int | float) and life_s > 0
+                return token, float(min(life_s, _LIFE_MAX_S)) if known else _LIFE_DEFAULT_S
+        raise UnavailableError(f"the token server {response.server} gave no token")
 
     def _denied(self) -> BootseerError:
         name = self._host.name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import to_builtins
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
@@ -101,7 +101,7 @@ def become_newer(
         "device": attached.device,
         "device_minor": attached.device_minor,
         "path": os.fspath(attached.path),
-        "connection": asdict(attached.connection),
+        "connection": to_builtins(attached.connection),
         "backing_table": attached.backing_table and table_to_text(attached.backing_table),
     }
     left = os.memfd_create("bootseer-resume")

@@ -7,7 +7,7 @@ now become this module when they are told to go on with newer code (`--resume`):
 import logging
 import sys
 
-from bootseer.base.structs import from_line
+from bootseer.base.documents import from_line
 from bootseer.errors import exit_code_of
 from bootseer.fuse.striped.mounted.life.serve import go_on, serve_checkpoints
 from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan

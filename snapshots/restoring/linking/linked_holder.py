@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.structs import from_line
+from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
 from bootseer.served.background import Report
 from bootseer.served.covering.staying import stay_while_covered

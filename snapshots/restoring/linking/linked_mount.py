@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.blob.tree import Tree
 from bootseer.served.background import begin_server
 from bootseer.served.folders import MountState, new_mount_dir, read_state, wait_released

@@ -7,7 +7,6 @@ off, and so does the next run. The caller holds the targets' locks.
 """
 
 import contextlib
-import json
 import logging
 import os
 import stat
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.structs import asdict
+from bootseer.base.documents import Form
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -25,7 +24,11 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux.private_files import make_private_directory, private_opener
+from bootseer.linux.private_files import (
+    make_private_directory,
+    read_private_file,
+    write_private_file,
+)
 from bootseer.prefetch.cache.damage import is_damage_known
 from bootseer.served.covering.cover_users import (
     add_user,
@@ -46,8 +49,6 @@ from bootseer.snapshots.targets.upper_layer import is_opaque
 logger = logging.getLogger(__name__)
 
 _RECORD = "snapshot.json"
-_RECORD_BYTES_MAX = 64 * 1024
-_VERSION = 1
 _END_S = 10.0
 
 
@@ -64,6 +65,9 @@ class Mounted(Struct, frozen=True):
     mode: str
     """Of `modes`: how it was put there."""
     ready_name: str
+
+
+_FORM: Form[Mounted] = Form(type=Mounted, versions=(1,), size_max=64 * 1024)
 
 
 class Served(Struct, frozen=True):
@@ -117,13 +121,11 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
 
 
 def _cover(item: Placed, served: Served, record: Mounted, *, privileges: bool) -> None:
-    file = served.state_dir / _RECORD
     try:
         # By now somebody lives who will remove it.
         make_private_directory(Path(record.scratch))
         item.path.mkdir(parents=True, exist_ok=True)
-        with open(file, "w", encoding="ascii", opener=private_opener) as out:
-            json.dump({"version": _VERSION, **asdict(record)}, out)
+        write_private_file(served.state_dir / _RECORD, _FORM.encode(record))
     except OSError as error:
         raise from_oserror(error, f"prepare the mount on {item.path}") from error
     cover_target(
@@ -205,14 +207,7 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
 
 
 def _read(settings: Settings, cover: Cover) -> Mounted | None:
-    try:
-        with (mounts_dir(settings.run_dir) / cover.id / _RECORD).open("rb") as file:
-            document = json.loads(file.read(_RECORD_BYTES_MAX))
-        if document.pop("version") != _VERSION:
-            return None
-        return Mounted(**document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return read_private_file(mounts_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
 
 
 def _is_touched(record: Mounted) -> bool:

@@ -65,7 +65,8 @@ def test_no_member_occurs_twice() -> None:
         parse(b'[{"a": 1, "b": 2, "a": 1}]', "a file", 100)
 
 
-def test_null_is_absence_where_others_write() -> None:
+def test_what_others_write_is_read_as_go_reads_it() -> None:
+    assert parse(b'{"a": 1, "a": 2}', "x", 100, is_foreign=True) == {"a": 2}
     assert parse(b'{"a": null, "b": [{"c": null}]}', "x", 100, is_foreign=True) == {"b": [{}]}
     assert parse(b'{"a": null}', "x", 100) == {"a": None}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.served.folders import live_mounts, mounts_dir
@@ -263,7 +263,7 @@ EXEC = """
 import json, os, sys
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.settings.config import Settings
-from bootseer.base.structs import from_line
+from bootseer.base.documents import from_line
 settings = from_line(sys.argv[1], Settings)
 container = prepare_container(settings, "py:1")
 container.bind(container.scratch.parent, "/seen")

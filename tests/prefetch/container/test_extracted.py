@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
@@ -90,7 +90,7 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.settings.config import Settings
-from bootseer.base.structs import from_line
+from bootseer.base.documents import from_line
 logging.basicConfig()
 container = prepare_extracted(from_line(sys.argv[1], Settings), "debian")
 print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
@@ -280,7 +280,7 @@ from pathlib import Path
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.resolve.mount import mount_image
 from bootseer.settings.config import Settings
-from bootseer.base.structs import from_line
+from bootseer.base.documents import from_line
 directory = Path(sys.argv[2])
 def kill():
     while mounts.find_mount(directory) is None:

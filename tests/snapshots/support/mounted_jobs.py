@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootseer.base.structs import to_builtins
+from bootseer.base.documents import to_builtins
 from bootseer.served.covering.covers import cover_at
 from bootseer.settings.config import Settings
 from bootseer.snapshots.run import run_setup
@@ -18,7 +18,7 @@ from tests.support.waiting import wait_for
 _JOB = """
 import json, sys
 from bootseer.settings.config import Settings
-from bootseer.base.structs import from_builtins
+from bootseer.base.documents import from_builtins
 from bootseer.snapshots.restoring.linking.reflink import can_reflink
 from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.run import run_setup

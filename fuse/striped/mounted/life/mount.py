@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
     BootseerError,

@@ -13,8 +13,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url
-from bootseer.base.structs import from_line, to_line
 from bootseer.errors import from_oserror
 from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.operations import Operations

@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
-from bootseer.base.structs import asdict
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounting.mounts import absolute
 from bootseer.fuse.striped.mounted.life.known import find_known, known_mounts
@@ -70,9 +70,9 @@ def status_document(
         "pid": state.pid,
         "worker_pid": state.worker_pid,
         "uptime_s": max(0.0, time.time() - state.started_ns / 1e9),
-        **asdict(opened),
+        **to_builtins(opened),
         "memory": dict(memory),
-        "statistics": asdict(statistics),
+        "statistics": to_builtins(statistics),
         "errors": errors,
     }
 

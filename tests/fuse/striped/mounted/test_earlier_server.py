@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.base.structs import to_line
+from bootseer.base.documents import to_line
 from bootseer.fuse.striped.mounted.life.known import earlier_files, find_known
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, unmount_checkpoints
 from bootseer.fuse.striped.mounted.life.serve import _moved_from_earlier
