@@ -65,13 +65,14 @@ def frozen(*pids: int, freezer: Freezer | None = None) -> Iterator[None]:
         yield
     finally:
         (group / freezer.file).write_text(freezer.thaw)
-        wait_for(lambda: _is_left(group), "an empty cgroup")
-        group.rmdir()
+        wait_for(lambda: _is_removed(group), "an empty cgroup")
 
 
-def _is_left(group: Path) -> bool:
-    """Whether nobody is in it any more; moves out who is."""
+def _is_removed(group: Path) -> bool:
+    """Moves out who is in it; what was killed in it takes a moment to be gone."""
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
-    return not (group / "cgroup.procs").read_text()
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
