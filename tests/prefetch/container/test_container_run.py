@@ -18,7 +18,7 @@ from msgspec import structs
 from bootseer.base.documents import to_line
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.container.container_start import prepare_container
-from bootseer.served.folders import live_mounts, mounts_dir
+from bootseer.served.folders import MountState, live_mounts, mounts_dir
 from bootseer.settings.config import Settings
 from tests.support.images.rootfs import python_root
 from tests.support.mounts.image_mounts import (
@@ -223,6 +223,12 @@ time.sleep(60)
         assert (out, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 9), err
 
 
+def the_mount(node: Node) -> tuple[Path, MountState]:
+    """Once the servers of earlier containers are gone, which end by themselves."""
+    wait_for(lambda: len([*live_mounts(node.settings.run_dir)]) == 1, "the end of earlier servers")
+    return next(iter(live_mounts(node.settings.run_dir)))
+
+
 def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
     code = "import os, time; print('up', flush=True); time.sleep(600)"
     with start_bootseer(
@@ -230,7 +236,7 @@ def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        ((state_dir, _),) = live_mounts(node.settings.run_dir)
+        state_dir, _ = the_mount(node)
         process.kill()
     wait_for(lambda: not state_dir.exists())
     assert list((node.settings.cache_dir / "containers").iterdir()) == []
@@ -251,6 +257,7 @@ def test_second_run_replays(node: Node) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
+        the_mount(node)
         (status,) = json.loads(bootseer(node.settings, "image", "status", "--json").stdout)
         process.terminate()
         process.wait(30)
@@ -308,7 +315,7 @@ time.sleep(600)
         mark = node.settings.cache_dir / "containers/still-there"
         wait_for(mark.exists)
         mark.unlink()
-        ((state_dir, state),) = live_mounts(node.settings.run_dir)
+        state_dir, state = the_mount(node)
         os.kill(left, signal.SIGKILL)
     wait_for(lambda: not state_dir.exists())
     assert not Path(state.scratch).exists()
