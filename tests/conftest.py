@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests use."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bootseer.demo import limited
+from bootseer.store import TEST_NETWORK
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.running import running
 from tests.support import scheduling
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 # How long an example takes, to draw and to run, says only how busy the machine is.
 settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
+
+
+os.environ[TEST_NETWORK] = limited.__name__
 
 
 def pytest_configure() -> None:

@@ -18,13 +18,13 @@ from urllib.parse import urlencode
 
 from msgspec import Struct
 
-from bootseer.demo import image, root_file_system, wheels
+from bootseer.demo import image, limited, root_file_system, wheels
+from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.profile.files import read_start
 from bootseer.settings.config import load_settings
-from bootseer.store import open_store
-from bootseer.store.limited import read_account
+from bootseer.store import TEST_NETWORK, open_store
 from bootseer.timeline.otlp import Stage
 
 _LAUNCH_TIMEOUT_S = 600.0
@@ -164,7 +164,11 @@ class World:
         )
 
     def _environ(self, number: int) -> dict[str, str]:
-        environ = {**os.environ, "BOOTSEER_NODE": f"node-{number}"}
+        environ = {
+            **os.environ,
+            "BOOTSEER_NODE": f"node-{number}",
+            TEST_NETWORK: limited.__name__,
+        }
         if not self.plan.with_image:
             # The image has this interpreter's packages; without one, the job finds them here.
             ours = Path(__file__).resolve().parents[2]

@@ -5,7 +5,9 @@ fsspec and hdfs-native are loaded by the backends that stand on them.
 """
 
 import contextlib
+import importlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +36,10 @@ __all__ = [
 ]
 
 
+TEST_NETWORK = "BOOTSEER_TEST_NETWORK"
+"""The variable that names the module which opens `limit+URL`: a network that the demo and the tests
+simulate. Where it is not set there are no such URLs."""
+
 _OF_HDFS_NATIVE = ("hdfs", "viewfs")
 
 
@@ -43,10 +49,9 @@ class _Open(Protocol):
 
 def _loaded(scheme: str) -> _Open:
     """What opens URLs of a scheme, its module loaded."""
-    if scheme.startswith("limit+"):
-        from bootseer.store.limited import open_limited
-
-        return open_limited
+    if scheme.startswith("limit+") and (module := os.environ.get(TEST_NETWORK)):
+        opener: _Open = importlib.import_module(module).open_limited
+        return opener
     if scheme in ("", "file"):
         from bootseer.store.local.backend import LocalBackend
 
@@ -70,7 +75,7 @@ def _loaded(scheme: str) -> _Open:
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
     """The backend for `url`: a bare path, `file://`, `hdfs://`, `oci://` (beside an image in a
-    registry), any fsspec URL, or `limit+URL`.
+    registry), or any fsspec URL.
 
     Nothing is created and a server is not asked before the first operation. `deadline_s`: no call
     waits longer without progress, where the backend decides and the URL does not say.
@@ -83,7 +88,7 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
 def load_backend(url: str) -> None:
     """Load what `open_backend` would, so that the copies of this process have it. Never raises."""
     with contextlib.suppress(BootseerError, ImportError):
-        scheme = split_scheme(url).removeprefix("limit+")
+        scheme = split_scheme(url)
         _loaded(scheme)
         if scheme in _OF_HDFS_NATIVE:
             # Its first call would load this.

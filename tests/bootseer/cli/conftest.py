@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bootseer.store import TEST_NETWORK
+
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 5
 # A command may use its deadline twice (one wait, then giving up), on a loaded machine.
@@ -111,6 +113,7 @@ class World:
             "PATH": os.environ["PATH"],
             "HOME": str(self.base / "home"),
             "PYTHONPATH": str(REPOSITORY),
+            TEST_NETWORK: os.environ[TEST_NETWORK],
             "BOOTSEER_STORE": (self.base / "store").as_uri(),
             "BOOTSEER_CACHE_DIR": str(self.base / "cache"),
             "BOOTSEER_RUN_DIR": str(self.base / "run"),

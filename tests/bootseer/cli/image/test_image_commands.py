@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.prefetch.index.catalogue import image_key
-from bootseer.store import open_store
+from bootseer.store import TEST_NETWORK, open_store
 from tests.support.images.building import NASTY, Member, digest, tar_of, write_layout
 from tests.support.images.indexed import unsigned
 from tests.support.images.pulled import note_store
@@ -216,6 +216,7 @@ def test_a_source_that_may_not_be_read(cli: Cli, layout: Path) -> None:
 
 def test_an_interrupted_index_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
     write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(4_000_000))]] * 3)
+    cli.environ[TEST_NETWORK] = os.environ[TEST_NETWORK]
     cli.environ["BOOTSEER_STORE"] = f"limit+file://{cli.store}?stream_bytes_per_s=1000000"
     child = subprocess.Popen(
         [sys.executable, "-m", "bootseer", "image", "index", "layout"],

@@ -1,6 +1,7 @@
 """`limit+URL`: a backend behind a rate limit that stands for a shared network.
 
-Owns the limit and its account: used by the demo and the benchmarks, never by a real start. Each
+Owns the limit and its account. A process knows such URLs only where its environment names this
+module (`BOOTSEER_TEST_NETWORK`), as the demo's launches and the tests do: no start of a job. Each
 path is served at `stream_bytes_per_s` per direction (as one disk or DataNode would, shared by all
 who use it, per process); everything that the processes of one node move together at
 `node_bytes_per_s`, through a small locked file (`account`), which also counts. Bytes are metered
@@ -20,13 +21,15 @@ from urllib.parse import parse_qsl, urlencode
 from msgspec import Struct
 
 from bootseer.base.redact import public_url
-from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
+from bootseer.store import open_backend
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
 SLICE_BYTES = 256 << 10
 # Paths whose next free moment is remembered. Only one that was idle for long is ever forgotten.
 _PATHS_MAX = 4096
+_LATENCY_MAX_S = 60.0
 # magic; CLOCK_MONOTONIC (ns) at which the node's link is free; bytes read, written; requests
 _ACCOUNT = struct.Struct("<8sqqqq")
 _MAGIC = b"BSACCT1\0"
@@ -56,8 +59,6 @@ def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBacken
 
     Other options of the query are the inner URL's. Raises: InvalidInputError.
     """
-    from bootseer.store import open_backend
-
     inner, _, query = url[len("limit+") :].partition("?")
     own: dict[str, str] = {}
     others: list[tuple[str, str]] = []
@@ -80,13 +81,13 @@ def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBacken
     rates = [
         rate for rate in (limits.stream_bytes_per_s, limits.node_bytes_per_s) if rate is not None
     ]
-    if not all(0 < rate < 1e15 for rate in rates) or not 0 <= limits.latency_s < 60:
+    if not all(0 < rate < 1e15 for rate in rates) or not 0 <= limits.latency_s < _LATENCY_MAX_S:
         raise InvalidInputError(f"{public_url(url)!r}: rates are positive, latency_s is below 60")
     if limits.node_bytes_per_s and limits.account is None:
         raise InvalidInputError(f"{public_url(url)!r}: node_bytes_per_s needs account=PATH")
     if others:
         inner += "?" + urlencode(others)
-    return LimitedBackend(open_backend(inner, deadline_s=deadline_s), limits)
+    return LimitedBackend(open_backend(inner, deadline_s=deadline_s), limits, deadline_s)
 
 
 def read_account(path: Path) -> Account:
@@ -106,10 +107,9 @@ def read_account(path: Path) -> Account:
 class LimitedBackend:
     """`inner`, slower, and counted."""
 
-    def __init__(self, inner: Backend, limits: Limits) -> None:
+    def __init__(self, inner: Backend, limits: Limits, deadline_s: float | None = None) -> None:
         self._inner = inner
-        self._limits = limits
-        self._meter = _Meter(limits)
+        self._meter = _Meter(limits, deadline_s)
 
     @property
     def url(self) -> str:
@@ -192,8 +192,9 @@ class _LimitedWriter(Writer):
 class _Meter:
     """Makes callers wait their turn: one timeline per path and direction, one for the node."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, deadline_s: float | None = None) -> None:
         self._limits = limits
+        self._deadline_s = _LATENCY_MAX_S if deadline_s is None else deadline_s
         self._lock = threading.Lock()
         self._free_ns: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._account_fd = -1
@@ -205,10 +206,16 @@ class _Meter:
                 raise from_oserror(error, f"open the account {limits.account}") from error
 
     def request(self) -> None:
-        """Count one request and wait its latency."""
+        """Count one request and wait its latency. Raises: DeadlineError."""
         self._reserve_node(0, 0, 1)
-        if self._limits.latency_s:
-            time.sleep(self._limits.latency_s)
+        latency_s = self._limits.latency_s
+        if latency_s:
+            time.sleep(min(latency_s, self._deadline_s))
+        if latency_s > self._deadline_s:
+            raise DeadlineError(
+                f"no answer within {self._deadline_s:g} s: the simulated network takes "
+                f"{latency_s:g} s for each request"
+            )
 
     def move(self, direction: str, path: str, size_bytes: int) -> None:
         """Return when `size_bytes` have passed."""

@@ -2,14 +2,15 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError
-from bootseer.store import open_backend, open_store
-from bootseer.store.limited import SLICE_BYTES, Account, Limits, _Meter, read_account
+from bootseer.demo.limited import SLICE_BYTES, Account, Limits, _Meter, read_account
+from bootseer.errors import DeadlineError, InvalidInputError
+from bootseer.store import TEST_NETWORK, open_backend, open_store
 
 
 def limited(tmp_path: Path, **options: object) -> str:
@@ -19,16 +20,21 @@ def limited(tmp_path: Path, **options: object) -> str:
 
 
 class Clock:
-    """A clock that only sleeping moves, so that rates are exact on any machine."""
+    """A clock that only this thread's sleeping moves, so that rates are exact on any machine."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
+        self._thread = threading.get_ident()
+        self._sleep = time.sleep
 
     def monotonic_ns(self) -> int:
         return self.now_ns
 
     def sleep(self, seconds: float) -> None:
-        self.now_ns += round(seconds * 1e9)
+        if threading.get_ident() == self._thread:
+            self.now_ns += round(seconds * 1e9)
+        else:
+            self._sleep(seconds)
 
 
 @pytest.fixture
@@ -109,6 +115,23 @@ def test_each_request_takes_the_latency(tmp_path: Path, clock: Clock) -> None:
     backend.mkdir("x")
     backend.stat("x")
     assert clock.now_ns - started_ns == 10**8
+
+
+def test_a_latency_ends_at_the_deadline(tmp_path: Path, clock: Clock) -> None:
+    """A store that is slower than the deadline is one that does not answer."""
+    backend = open_backend(limited(tmp_path, latency_s=5), deadline_s=1.5)
+    started_ns = clock.now_ns
+    with pytest.raises(DeadlineError, match=r"within 1\.5 s"):
+        backend.stat("x")
+    assert clock.now_ns - started_ns == 1_500_000_000
+
+
+def test_a_production_process_knows_no_simulated_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TEST_NETWORK)
+    with pytest.raises(InvalidInputError, match=r"limit\+file"):
+        open_backend(limited(tmp_path, latency_s=5))
 
 
 def test_a_moment_of_another_boot_is_forgotten(tmp_path: Path) -> None:
