@@ -5,8 +5,8 @@
     with open_checkpoints("hdfs://namenode/checkpoints") as storage:
         read_into(storage, "step-1000/weights.bin", tensor.numpy())
 
-The same files are reached through `bootseer mount` and, wherever fsspec URLs are taken, as
-`bootseer::hdfs://namenode/checkpoints/...`. All names here may be used from any thread.
+The same files are reached through `bootseer checkpoint mount` and, wherever fsspec URLs are taken,
+as `bootseer::hdfs://namenode/checkpoints/...`. All names here may be used from any thread.
 """
 
 from bootseer.fuse.striped.api.copy import (

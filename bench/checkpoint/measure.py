@@ -42,12 +42,12 @@ def run_timed(command: list[str], env: Mapping[str, str] | None = None) -> Mappi
 
 @contextlib.contextmanager
 def our_mount(workspace: Workspace, url: str, *flags: str) -> Iterator[Server]:
-    """`url` mounted by `bootseer mount`, with nothing in its memory. Raises: SkippedError."""
+    """`bootseer checkpoint mount` of `url`, with nothing in its memory. Raises: SkippedError."""
     mountpoint = workspace.directory / f"mount-{next(_numbers)}"
     run_dir = workspace.directory / f"run-{mountpoint.name}"
-    command = python_command("-m", "bootseer", "--run-dir", str(run_dir), "mount", "--foreground")
+    command = python_command("-m", "bootseer", "--run-dir", str(run_dir), "checkpoint", "mount")
     with mounted(
-        [*command, *flags, url, str(mountpoint)], mountpoint, log_of(mountpoint)
+        [*command, "--foreground", *flags, url, str(mountpoint)], mountpoint, log_of(mountpoint)
     ) as server:
         yield server
     shutil.rmtree(run_dir, ignore_errors=True)

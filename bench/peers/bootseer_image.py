@@ -53,7 +53,7 @@ class Bootseer:
 
     def start(self, site: Site, node: Node) -> None:
         if self._mode is Mode.LOCAL:
-            command = _command(settings(site, node), "image", "warm", _name(_V1))
+            command = _command(settings(site, node), "image", "fetch", _name(_V1))
             node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
     def launch(self, site: Site, node: Node) -> list[str]:

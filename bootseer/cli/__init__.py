@@ -28,11 +28,9 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "image": ("image.image_commands", "Container images: index, mount, run, record and replay."),
     "snapshot": ("snapshot.snapshot_commands", "Environments: capture once, restore everywhere."),
     "store": ("store_commands", "The shared store: delete what nobody needs."),
-    "mount": ("mount.mount_commands", "Mount a striped checkpoint file system."),
-    "unmount": ("mount.mount_commands", "Unmount what `bootseer mount` mounted."),
-    "stripe": (
-        "stripe.stripe_commands",
-        "Striped checkpoints without a mount: copy, check, convert.",
+    "checkpoint": (
+        "checkpoint.checkpoint_commands",
+        "Striped checkpoints: mount, copy, check, convert.",
     ),
     "warm": ("warm_commands", "Directories that are not ours: record once, read ahead later."),
     "snapshotter": (
@@ -62,6 +60,11 @@ class _Commands(LazyGroup):
 @click.group(
     cls=_Commands,
     elsewhere={name: (module, name) for name, (module, _) in _COMMANDS.items()},
+    renamed={
+        "mount": ("checkpoint", "mount"),
+        "stripe": ("checkpoint",),
+        "unmount": ("checkpoint", "unmount"),
+    },
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' -- python train.py",
 )

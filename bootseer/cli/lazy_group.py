@@ -14,14 +14,23 @@ from bootseer.base.nearest import nearest
 
 
 class LazyGroup(click.Group):
-    """`elsewhere`: of each command that is not added the module in `bootseer.cli` that has it, and
-    its name there."""
+    """A group whose commands may lie in modules of their own, and may have had other names.
+
+    `elsewhere`: of each command that is not added the module in `bootseer.cli` that has it, and its
+    name there. `renamed`: of each old name the words that stand for it now; it is not listed, works
+    as before, and says one line of warning.
+    """
 
     def __init__(
-        self, *args: Any, elsewhere: Mapping[str, tuple[str, str]] | None = None, **rest: Any
+        self,
+        *args: Any,
+        elsewhere: Mapping[str, tuple[str, str]] | None = None,
+        renamed: Mapping[str, tuple[str, ...]] | None = None,
+        **rest: Any,
     ) -> None:
         super().__init__(*args, **rest)
         self._elsewhere = elsewhere or {}
+        self._renamed = renamed or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted((*self.commands, *self._elsewhere))
@@ -37,6 +46,18 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in self._renamed:
+            new = self._renamed[args[0]]
+            path = ctx.command_path
+            click.echo(
+                f"bootseer: warning: '{path} {args[0]}' is called '{path} {' '.join(new)}' now",
+                err=True,
+            )
+            command: click.Command | None = self
+            for name in new:
+                assert isinstance(command, click.Group)
+                command = command.get_command(ctx, name)
+            return " ".join(new), command, args[1:]
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             close = nearest(args[0], self.list_commands(ctx))
             hint = f" Did you mean {close!r}?" if close else ""

@@ -133,7 +133,7 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
     state, directory = known.state, known.state.directory
     ends = {
         "image": f"`bootseer image unmount {directory}` removes it",
-        "checkpoints": f"`bootseer unmount {directory}` removes it; mount it again",
+        "checkpoints": f"`bootseer checkpoint unmount {directory}` removes it; mount it again",
         "publisher": "a later start publishes again",
     }.get(kind, "the next start on this node removes it")
     if not known.is_running:

@@ -135,7 +135,7 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
         if left_over.subtype != SUBTYPE:
             raise InvalidInputError(
                 f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "
-                "image; checkpoint folders are unmounted by `bootseer unmount`"
+                "image; checkpoint folders are unmounted by `bootseer checkpoint unmount`"
             ) from None
         # Its server died: the mount answers nothing but can be taken off.
         mounts.unmount(directory, timeout_s=timeout_s)

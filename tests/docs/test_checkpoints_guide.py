@@ -40,11 +40,13 @@ def test_the_guides_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.skip(f"not installed, so their recipes did not run: {', '.join(sorted(left_out))}")
 
 
-@pytest.mark.parametrize("line", re.findall(r"^    bootseer (stripe .*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^    bootseer (checkpoint (?!mount|unmount).*)$", PAGE, re.MULTILINE)
+)
 def test_the_guides_commands_exist(line: str) -> None:
     group, name, *arguments = line.split()
     context = root_context()
-    stripe = cli.get_command(context, group)
-    command = stripe.get_command(context, name)  # type: ignore[union-attr]
+    checkpoint = cli.get_command(context, group)
+    command = checkpoint.get_command(context, name)  # type: ignore[union-attr]
     assert command is not None
     command.make_context(name, arguments, parent=context)

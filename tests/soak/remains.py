@@ -45,7 +45,7 @@ def _alive(user: User) -> list[str]:
 def _unmounted(user: User, point: str) -> list[str]:
     """Take off a dead mount by the commands that the documents name for it."""
     said = []
-    for command in (("image", "unmount"), ("unmount",), ("snapshot", "unmount")):
+    for command in (("image", "unmount"), ("checkpoint", "unmount"), ("snapshot", "unmount")):
         done = run(user, *command, point)
         said.append(f"{command}: {done.returncode} {done.stderr.strip()[-150:]}")
         if point not in user.mounts():
@@ -81,18 +81,18 @@ def final_findings(site: Site) -> list[str]:
 def _left_of_checkpoints(user: User, url: str) -> list[str]:
     """Damage, and in a folder, whose files can be made old, garbage."""
     findings = []
-    verified = run(user, "stripe", "verify", url)
+    verified = run(user, "checkpoint", "verify", url)
     if verified.returncode:
-        findings.append(f"WRONG BYTES: stripe verify {url}: {verified.stdout[-500:]}")
+        findings.append(f"WRONG BYTES: checkpoint verify {url}: {verified.stdout[-500:]}")
     options: tuple[str, ...] = ()
     if url.startswith("file://"):
         _make_old(Path(url.removeprefix("file://")))
         options = ("--delete", "--age", "1h", "--grace", "0")
-    checked = run(user, "stripe", "fsck", url, *options)
-    said = f"stripe fsck {url}: {checked.stdout[-500:]} {checked.stderr[-300:]}"
+    checked = run(user, "checkpoint", "fsck", url, *options)
+    said = f"checkpoint fsck {url}: {checked.stdout[-500:]} {checked.stderr[-300:]}"
     if checked.returncode:
         return [*findings, f"WRONG BYTES: {said}"]
-    left = run(user, "stripe", "fsck", url)
+    left = run(user, "checkpoint", "fsck", url)
     if options and " 0 pieces" not in left.stderr:
         findings.append(f"LEFT: {said} {left.stderr}")
     return findings

@@ -36,7 +36,7 @@ _ELSEWHERE = {
 }
 
 
-@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE)
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, renamed={"warm": ("fetch",)})
 def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 

@@ -229,10 +229,10 @@ def run(
         )
 
 
-@click.command(epilog="Example: bootseer image warm train:v1")
+@click.command(epilog="Example: bootseer image fetch train:v1")
 @click.argument("reference", metavar="REF")
 @json_option
-def warm(reference: str, as_json: bool) -> None:
+def fetch(reference: str, as_json: bool) -> None:
     """Bring all of the image REF into this node's cache, so that it starts without the store.
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
@@ -252,7 +252,7 @@ def warm(reference: str, as_json: bool) -> None:
         size_bytes = sum(blob.size_bytes for blob in tree.blobs)
         with (
             open_current_store() as store,
-            Progress(f"warming {record.reference}", size_bytes) as progress,
+            Progress(f"fetching {record.reference}", size_bytes) as progress,
         ):
             streams = BlobStreams(
                 tree.blobs,
@@ -266,8 +266,8 @@ def warm(reference: str, as_json: bool) -> None:
                 streams.fill()
                 if streams.fill_fetches():
                     raise NoSpaceError(
-                        f"cannot warm {record.reference}: {settings.cache_dir} is full; free space "
-                        "or set --cache-dir to a larger disk"
+                        f"cannot fetch all of {record.reference}: {settings.cache_dir} is full; "
+                        "free space or set --cache-dir to a larger disk"
                     )
             finally:
                 streams.close()
@@ -284,4 +284,4 @@ def warm(reference: str, as_json: bool) -> None:
         )
 
 
-COMMANDS = (mount, unmount, run, warm)
+COMMANDS = (mount, unmount, run, fetch)

@@ -77,7 +77,7 @@ def test_version_says_which(world: World) -> None:
         (("docter",), "Did you mean 'doctor'?"),
         (("image", "satus"), "Did you mean 'status'?"),
         (("snapshot", "verfy"), "Did you mean 'verify'?"),
-        (("stripe", "convret"), "Did you mean 'convert'?"),
+        (("checkpoint", "convret"), "Did you mean 'convert'?"),
         (("store", "zzzzzz"), "No such command 'zzzzzz'.\n"),
         (
             ("run", "python", "x", "--epochs", "3"),
@@ -104,6 +104,34 @@ def test_old_names_of_options_still_work(world: World) -> None:
         "bootseer: warning: --grace is called --age now",
     ]
     assert "--yes" not in world("store", "gc", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (("mount",), ("checkpoint", "mount")),
+        (("unmount",), ("checkpoint", "unmount")),
+        (("stripe", "ls"), ("checkpoint", "ls")),
+        (("image", "warm"), ("image", "fetch")),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_old_names_of_commands_still_work(
+    world: World, old: tuple[str, ...], new: tuple[str, ...]
+) -> None:
+    found = world(*old, "--help")
+    assert (found.code, found.out) == (0, world(*new, "--help").out)
+    (line,) = found.err.splitlines()
+    assert line.startswith("bootseer: warning: 'bootseer ")
+    assert line.endswith(" now")
+    listed = world(*old[:-1], "--help").out
+    assert f"\n  {old[-1]} " not in listed or old[0] == "stripe"
+
+
+def test_reading_the_newest_checkpoint_has_a_name_of_its_own(world: World) -> None:
+    found = world("checkpoint", "mount", "--warm")
+    assert found.code == 2  # No URL is given.
+    assert "warning: --warm is called --read-newest now" in found.err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -76,8 +76,8 @@ def test_mounted_images_and_traces(own_world: World) -> None:
         unmounted = world("image", "unmount", "mnt", "--json").json
         agree("image unmount", unmounted)
     assert unmounted["directory"] == mounted["directory"] == str(world.path("mnt"))
-    warmed = world("image", "warm", "image:1", "--json").json
-    agree("image warm", warmed)
+    warmed = world("image", "fetch", "image:1", "--json").json
+    agree("image fetch", warmed)
     assert warmed["index_digest"] == mounted["index_digest"]
     assert world("image", "status", "--wait", "20", "--json").json == []
     cached = world("image", "cache", "--verify", "--json").json
@@ -152,13 +152,16 @@ def test_checkpoint_mounts(own_world: World) -> None:
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
         pytest.skip("needs root and /dev/fuse")
     try:
-        agree("mount", own_world("mount", "checkpoints", "mnt", "--json").json)
-        shown = own_world("mount", "--status", "mnt", "--json").json
-        assert set(keys(shown, "", frozenset())) <= set(documented()["mount"])
-        assert own_world("mount", "--status", "--json").json["mounts"][0]["pid"]
+        agree(
+            "checkpoint mount",
+            own_world("checkpoint", "mount", "checkpoints", "mnt", "--json").json,
+        )
+        shown = own_world("checkpoint", "mount", "--status", "mnt", "--json").json
+        assert set(keys(shown, "", frozenset())) <= set(documented()["checkpoint mount"])
+        assert own_world("checkpoint", "mount", "--status", "--json").json["mounts"][0]["pid"]
     finally:
-        unmounted = own_world("unmount", "mnt", "--json")
-    agree("unmount", unmounted.json)
+        unmounted = own_world("checkpoint", "unmount", "mnt", "--json")
+    agree("checkpoint unmount", unmounted.json)
     # A relative URL is the caller's, wherever the server runs.
     assert own_world.path("checkpoints").is_dir()
 

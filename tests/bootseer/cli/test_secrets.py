@@ -44,13 +44,14 @@ def test_no_command_shows_credentials(world: World, url: str) -> None:
         result = world(*arguments, BOOTSEER_STORE=url, BOOTSEER_DEADLINE="1")
         assert SECRET not in result.out + result.err, result
         assert "KEYID" not in result.out + result.err, result
-    for arguments in (
-        ("mount", url, "mnt"),
+    starts: tuple[tuple[str, ...], ...] = (
+        ("checkpoint", "mount", url, "mnt"),
         ("run", "--checkpoint", url, "--", "true"),
         ("run", "--checkpoint", url + ":" + str(world.path("mnt")), "--", "true"),
         ("image", "index", "oci:" + url),
-    ):
-        result = world(*arguments, BOOTSEER_DEADLINE="1")
+    )
+    for words in starts:
+        result = world(*words, BOOTSEER_DEADLINE="1")
         assert result.code != 0, result
         assert SECRET not in result.out + result.err, result
     for folder in ("timeline", "run", "cache"):
@@ -99,7 +100,7 @@ def test_servers_show_no_credentials(own_world: World) -> None:
     # A rate limit's URL is one that takes a query, and works.
     url = f"limit+file://{world.base}/checkpoints?latency_s=0.0001&account=/tmp/{SECRET}-account"
     try:
-        result = world("mount", url, "mnt", "--json")
+        result = world("checkpoint", "mount", url, "mnt", "--json")
         assert result.code == 0, result
         assert SECRET not in result.out + result.err
         store = f"limit+file://{world.base}/store?latency_s=0.0001&account=/tmp/{SECRET}-account"
@@ -115,7 +116,7 @@ def test_servers_show_no_credentials(own_world: World) -> None:
         status = world("image", "status", "--json")
         assert SECRET not in status.out
     finally:
-        world("unmount", "mnt")
+        world("checkpoint", "unmount", "mnt")
         world("image", "unmount", "image")
         world("image", "status", "--wait", "20")
         Path(f"/tmp/{SECRET}-account").unlink(missing_ok=True)
@@ -153,11 +154,11 @@ def test_what_is_kept_is_private(own_world: World) -> None:
     finally:
         world("image", "unmount", "mnt")
     assert world("image", "status", "--wait", "20").code == 0
-    assert world("mount", "checkpoints", "mnt").code == 0
+    assert world("checkpoint", "mount", "checkpoints", "mnt").code == 0
     try:
         _check_private(world)
     finally:
-        world("unmount", "mnt")
+        world("checkpoint", "unmount", "mnt")
     _check_private(world)
 
 
@@ -218,7 +219,7 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
             os.chown(planted / "state.json", 65534, 65534)
             with (planted / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                result = world("unmount", "mnt")
+                result = world("checkpoint", "unmount", "mnt")
             assert result.code == 10, result
             assert victim.poll() is None
         finally:

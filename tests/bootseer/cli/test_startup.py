@@ -40,7 +40,7 @@ except SystemExit:
         ("--version",),
         ("--help",),
         ("run", "--help"),
-        ("mount", "--help"),
+        ("checkpoint", "mount", "--help"),
         ("snapshot", "--help"),
         ("config", "show", "--json"),
         ("run", "--", "true"),

@@ -134,7 +134,7 @@ def test_all_that_is_served_here(node: Settings, tmp_path: Path) -> None:
     # The views of one kind show the same servers.
     images = json.loads(_bootseer(node, "image", "status", "--json"))
     assert {one["pid"] for one in images} == {found["image"]["pid"], found["environment"]["pid"]}
-    (checkpoints,) = json.loads(_bootseer(node, "mount", "--status", "--json"))["mounts"]
+    (checkpoints,) = json.loads(_bootseer(node, "checkpoint", "mount", "--status", "--json"))["mounts"]
     assert checkpoints["pid"] == found["checkpoints"]["pid"]
     os.close(lock)
     dead = [one for one in _status(node) if one["health"] == "dead"]
@@ -150,7 +150,7 @@ def test_a_killed_server_and_what_removes_it(node: Settings, tmp_path: Path) -> 
     wait_for(lambda: {one["health"] for one in _status(node)} == {"dead"}, "their deaths")
     found = {one["kind"]: one for one in _status(node)}
     # A start of something else leaves a checkpoint folder's dead mount where it is.
-    commands = {"checkpoints": "unmount", "image": "image unmount"}
+    commands = {"checkpoints": "checkpoint unmount", "image": "image unmount"}
     for kind, command in commands.items():
         assert f"`bootseer {command} {tmp_path / kind}`" in found[kind]["remedy"]
         assert "killed" in found[kind]["problem"]

@@ -1,4 +1,4 @@
-"""What `bootseer mount --status` tells of a running mount.
+"""What `bootseer checkpoint mount --status` tells of a running mount.
 
 Owns the form of that document, on both sides of the control socket. Gathering is one quick look
 that waits for nothing; it may run in any thread.

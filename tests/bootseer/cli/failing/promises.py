@@ -50,7 +50,7 @@ STORE_COMMANDS: list[tuple[str, ...]] = [
     ("image", "ls", "image:1"),
     ("image", "mount", "image:1", "mnt"),
     ("image", "run", "image:1", "--", "true"),
-    ("image", "warm", "image:1"),
+    ("image", "fetch", "image:1"),
     ("image", "trace", "list", "image:1"),
     ("image", "trace", "show", "image:1"),
     ("snapshot", "create", "--target", "src"),
@@ -63,7 +63,7 @@ STORE_COMMANDS: list[tuple[str, ...]] = [
 
 IMAGE_READERS: list[tuple[str, ...]] = [
     ("image", "ls", "image:1"),
-    ("image", "warm", "image:1"),
+    ("image", "fetch", "image:1"),
     ("image", "mount", "image:1", "mnt"),
 ]
 SNAPSHOT_READERS: list[tuple[str, ...]] = [

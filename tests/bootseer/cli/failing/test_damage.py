@@ -23,7 +23,7 @@ def mountable(own_world: World) -> Iterator[World]:
         pytest.skip("needs root and /dev/fuse")
     yield own_world
     own_world("image", "unmount", "mnt", "--timeout", "0")
-    own_world("unmount", "mnt", "--timeout", "0")
+    own_world("checkpoint", "unmount", "mnt", "--timeout", "0")
     own_world("image", "status", "--wait", "20")
 
 
@@ -103,7 +103,10 @@ def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
     mount: tuple[str, ...] = ("image", "mount", "--no-record", "image:1", "mnt")
     unmount: tuple[str, ...] = ("image", "unmount", "mnt")
     if kind == "checkpoint":
-        mount, unmount = ("mount", "checkpoints", "mnt"), ("unmount", "mnt")
+        mount, unmount = (
+            ("checkpoint", "mount", "checkpoints", "mnt"),
+            ("checkpoint", "unmount", "mnt"),
+        )
     assert world(*mount).code == 0
     assert servers_of(world)
 
@@ -122,7 +125,9 @@ def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
     if again.code:
         check(again, 19, "mnt")
     # The other kind's command does not take it off.
-    wrong = world(*(("unmount", "mnt") if kind == "image" else ("image", "unmount", "mnt")))
+    wrong = world(
+        *(("checkpoint", "unmount", "mnt") if kind == "image" else ("image", "unmount", "mnt"))
+    )
     assert wrong.in_time
     if mounts.find_mount(world.path("mnt")) is not None:
         result = world(*unmount)

@@ -27,7 +27,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("image", "trace", "nothing"), INVALID, "nothing"),
     (("snapshot", "nothing"), INVALID, "nothing"),
     (("config", "nothing"), INVALID, "nothing"),
-    *(((command, "--nothing"), INVALID, "--nothing") for command in ("mount", "report", "doctor")),
+    *(((command, "--nothing"), INVALID, "--nothing") for command in ("report", "doctor")),
     # Missing arguments.
     *(
         ((*command, *rest), INVALID, "Missing")
@@ -39,15 +39,15 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
             (("image", "mount"), ("image:1",)),
             (("image", "run"), ()),
             (("image", "unmount"), ()),
-            (("image", "warm"), ()),
+            (("image", "fetch"), ()),
             (("image", "trace", "list"), ()),
             (("image", "trace", "show"), ()),
             (("snapshot", "create"), ()),
             (("snapshot", "restore"), ()),
             (("snapshot", "show"), ()),
             (("snapshot", "run"), ("--",)),
-            (("mount",), ("store",)),
-            (("unmount",), ()),
+            (("checkpoint", "mount"), ("store",)),
+            (("checkpoint", "unmount"), ()),
         )
     ),
     # Settings.
@@ -80,7 +80,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
             (("image", "ls"), ()),
             (("image", "mount"), ("mnt",)),
             (("image", "run"), ("--", "true")),
-            (("image", "warm"), ()),
+            (("image", "fetch"), ()),
             (("image", "trace", "list"), ()),
             (("image", "trace", "show"), ()),
             (("run", "--image"), ("--", "true")),
@@ -106,20 +106,20 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("image", "status", "mnt"), NOT_FOUND, "mnt"),
     (("image", "status", "--wait", "-1"), INVALID, "--wait"),
     (("image", "status", "--wait", "nan"), INVALID, "nan"),
-    (("mount", "store", "absent"), NOT_FOUND, "absent"),
-    (("mount", "store", "text"), INVALID, "text"),
-    (("mount", "text", "mnt"), INVALID, "text"),
-    (("mount", "absent", "mnt", "--read-only"), NOT_FOUND, "absent"),
-    (("mount", "store", "mnt", "--stripe-unit", "x"), INVALID, "'x'"),
-    (("mount", "store", "mnt", "--stripe-unit", "3"), INVALID, "3 bytes"),
-    (("mount", "store", "mnt", "--stripe-unit", "9999999TB"), INVALID, "9999999TB"),
-    (("mount", "store", "mnt", "--stripe-count", "0"), INVALID, "0"),
-    (("mount", "store", "mnt", "--memory", "1"), INVALID, "1 bytes"),
-    (("mount", "store", "mnt", "--lifetime-pid", "-1"), INVALID, "--lifetime-pid"),
-    (("unmount", "mnt"), NOT_FOUND, "mnt"),
-    (("unmount", "absent"), NOT_FOUND, "absent"),
-    (("unmount", "/proc"), NOT_FOUND, "/proc"),
-    (("unmount", "mnt", "--timeout", "nan"), INVALID, "nan"),
+    (("checkpoint", "mount", "store", "absent"), NOT_FOUND, "absent"),
+    (("checkpoint", "mount", "store", "text"), INVALID, "text"),
+    (("checkpoint", "mount", "text", "mnt"), INVALID, "text"),
+    (("checkpoint", "mount", "absent", "mnt", "--read-only"), NOT_FOUND, "absent"),
+    (("checkpoint", "mount", "store", "mnt", "--stripe-unit", "x"), INVALID, "'x'"),
+    (("checkpoint", "mount", "store", "mnt", "--stripe-unit", "3"), INVALID, "3 bytes"),
+    (("checkpoint", "mount", "store", "mnt", "--stripe-unit", "9999999TB"), INVALID, "9999999TB"),
+    (("checkpoint", "mount", "store", "mnt", "--stripe-count", "0"), INVALID, "0"),
+    (("checkpoint", "mount", "store", "mnt", "--memory", "1"), INVALID, "1 bytes"),
+    (("checkpoint", "mount", "store", "mnt", "--lifetime-pid", "-1"), INVALID, "--lifetime-pid"),
+    (("checkpoint", "unmount", "mnt"), NOT_FOUND, "mnt"),
+    (("checkpoint", "unmount", "absent"), NOT_FOUND, "absent"),
+    (("checkpoint", "unmount", "/proc"), NOT_FOUND, "/proc"),
+    (("checkpoint", "unmount", "mnt", "--timeout", "nan"), INVALID, "nan"),
     # image run.
     (("image", "run", "--runtime", "docker", "image:1"), INVALID, "docker"),
     (("image", "run", "--bind", "x", "image:1", "--", "true"), INVALID, "'x'"),
@@ -215,7 +215,7 @@ def test_an_unreachable_store_ends_by_the_deadline(world: World, command: tuple[
 
 
 def test_an_unreachable_checkpoint_folder_ends_by_the_deadline(world: World) -> None:
-    result = world("mount", "hdfs://127.0.0.1:1/x", "mnt", BOOTSEER_DEADLINE="1")
+    result = world("checkpoint", "mount", "hdfs://127.0.0.1:1/x", "mnt", BOOTSEER_DEADLINE="1")
     check(result, (DEADLINE, UNAVAILABLE), "hdfs://127.0.0.1:1/x")
     assert not world.path("mnt").is_mount()
 

@@ -191,15 +191,15 @@ def test_one_kind_of_mount_is_not_the_others_to_end(own_world: World) -> None:
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
         pytest.skip("needs root and /dev/fuse")
     world = own_world
-    assert world("mount", "checkpoints", "mnt").code == 0
+    assert world("checkpoint", "mount", "checkpoints", "mnt").code == 0
     try:
         check(world("image", "unmount", "mnt"), (2, 10), "mnt")
         assert world.path("mnt").is_mount()
     finally:
-        world("unmount", "mnt")
+        world("checkpoint", "unmount", "mnt")
     assert world("image", "mount", "--no-record", "image:1", "mnt").code == 0
     try:
-        check(world("unmount", "mnt"), 2, "image unmount")
+        check(world("checkpoint", "unmount", "mnt"), 2, "image unmount")
         assert world.path("mnt").is_mount()
     finally:
         world("image", "unmount", "mnt")

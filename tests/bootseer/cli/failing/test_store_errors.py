@@ -56,7 +56,7 @@ def test_objects_that_were_exchanged(own_world: World) -> None:
         data = one.read_bytes(), two.read_bytes()
         one.write_bytes(data[1])
         two.write_bytes(data[0])
-        check(own_world("image", "warm", "image:1"), CORRUPT)
+        check(own_world("image", "fetch", "image:1"), CORRUPT)
         check(own_world("snapshot", "restore", "env", "--to", "restored"), CORRUPT)
         one.write_bytes(data[0])
         two.write_bytes(data[1])
@@ -81,7 +81,7 @@ def test_damaged_records(own_world: World, how: str) -> None:
 def test_missing_objects(own_world: World) -> None:
     own_world.forget()
     shutil.rmtree(own_world.path("store/blobs"))
-    check(own_world("image", "warm", "image:1"), NOT_FOUND, "blobs")
+    check(own_world("image", "fetch", "image:1"), NOT_FOUND, "blobs")
     check(own_world("snapshot", "restore", "env", "--to", "restored"), NOT_FOUND, "blobs")
     shutil.rmtree(own_world.path("store/indexes"))
     own_world.forget()
@@ -130,7 +130,7 @@ def test_folders_that_belong_to_somebody_else(own_world: World) -> None:
         (("image", "index", "locked"), {}),
         (("image", "index", "secret"), {}),
         (("snapshot", "create", "--target", "locked"), {}),
-        (("mount", "locked", "mnt"), {}),
+        (("checkpoint", "mount", "locked", "mnt"), {}),
         (("report",), {"BOOTSEER_TIMELINE_DIR": str(world.path("locked/x"))}),
         (("config", "show"), {"BOOTSEER_CONFIG": str(world.path("secret"))}),
     ]
@@ -167,7 +167,7 @@ def test_a_full_store_is_told_and_nothing_is_left_in_it(own_world: World, tiny: 
     assert not list(tiny.iterdir())
     (tiny / "fill").write_bytes(bytes(120_000))
     world.path("cache").rename(world.path("old-cache"))
-    result = world("--cache-dir", tiny / "cache", "image", "warm", "image:1")
+    result = world("--cache-dir", tiny / "cache", "image", "fetch", "image:1")
     # The cache and the node's catalogue have warned by themselves before.
     assert result.err.count("\n") == 3
     check(replace(result, err=result.err.splitlines()[-1]), NO_SPACE, str(tiny))

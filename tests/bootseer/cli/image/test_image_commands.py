@@ -258,7 +258,7 @@ def test_a_full_store_has_an_exit_code_of_its_own(cli: Cli, tmp_path: Path) -> N
 def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
     write_layout(cli.directory / "image", NASTY)
     source = f"oci:{cli.directory}/image:latest"
-    done = cli.run("warm", source)
+    done = cli.run("fetch", source)
     assert "pulling it whole" in done.stderr
     cli.run("status", "--wait", "60")
     (record,) = json.loads(cli.run("list", "--json").stdout)
@@ -268,5 +268,5 @@ def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
     cli.environ["BOOTSEER_STORE"] = "hdfs://127.0.0.1:9/store"
     cli.environ["BOOTSEER_DEADLINE"] = "1"
     note_store(Path(cli.environ["BOOTSEER_CACHE_DIR"]), cli.environ["BOOTSEER_STORE"])
-    done = cli.run("warm", "image:latest")
+    done = cli.run("fetch", "image:latest")
     assert done.stderr.count("warning") == 1, done.stderr

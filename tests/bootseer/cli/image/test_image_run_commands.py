@@ -109,7 +109,7 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
 def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> None:
     skip_unless_fuse()
     directory = tmp_path / "mnt"
-    assert bootseer(settings, "image", "warm", "image:1").returncode == 0
+    assert bootseer(settings, "image", "fetch", "image:1").returncode == 0
     assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0
     (tmp_path / "store/blobs").rename(tmp_path / "store/gone")
     for name in ("hot", "cold"):
@@ -130,7 +130,7 @@ def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> No
         (("image", "run", "no-such:1", "--", "true"), 10),
         (("image", "run", "--runtime", "docker", "image:1"), 2),
         (("image", "run", "--env", "=x", "image:1"), 2),
-        (("image", "warm", "no-such:1"), 10),
+        (("image", "fetch", "no-such:1"), 10),
     ],
 )
 def test_bad_input_is_one_sentence_and_a_code(

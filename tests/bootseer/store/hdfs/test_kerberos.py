@@ -123,13 +123,13 @@ def test_commands_and_a_mount(
     bootseer("stripe", "ls", f"{url}/ck")
     bootseer("stripe", "verify", f"{url}/ck")
     # The process that serves the mount goes on with the same tickets.
-    mount = [sys.executable, "-m", "bootseer", "mount", f"{url}/ck", str(folder)]
+    mount = [sys.executable, "-m", "bootseer", "checkpoint", "mount", f"{url}/ck", str(folder)]
     subprocess.run(mount, check=True, timeout=60, stdout=subprocess.DEVNULL)
     try:
         script = f"cmp model {folder}/model && cp model {folder}/again && cmp model {folder}/again"
         subprocess.run(["sh", "-c", script], check=True, timeout=60)
     finally:
-        bootseer("unmount", str(folder))
+        bootseer("checkpoint", "unmount", str(folder))
     make = ["sh", "-c", "mkdir -p env && echo made > env/file && echo >> ran"]
     for _ in range(2):
         subprocess.run(["rm", "-rf", "env"], check=True)

@@ -84,12 +84,14 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
     with checkpoints(tmp_path, mountpoint, url) as mount:
         writer = start_slow_writer(mountpoint)
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
-        done = run([*command, "unmount", "--timeout", "1", str(mountpoint)], deadline_s=50)
+        done = run(
+            [*command, "checkpoint", "unmount", "--timeout", "1", str(mountpoint)], deadline_s=50
+        )
         end(writer)
         assert done.returncode == 1
         assert "old was still being written" in done.stderr
         assert "new was still being written" in done.stderr
-        again = run([*command, "unmount", str(mountpoint)])
+        again = run([*command, "checkpoint", "unmount", str(mountpoint)])
         assert again.returncode == 10
         assert "no checkpoint folder is mounted" in again.stderr
     assert_only_the_old_file(tmp_path, url)
@@ -201,23 +203,44 @@ def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) 
 def test_the_command_line(tmp_path: Path, mountpoint: Path) -> None:
     command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run")]
     for name in ("mount", "unmount"):
-        assert "Example:" in run([*command, name, "--help"]).stdout
-    bad = run([*command, "mount", "--stripe-unit", "many", str(tmp_path / "s"), str(mountpoint)])
+        assert "Example:" in run([*command, "checkpoint", name, "--help"]).stdout
+    bad = run(
+        [
+            *command,
+            "checkpoint",
+            "mount",
+            "--stripe-unit",
+            "many",
+            str(tmp_path / "s"),
+            str(mountpoint),
+        ]
+    )
     assert bad.returncode == 2
     assert "not a size" in bad.stderr
-    missing = run([*command, "mount", "--read-only", str(tmp_path / "absent"), str(mountpoint)])
+    missing = run(
+        [*command, "checkpoint", "mount", "--read-only", str(tmp_path / "absent"), str(mountpoint)]
+    )
     assert missing.returncode == 10
     done = run(
-        [*command, "mount", "--json", "--stripe-unit", "1MiB", str(tmp_path / "s"), str(mountpoint)]
+        [
+            *command,
+            "checkpoint",
+            "mount",
+            "--json",
+            "--stripe-unit",
+            "1MiB",
+            str(tmp_path / "s"),
+            str(mountpoint),
+        ]
     )
     try:
         assert done.returncode == 0, done.stderr
         assert '"pid"' in done.stdout
         shell("echo hello > {d}/f; grep hello {d}/f", d=mountpoint)
-        twice = run([*command, "mount", str(tmp_path / "s"), str(mountpoint)])
+        twice = run([*command, "checkpoint", "mount", str(tmp_path / "s"), str(mountpoint)])
         assert twice.returncode == 19
     finally:
-        ended = run([*command, "unmount", "--json", str(mountpoint)])
+        ended = run([*command, "checkpoint", "unmount", "--json", str(mountpoint)])
     assert ended.returncode == 0, ended.stderr
     assert '"unwritten": []' in ended.stdout
     assert (tmp_path / "s" / "f").read_text() == "hello\n"

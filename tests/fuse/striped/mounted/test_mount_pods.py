@@ -219,7 +219,8 @@ def test_an_immutable_mount_point_takes_no_files(tmp_path: Path) -> None:
     require_root()
     place = tmp_path / "place"
     place.mkdir()
-    command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run"), "mount"]
+    command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run")]
+    command += ["checkpoint", "mount"]
     try:
         make_immutable(place)
     except OSError as error:

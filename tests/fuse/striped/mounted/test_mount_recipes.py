@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bootseer.cli import cli
-from bootseer.cli.mount.mount_helper import parse_options
+from bootseer.cli.checkpoint.mount_helper import parse_options
 from bootseer.errors import InvalidInputError
 from tests.support.cli_reference import root_context
 from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run
@@ -49,7 +49,7 @@ def test_every_mount_option_is_documented() -> None:
 FSTAB = """
 set -eu
 mkdir {tmp}/sbin
-printf '#!/bin/sh\\nexec %s -m bootseer.cli.mount.mount_helper "$@"\\n' {python} \\
+printf '#!/bin/sh\\nexec %s -m bootseer.cli.checkpoint.mount_helper "$@"\\n' {python} \\
     > {tmp}/sbin/mount.bootseer
 chmod 755 {tmp}/sbin/mount.bootseer
 sbin=$(readlink -f /sbin)

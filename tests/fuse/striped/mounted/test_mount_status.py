@@ -42,7 +42,8 @@ def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str)
         assert only["unfinished"] == []
         with pytest.raises(UnavailableError, match="unknown command"):
             ask(mount.state_dir, "nonsense")
-        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir), "mount"]
+        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
+        command += ["checkpoint", "mount"]
         shown = run([*command, "--status", str(mountpoint)])
         assert "sequential streams" in shown.stdout, shown.stderr
         assert run([*command, "--status", "a", "b"]).returncode == 2

@@ -177,7 +177,8 @@ def test_restart_with_newer_code_under_load(
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
         shell("cp {b} {d}/model", b=big, d=mountpoint)
         reader = subprocess.Popen(["cmp", big, mountpoint / "model"])
-        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir), "mount"]
+        command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
+        command += ["checkpoint", "mount"]
         before = mount.worker_pid
         try:
             done = run([*command, "--restart", "--json", mountpoint])

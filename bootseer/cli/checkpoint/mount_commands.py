@@ -1,4 +1,4 @@
-"""`bootseer mount` and `bootseer unmount`: the striped checkpoint file system."""
+"""`bootseer checkpoint mount` and `unmount`: the striped checkpoint file system."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import click
 
 from bootseer.base.redact import public_url
+from bootseer.cli.lazy_group import RenamedOptions
 from bootseer.cli.output import (
     Seconds,
     Size,
@@ -41,7 +42,11 @@ class _Octal(click.ParamType[int]):
         return bits
 
 
-@click.command(epilog="Example: bootseer mount hdfs://namenode/checkpoints /mnt/checkpoints")
+@click.command(
+    cls=RenamedOptions,
+    renamed={"--warm": "--read-newest"},
+    epilog="Example: bootseer checkpoint mount hdfs://namenode/checkpoints /mnt/checkpoints",
+)
 @click.argument("places", nargs=-1, metavar="URL DIRECTORY")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
@@ -68,7 +73,7 @@ class _Octal(click.ParamType[int]):
 @click.option(
     "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
 )
-@click.option("--warm", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option("--read-newest", is_flag=True, help="Read the newest checkpoint ahead.")
 @click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
 @click.option(
     "--immutable",
@@ -110,7 +115,7 @@ def mount(
     gid: int | None,
     umask: int | None,
     lifetime_pid: int | None,
-    warm: bool,
+    read_newest: bool,
     mkdir: bool,
     immutable: bool,
     status: bool,
@@ -159,7 +164,7 @@ def mount(
         gid=gid,
         umask=0o022 if umask is None else umask,
         lifetime_pid=lifetime_pid,
-        warm=warm,
+        warm=read_newest,
         shutdown_s=timeout,
     )
     if immutable:
@@ -287,7 +292,7 @@ def _print_status(one: Mapping[str, Any]) -> None:
         )
 
 
-@click.command(epilog="Example: bootseer unmount /mnt/checkpoints")
+@click.command(epilog="Example: bootseer checkpoint unmount /mnt/checkpoints")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
     "--timeout",
@@ -299,7 +304,7 @@ def _print_status(one: Mapping[str, Any]) -> None:
 )
 @json_option
 def unmount(directory: Path, timeout: float, as_json: bool) -> int:
-    """Unmount what `bootseer mount` mounted, also when it is stuck.
+    """Unmount what `bootseer checkpoint mount` mounted, also when it is stuck.
 
     Exits with 1 and names them when files were still being written: nothing of those is kept.
     """

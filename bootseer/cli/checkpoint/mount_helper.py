@@ -1,7 +1,8 @@
 """`mount.bootseer SOURCE DIRECTORY -o OPTIONS`: what mount(8) runs for `mount -t bootseer`.
 
 So that a line of /etc/fstab mounts checkpoints. Owns the translation of mount options into those of
-`bootseer mount`; exits as mount(8) wants: 0, 1 for a wrong call, 32 when mounting failed.
+`bootseer checkpoint mount`; exits as mount(8) wants: 0, 1 for a wrong call, 32 when mounting
+failed.
 """
 
 import sys
@@ -40,6 +41,8 @@ _IGNORED_PREFIXES = ("x-", "X-", "comment=")
 _FLAGS = {
     "ro": "read_only",
     "allow_other": "allow_other",
+    "read_newest": "warm",
+    # The old name of the same.
     "warm": "warm",
     "immutable": "immutable",
 }

@@ -1,4 +1,4 @@
-"""`bootseer stripe verify` and `fsck`: what checks striped checkpoints.
+"""`bootseer checkpoint verify` and `fsck`: what checks striped checkpoints.
 
 `CHECK_COMMANDS` are added to the group `stripe` by `stripe_commands`.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.cli.checkpoint.checkpoint_output import human_age, opened
 from bootseer.cli.output import (
     Age,
     Seconds,
@@ -17,7 +18,6 @@ from bootseer.cli.output import (
     json_option,
     say,
 )
-from bootseer.cli.stripe.stripe_output import human_age, opened
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,
@@ -32,7 +32,7 @@ _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
 
 
-@click.command(epilog="Example: bootseer stripe verify hdfs://namenode/checkpoints/step-1000")
+@click.command(epilog="Example: bootseer checkpoint verify hdfs://namenode/checkpoints/step-1000")
 @click.argument("url")
 @json_option
 def verify(url: str, as_json: bool) -> int:
@@ -132,7 +132,7 @@ def _damage(
     }
 
 
-@click.command(epilog="Example: bootseer stripe fsck --delete hdfs://namenode/checkpoints")
+@click.command(epilog="Example: bootseer checkpoint fsck --delete hdfs://namenode/checkpoints")
 @click.argument("url")
 @click.option("--delete", is_flag=True, help="Delete garbage that is older than --age.")
 @click.option(

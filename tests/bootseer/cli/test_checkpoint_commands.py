@@ -1,4 +1,4 @@
-"""`bootseer stripe`: what is printed, the exit codes, and the form of `--json`."""
+"""`bootseer checkpoint`: what is printed, the exit codes, and the form of `--json`."""
 
 import os
 import random
@@ -22,9 +22,9 @@ def tree(own_world: World) -> World:
     world.path("ck/model").write_bytes(DATA)
     world.path("ck/sub/note").write_bytes(b"hello")
     url = world.path("tree").as_uri()
-    copied = world("stripe", "cp", "-r", "ck", f"{url}/step-1", *SMALL, "--json")
+    copied = world("checkpoint", "cp", "-r", "ck", f"{url}/step-1", *SMALL, "--json")
     assert copied.code == 0, copied
-    agree("stripe cp", copied.json)
+    agree("checkpoint cp", copied.json)
     assert (copied.json["files"], copied.json["bytes"]) == (2, len(DATA) + 5)
     return world
 
@@ -36,45 +36,45 @@ def part(world: World, name: str) -> Path:
 
 def test_ls_and_stat_show_what_is_stored(tree: World) -> None:
     url = tree.path("tree").as_uri()
-    listed = tree("stripe", "ls", f"{url}/step-1", "--json").json
-    agree("stripe ls", listed)
+    listed = tree("checkpoint", "ls", f"{url}/step-1", "--json").json
+    agree("checkpoint ls", listed)
     assert [one["name"] for one in listed] == ["model", "sub"]
-    assert tree("stripe", "ls", f"{url}/step-1").out.splitlines() == ["model", "sub"]
-    assert "striped over 3" in tree("stripe", "ls", "-l", f"{url}/step-1").out
-    assert tree("stripe", "ls", f"{url}/step-1/sub/note").out == "note\n"
-    shown = tree("stripe", "stat", f"{url}/step-1/model", "--json").json
-    agree("stripe stat", shown)
+    assert tree("checkpoint", "ls", f"{url}/step-1").out.splitlines() == ["model", "sub"]
+    assert "striped over 3" in tree("checkpoint", "ls", "-l", f"{url}/step-1").out
+    assert tree("checkpoint", "ls", f"{url}/step-1/sub/note").out == "note\n"
+    shown = tree("checkpoint", "stat", f"{url}/step-1/model", "--json").json
+    agree("checkpoint stat", shown)
     assert sum(one["bytes"] for one in shown["segments"][0]["parts"]) == len(DATA)
-    assert shown["generation"] in tree("stripe", "stat", f"{url}/step-1/model").out
-    agree("stripe stat", tree("stripe", "stat", f"{url}/step-1/sub/note", "--json").json)
+    assert shown["generation"] in tree("checkpoint", "stat", f"{url}/step-1/model").out
+    agree("checkpoint stat", tree("checkpoint", "stat", f"{url}/step-1/sub/note", "--json").json)
 
 
 def test_cp_in_out_and_across(tree: World) -> None:
     url = tree.path("tree").as_uri()
     tree.path("into").mkdir()
-    assert tree("stripe", "cp", f"{url}/step-1/model", "into").code == 0
+    assert tree("checkpoint", "cp", f"{url}/step-1/model", "into").code == 0
     assert tree.path("into/model").read_bytes() == DATA
-    assert tree("stripe", "cp", f"{url}/step-1/model", "as").code == 0
+    assert tree("checkpoint", "cp", f"{url}/step-1/model", "as").code == 0
     assert tree.path("as").read_bytes() == DATA
     # Across, with another form; and into a directory that is there.
     other = tree.path("other").as_uri()
-    assert tree("stripe", "cp", "-r", f"{url}/step-1", other, "--layout", "plain").code == 0
+    assert tree("checkpoint", "cp", "-r", f"{url}/step-1", other, "--layout", "plain").code == 0
     assert tree.path("other/model").read_bytes() == DATA
-    assert tree("stripe", "cp", "ck/model", "ck/sub/note", f"{other}/").code == 0
+    assert tree("checkpoint", "cp", "ck/model", "ck/sub/note", f"{other}/").code == 0
     assert tree.path("other/note").read_bytes() == b"hello"
-    assert tree("stripe", "cp", "-r", f"{url}/step-1", "into").code == 0
+    assert tree("checkpoint", "cp", "-r", f"{url}/step-1", "into").code == 0
     assert tree.path("into/step-1/sub/note").read_bytes() == b"hello"
 
 
 def test_names_with_control_codes_do_not_reach_the_terminal(tree: World) -> None:
     tree.path("ck/a\nb\x1b[31m").write_bytes(b"x")
     url = tree.path("tree").as_uri()
-    assert tree("stripe", "cp", "-r", "ck", f"{url}/odd").code == 0
-    result = tree("stripe", "ls", "-l", f"{url}/odd")
+    assert tree("checkpoint", "cp", "-r", "ck", f"{url}/odd").code == 0
+    result = tree("checkpoint", "ls", "-l", f"{url}/odd")
     assert "a\\nb\\x1b[31m" in result.out
     assert "\x1b" not in result.out
     assert "a\nb\x1b[31m" in [
-        one["name"] for one in tree("stripe", "ls", f"{url}/odd", "--json").json
+        one["name"] for one in tree("checkpoint", "ls", f"{url}/odd", "--json").json
     ]
 
 
@@ -98,7 +98,7 @@ ERRORS = [
 def test_each_error_has_its_exit_code_and_names_what(tree: World) -> None:
     url = tree.path("tree").as_uri()
     for arguments, code, says in ERRORS:
-        result = tree("stripe", *(text.format(url=url) for text in arguments))
+        result = tree("checkpoint", *(text.format(url=url) for text in arguments))
         assert (result.code, result.out) == (code, ""), arguments
         assert says in result.err
         assert result.err.startswith("bootseer: ")
@@ -107,33 +107,33 @@ def test_each_error_has_its_exit_code_and_names_what(tree: World) -> None:
 
 def test_verify_and_fsck(tree: World) -> None:
     url = tree.path("tree").as_uri()
-    whole = tree("stripe", "verify", url, "--json")
-    agree("stripe verify", whole.json)
+    whole = tree("checkpoint", "verify", url, "--json")
+    agree("checkpoint verify", whole.json)
     assert (whole.code, whole.json["files"], whole.json["striped_files"]) == (0, 2, 1)
-    clean = tree("stripe", "fsck", url, "--json")
-    agree("stripe fsck", clean.json)
+    clean = tree("checkpoint", "fsck", url, "--json")
+    agree("checkpoint fsck", clean.json)
     assert clean.code == 0
     content = bytearray(part(tree, "01").read_bytes())
     content[7] ^= 4
     part(tree, "01").write_bytes(content)
-    found = tree("stripe", "verify", f"{url}/step-1", "--json")
-    agree("stripe verify", found.json)
+    found = tree("checkpoint", "verify", f"{url}/step-1", "--json")
+    agree("checkpoint verify", found.json)
     assert found.code == 15
     (one,) = found.json["damaged"]
     assert (one["path"], one["offset"], one["part_offset"]) == ("step-1/model", 65536, 0)
-    assert part(tree, "01").name in tree("stripe", "verify", url).out
+    assert part(tree, "01").name in tree("checkpoint", "verify", url).out
     part(tree, "02").unlink()
     left = tree.path(f"tree/step-1/{PARTS_FOLDER}/{'0' * 32}")
     left.mkdir()
     (left / "00").write_bytes(b"1234")
-    troubled = tree("stripe", "fsck", "--delete", "--grace", "0", url, "--json")
-    agree("stripe fsck", troubled.json)
+    troubled = tree("checkpoint", "fsck", "--delete", "--grace", "0", url, "--json")
+    agree("checkpoint fsck", troubled.json)
     assert troubled.code == 15
     assert [one["reason"] for one in troubled.json["troubles"]] == ["missing"]
     assert [one["deleted"] for one in troubled.json["garbage"]] == [False]
     for path in (left / "00", left):
         os.utime(path, (1, 1))
-    emptied = tree("stripe", "fsck", "--delete", "--grace", "0", url, "--json").json
+    emptied = tree("checkpoint", "fsck", "--delete", "--grace", "0", url, "--json").json
     assert [one["deleted"] for one in emptied["garbage"]] == [True]
     assert not left.exists()
 
@@ -143,24 +143,24 @@ def test_a_damaged_layout_does_not_hide_the_other_files(tree: World) -> None:
     with tree.path("tree/step-1/model").open("r+b") as file:
         file.seek(140)
         file.write(b"????")
-    found = tree("stripe", "verify", f"{url}/step-1", "--json")
+    found = tree("checkpoint", "verify", f"{url}/step-1", "--json")
     assert (found.code, found.json["files"]) == (15, 1)
     assert found.json["damaged"][0]["path"] == "step-1/model"
-    listed = tree("stripe", "ls", f"{url}/step-1", "--json").json
-    agree("stripe ls", listed)
+    listed = tree("checkpoint", "ls", f"{url}/step-1", "--json").json
+    agree("checkpoint ls", listed)
     assert [one["layout"] for one in listed] == ["damaged", None]
-    assert tree("stripe", "fsck", f"{url}/step-1").code == 15
+    assert tree("checkpoint", "fsck", f"{url}/step-1").code == 15
 
 
 def test_convert_stores_in_another_form_once(tree: World) -> None:
     url = tree.path("tree").as_uri()
-    there = tree("stripe", "convert", "-r", url, "--layout", "plain", "--grace", "0", "--json")
-    agree("stripe convert", there.json)
+    there = tree("checkpoint", "convert", "-r", url, "--layout", "plain", "--grace", "0", "--json")
+    agree("checkpoint convert", there.json)
     assert (there.code, there.json["files"]) == (0, 1)
     assert tree.path("tree/step-1/model").read_bytes() == DATA
-    again = tree("stripe", "convert", "-r", url, "--layout", "plain", "--json").json
+    again = tree("checkpoint", "convert", "-r", url, "--layout", "plain", "--json").json
     assert (again["files"], again["unchanged"]) == (0, 2)
-    assert tree("stripe", "convert", f"{url}/step-1/model", *SMALL, "--grace", "0").code == 0
-    shown = tree("stripe", "stat", f"{url}/step-1/model", "--json").json
+    assert tree("checkpoint", "convert", f"{url}/step-1/model", *SMALL, "--grace", "0").code == 0
+    shown = tree("checkpoint", "stat", f"{url}/step-1/model", "--json").json
     assert [one["stripe_unit_bytes"] for one in shown["segments"]] == [65536]
-    assert tree("stripe", "fsck", url, "--json").json["garbage"] == []
+    assert tree("checkpoint", "fsck", url, "--json").json["garbage"] == []

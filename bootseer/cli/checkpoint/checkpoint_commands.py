@@ -1,6 +1,6 @@
-"""`bootseer stripe`: striped checkpoints without mounting them: copy and look.
+"""`bootseer checkpoint`: striped checkpoints without mounting them: copy and look.
 
-What checks them is in `stripe_check_commands`.
+The commands that check checkpoints are in `check_commands`, and mounting in `mount_commands`.
 """
 
 import contextlib
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.base.redact import public_url
+from bootseer.cli.checkpoint.check_commands import CHECK_COMMANDS
+from bootseer.cli.checkpoint.checkpoint_output import described, form_options, opened
+from bootseer.cli.checkpoint.convert_command import convert
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     emit_json,
@@ -22,9 +25,6 @@ from bootseer.cli.output import (
     printable,
     say,
 )
-from bootseer.cli.stripe.stripe_check_commands import CHECK_COMMANDS
-from bootseer.cli.stripe.stripe_convert_command import convert
-from bootseer.cli.stripe.stripe_output import described, form_options, opened
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from bootseer.store.backend import FileInfo
 
 
-@click.group(cls=LazyGroup)
-def stripe() -> None:
-    """Striped checkpoints without a mount: copy, list, check, convert.
+@click.group(
+    cls=LazyGroup,
+    elsewhere={name: ("checkpoint.mount_commands", name) for name in ("mount", "unmount")},
+)
+def checkpoint() -> None:
+    """Striped checkpoints: mount them, or copy, list, check and convert them without a mount.
 
     A URL (`hdfs://...`, `file://...`, `s3://...`) names what is stored, striped or not; a path
     without "://" is a local file.
@@ -43,10 +46,12 @@ def stripe() -> None:
 
 
 for _command in (*CHECK_COMMANDS, convert):
-    stripe.add_command(_command)
+    checkpoint.add_command(_command)
 
 
-@stripe.command(epilog="Example: bootseer stripe cp -r step-1000 hdfs://namenode/checkpoints/")
+@checkpoint.command(
+    epilog="Example: bootseer checkpoint cp -r step-1000 hdfs://namenode/checkpoints/"
+)
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @click.option("-r", "--recursive", is_flag=True, help="Copy directories.")
@@ -128,7 +133,9 @@ def _job(
     return source, goal, sizes_below(source)
 
 
-@stripe.command(epilog="Example: bootseer stripe ls -l hdfs://namenode/checkpoints/step-1000")
+@checkpoint.command(
+    epilog="Example: bootseer checkpoint ls -l hdfs://namenode/checkpoints/step-1000"
+)
 @click.argument("url")
 @click.option("-l", "--long", "at_length", is_flag=True, help="Size, time and layout of each.")
 @json_option
@@ -184,7 +191,9 @@ def _layout(one: dict[str, Any]) -> str:
     return f"striped over {one['parts']}{segments}"
 
 
-@stripe.command(epilog="Example: bootseer stripe stat hdfs://namenode/checkpoints/step-1000/model")
+@checkpoint.command(
+    epilog="Example: bootseer checkpoint stat hdfs://namenode/checkpoints/step-1000/model"
+)
 @click.argument("url")
 @json_option
 def stat(url: str, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the commands of `bootseer stripe` share: opening URLs, options, and how files are shown."""
+"""What the commands of `bootseer checkpoint` share: opening URLs, options, tables of files."""
 
 import contextlib
 from collections.abc import Callable, Iterator

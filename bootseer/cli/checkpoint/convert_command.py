@@ -1,9 +1,10 @@
-"""`bootseer stripe convert`: stores files in another form."""
+"""`bootseer checkpoint convert`: stores files in another form."""
 
 import time
 
 import click
 
+from bootseer.cli.checkpoint.checkpoint_output import form_options, opened
 from bootseer.cli.output import (
     Seconds,
     emit_json,
@@ -12,7 +13,6 @@ from bootseer.cli.output import (
     one_line,
     say,
 )
-from bootseer.cli.stripe.stripe_output import form_options, opened
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -22,7 +22,7 @@ from bootseer.errors import (
 )
 
 
-@click.command(epilog="Example: bootseer stripe convert -r hdfs://namenode/models/llama")
+@click.command(epilog="Example: bootseer checkpoint convert -r hdfs://namenode/models/llama")
 @click.argument("url")
 @click.option("-r", "--recursive", is_flag=True, help="Convert all files of a directory.")
 @form_options

@@ -1,1 +1,0 @@
-"""`bootseer mount`, `unmount`, and mount(8)'s helper."""
