@@ -5,7 +5,6 @@ import os
 from urllib.parse import urlsplit
 
 from bootseer.store.hdfs.rpc.calls import NameNode
-from bootseer.store.hdfs.rpc.messages import AnyResponse
 
 # Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
 _DONT_SET = 2**63 - 1
@@ -20,4 +19,4 @@ def set_space_quota(url: str, quota_bytes: int) -> None:
         os.environ.get("HADOOP_USER_NAME") or getpass.getuser(),
         20.0,
     )
-    name_node._call("setQuota", AnyResponse, parts.path, _DONT_SET, quota_bytes)
+    name_node._call("setQuota", parts.path, _DONT_SET, quota_bytes)

@@ -17,17 +17,8 @@ from collections.abc import Sequence
 
 from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.direct.replicas import Address, Replicas
+from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.calls import StoredBlock
-from bootseer.store.hdfs.rpc.messages import (
-    NO_CHECKSUM,
-    PACKET_HEAD_BYTES,
-    READ_STATUS,
-    SUCCESS,
-    BlockOpResponse,
-    op_read_block,
-    packet_data_bytes,
-    packet_head,
-)
 from bootseer.store.hdfs.rpc.protobuf import take_delimited
 
 _CLIENT = "bootseer"
@@ -126,11 +117,11 @@ class DataNodes:
         behind = memoryview(bytearray(end - within - len(target)))
         connection = self._take(address)
         end_s = time.monotonic() + self._silence_max_s
-        request = op_read_block(block.block, block.token, _CLIENT, start, end - start)
+        request = messages.op_read_block(block.block, block.token, _CLIENT, start, end - start)
         connection.socket.sendall(request)
         self._check_response(connection, start, end_s)
-        first = self._exactly(connection, PACKET_HEAD_BYTES, end_s)
-        packet_bytes = packet_data_bytes(first)
+        first = self._exactly(connection, messages.PACKET_HEAD_BYTES, end_s)
+        packet_bytes = messages.packet_data_bytes(first)
         if not 0 < packet_bytes <= _PACKET_MAX_BYTES:
             raise ValueError("not the length of a packet")
         wanted = end - start
@@ -138,13 +129,13 @@ class DataNodes:
             raise ValueError("packets of hardly any bytes")
         headers = _headers(start, wanted, packet_bytes)
         received = bytearray(len(headers))
-        received[:PACKET_HEAD_BYTES] = first
+        received[: messages.PACKET_HEAD_BYTES] = first
         views = _views(received, (before, target, behind), packet_bytes)
         if not self._receive(connection, views, len(target), attempt):
             return
         if received != headers:
             raise ValueError("not the packets that were asked for")
-        connection.socket.sendall(READ_STATUS)
+        connection.socket.sendall(messages.READ_STATUS)
         self._keep(connection)
 
     def _receive(
@@ -197,10 +188,10 @@ class DataNodes:
             if response is not None:
                 break
             received += self._exactly(connection, end - len(received), end_s)
-        answer = BlockOpResponse.decode(response)
-        if answer.status != SUCCESS or answer.reading is None:
+        answer = messages.BlockOpResponse.decode(response)
+        if answer.status != messages.SUCCESS or answer.reading is None:
             raise ValueError("refused")
-        if (answer.reading.checksum.kind, answer.reading.offset) != (NO_CHECKSUM, within):
+        if (answer.reading.checksum.kind, answer.reading.offset) != (messages.NO_CHECKSUM, within):
             raise ValueError("not what was asked for")
 
     def _exactly(self, connection: _Connection, count: int, end_s: float) -> bytes:
@@ -252,8 +243,8 @@ def _headers(start: int, length: int, packet_bytes: int) -> bytes:
     """Those of all packets that are to come, the empty one at the end too."""
     headers = []
     for number, at in enumerate(range(0, length, packet_bytes)):
-        headers.append(packet_head(start + at, number, min(packet_bytes, length - at)))
-    headers.append(packet_head(start + length, len(headers), 0, is_last=True))
+        headers.append(messages.packet_head(start + at, number, min(packet_bytes, length - at)))
+    headers.append(messages.packet_head(start + length, len(headers), 0, is_last=True))
     return b"".join(headers)
 
 
@@ -261,17 +252,17 @@ def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -
     """What is to be filled after the first header, in order: packets with the bytes of `parts`."""
     all_headers = memoryview(headers)
     views = []
-    at = PACKET_HEAD_BYTES
+    at = messages.PACKET_HEAD_BYTES
     room = packet_bytes
     for part in parts:
         rest = part
         while rest:
             if not room:
-                views.append(all_headers[at : at + PACKET_HEAD_BYTES])
-                at += PACKET_HEAD_BYTES
+                views.append(all_headers[at : at + messages.PACKET_HEAD_BYTES])
+                at += messages.PACKET_HEAD_BYTES
                 room = packet_bytes
             views.append(rest[:room])
             rest = rest[room:]
             room -= len(views[-1])
-    views.append(all_headers[at : at + PACKET_HEAD_BYTES])
+    views.append(all_headers[at : at + messages.PACKET_HEAD_BYTES])
     return views

@@ -16,18 +16,9 @@ from msgspec import Struct
 
 from bootseer.store.backend import Piece
 from bootseer.store.hdfs.direct.checksums import LARGE, ChecksumKind, checksums_of
+from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.calls import AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.frames import RpcError
-from bootseer.store.hdfs.rpc.messages import (
-    HEARTBEAT,
-    SUCCESS,
-    BlockOpResponse,
-    Checksum,
-    ExtendedBlock,
-    PipelineAck,
-    op_write_block,
-    packet_head,
-)
 from bootseer.store.hdfs.rpc.protobuf import take_delimited, zigzag
 
 _PACKET_BYTES = 1 << 20
@@ -160,12 +151,12 @@ class _Block:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
-            checksum = Checksum(kind.number, kind.piece_bytes)
-            self._send([op_write_block(added.located, holder, checksum)])
+            checksum = messages.Checksum(kind.number, kind.piece_bytes)
+            self._send([messages.op_write_block(added.located, holder, checksum)])
             end_s = time.monotonic() + silence_max_s
             while (response := self._message()) is None:
                 self._wait(select.POLLIN, end_s)
-            if BlockOpResponse.decode(response).status != SUCCESS:
+            if messages.BlockOpResponse.decode(response).status != messages.SUCCESS:
                 raise ValueError("the DataNode refuses the block")
             self._is_open = True
         except BaseException:
@@ -176,19 +167,19 @@ class _Block:
         """Send one packet."""
         sums, count = checksums_of(data, self._kind), sum(map(len, data))
         self._unconfirmed.append(count)
-        head = packet_head(self.sent_bytes, self._number, count, sums_bytes=len(sums))
+        head = messages.packet_head(self.sent_bytes, self._number, count, sums_bytes=len(sums))
         self._send([head + sums, *data])
         self.sent_bytes += count
         self._number += 1
 
     def keep_alive(self) -> None:
         self._heartbeat_count += 1
-        self._send([packet_head(0, HEARTBEAT, 0)])
+        self._send([messages.packet_head(0, messages.HEARTBEAT, 0)])
 
-    def finish(self) -> ExtendedBlock:
+    def finish(self) -> messages.ExtendedBlock:
         """The block, when all DataNodes have all of it."""
         self._unconfirmed.append(0)
-        self._send([packet_head(self.sent_bytes, self._number, 0, is_last=True)])
+        self._send([messages.packet_head(self.sent_bytes, self._number, 0, is_last=True)])
         known = -1
         while self._unconfirmed:
             # Bytes that confirm nothing are silence.
@@ -229,10 +220,10 @@ class _Block:
     def _take_confirmations(self) -> None:
         # After the last one the DataNode closes the connection.
         while self._unconfirmed and (message := self._message()) is not None:
-            ack = PipelineAck.decode(message)
-            if any(reply != SUCCESS for reply in ack.replies):
+            ack = messages.PipelineAck.decode(message)
+            if any(reply != messages.SUCCESS for reply in ack.replies):
                 raise ValueError("a DataNode failed")
-            if ack.number == zigzag(HEARTBEAT):
+            if ack.number == zigzag(messages.HEARTBEAT):
                 self._heartbeat_count -= 1
                 if self._heartbeat_count < -_STRAY_ANSWERS_MAX:
                     raise ValueError("answers to heartbeats that nobody sent")

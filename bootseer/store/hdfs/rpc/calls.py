@@ -11,13 +11,14 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store.hdfs.direct.replicas import Replica
+from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.failover import CONNECT_S, Turns
 from bootseer.store.hdfs.rpc.frames import (
     FRAME_MAX_BYTES,
@@ -27,29 +28,11 @@ from bootseer.store.hdfs.rpc.frames import (
     receive,
     result_of,
 )
-from bootseer.store.hdfs.rpc.messages import (
-    RPC_BEGIN,
-    AddBlockResponse,
-    AnyResponse,
-    CompleteResponse,
-    DatanodeInfo,
-    ExtendedBlock,
-    GetBlockLocationsResponse,
-    GetFileInfoResponse,
-    GetFsStatsResponse,
-    GetQuotaUsageResponse,
-    GetServerDefaultsResponse,
-    LocatedBlock,
-    connection_context,
-    request_header,
-    rpc_request_header,
-)
-from bootseer.store.hdfs.rpc.protobuf import Message, Value, arguments
+from bootseer.store.hdfs.rpc.protobuf import Value, arguments
 
 _ATTEMPTS_MAX = 5
 _PAUSE_S = 0.3
 _CONTEXT_CALL_ID = -3
-_R = TypeVar("_R", bound=Message)
 
 UNANSWERED = (RpcError, OSError, ValueError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
@@ -60,7 +43,7 @@ class StoredBlock(Struct, frozen=True):
 
     start: int
     """In the file."""
-    block: ExtendedBlock
+    block: messages.ExtendedBlock
     token: bytes
     replicas: tuple[Replica, ...]
     """The nearest one first."""
@@ -74,16 +57,16 @@ class StoredBlock(Struct, frozen=True):
 class AddedBlock(Struct, frozen=True):
     """A block that was allocated, and is still empty."""
 
-    located: LocatedBlock
+    located: messages.LocatedBlock
     address: tuple[str, int]
     """Of the first server."""
 
     @property
-    def servers(self) -> dict[str, DatanodeInfo]:
+    def servers(self) -> dict[str, messages.DatanodeInfo]:
         """By UUID, in the order in which they pass on what is written."""
         return {server.id.uuid: server for server in self.located.servers}
 
-    def block_of(self, size_bytes: int) -> ExtendedBlock:
+    def block_of(self, size_bytes: int) -> messages.ExtendedBlock:
         """The block with so much in it."""
         return replace(self.located.block, length=size_bytes)
 
@@ -103,21 +86,21 @@ class NameNode(Struct, frozen=True):
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError; ValueError for an
         answer that makes no sense."""
-        self._call("concat", AnyResponse, target, tuple(sources))
+        self._call("concat", target, tuple(sources))
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
         """The DataNodes of the block that is being written at the end of `path`.
 
         Raises: as `concat`.
         """
-        found = self._call("getBlockLocations", GetBlockLocationsResponse, path, 0, 1).locations
+        found = self._located(path, 1)
         blocks = found.blocks[-1:] if found.last is None else (found.last,)
         return tuple(server.id.uuid for block in blocks for server in block.servers)
 
     def stored_blocks(self, path: str, end: int) -> tuple[StoredBlock, ...]:
         """The blocks of the bytes before `end` of a file, in order; none where a block is no plain
         run of its bytes (encrypted, erasure-coded) or is being written. Raises: as `concat`."""
-        found = self._call("getBlockLocations", GetBlockLocationsResponse, path, 0, end).locations
+        found = self._located(path, end)
         is_plain = found.encryption is None and found.erasure_coding is None
         if found.is_being_written or not is_plain:
             return ()
@@ -126,7 +109,10 @@ class NameNode(Struct, frozen=True):
             for block in found.blocks
         )
 
-    def _replicas(self, block: LocatedBlock) -> tuple[Replica, ...]:
+    def _located(self, path: str, end: int) -> messages.LocatedBlocks:
+        return messages.LocatedBlocks.decode(self._result("getBlockLocations", path, 0, end))
+
+    def _replicas(self, block: messages.LocatedBlock) -> tuple[Replica, ...]:
         servers = () if block.is_corrupt else block.servers
         return tuple(
             Replica(self._address(server), server.rack != servers[0].rack) for server in servers
@@ -136,60 +122,64 @@ class NameNode(Struct, frozen=True):
         self,
         path: str,
         holder: str,
-        excluded: Sequence[DatanodeInfo],
+        excluded: Sequence[messages.DatanodeInfo],
         *,
-        previous: ExtendedBlock | None = None,
+        previous: messages.ExtendedBlock | None = None,
     ) -> AddedBlock:
         """Allocate a block of a file that `holder` is writing, not on the `excluded`: the first
         one, or that after `previous`. Raises: as `concat`."""
-        answer = self._call("addBlock", AddBlockResponse, path, holder, previous, tuple(excluded))
-        if not answer.block.servers:
+        answer = self._result("addBlock", path, holder, previous, tuple(excluded))
+        located = messages.LocatedBlock.decode(answer)
+        if not located.servers:
             raise ValueError("a block without DataNodes")
-        return AddedBlock(answer.block, self._address(answer.block.servers[0]))
+        return AddedBlock(located, self._address(located.servers[0]))
 
-    def _address(self, server: DatanodeInfo) -> tuple[str, int]:
+    def _address(self, server: messages.DatanodeInfo) -> tuple[str, int]:
         return server.id.host if self.calls_by_name else server.id.address, server.id.port
 
     def plain_block_bytes(self, path: str) -> int:
         """How large the blocks of a file are at most; 0 where their bytes are not the file's
         (encrypted, erasure-coded). Raises: as `concat`."""
-        status = self._call("getFileInfo", GetFileInfoResponse, path).status
+        status = messages.HdfsFileStatus.decode(self._result("getFileInfo", path))
         is_plain = status.encryption is None and status.erasure_coding is None
         return status.block_bytes if is_plain else 0
 
-    def complete(self, path: str, holder: str, last: ExtendedBlock) -> bool:
+    def complete(self, path: str, holder: str, last: messages.ExtendedBlock) -> bool:
         """Close a file with its `last` block; False: not all of its blocks were reported yet.
         Raises: as `concat`."""
-        return self._call("complete", CompleteResponse, path, holder, last).is_complete
+        answer = self._call("complete", path, holder, last)
+        return messages.CompleteResponse.decode(answer).is_complete
 
-    def abandon_block(self, path: str, holder: str, block: ExtendedBlock) -> None:
+    def abandon_block(self, path: str, holder: str, block: messages.ExtendedBlock) -> None:
         """Give back what `add_block` returned. Raises: as `concat`."""
-        self._call("abandonBlock", AnyResponse, block, path, holder)
+        self._call("abandonBlock", block, path, holder)
 
     def capacity(self) -> tuple[int, int]:
         """The cluster's bytes in all, and those that are free. Raises: as `concat`."""
-        answer = self._call("getFsStats", GetFsStatsResponse)
+        answer = messages.GetFsStatsResponse.decode(self._call("getFsStats"))
         return answer.capacity_bytes, answer.remaining_bytes
 
     def default_block_bytes(self) -> int:
         """Of files whose writer does not say. Raises: as `concat`."""
-        return self._call("getServerDefaults", GetServerDefaultsResponse).defaults.block_bytes
+        defaults = messages.FsServerDefaults.decode(self._result("getServerDefaults"))
+        return defaults.block_bytes
 
     def quota(self, path: str) -> tuple[int, int] | None:
         """The space quota of a directory and what it has used, both with replication; None where
         it has none, which costs the NameNode a walk through it. Raises: as `concat`."""
-        usage = self._call("getQuotaUsage", GetQuotaUsageResponse, path).usage
+        usage = messages.QuotaUsage.decode(self._result("getQuotaUsage", path))
         # Of 64 bits; "none" is -1.
-        if usage is None or usage.quota_bytes >= 2**63:
-            return None
-        return usage.quota_bytes, usage.used_bytes
+        return (usage.quota_bytes, usage.used_bytes) if usage.quota_bytes < 2**63 else None
 
     def ask(self, attempts_max: int | None = None) -> None:
         """Return if it takes calls from us: not where it wants Kerberos. Raises: as `concat`."""
         self._answer("getFileInfo", arguments("/"), attempts_max)
 
-    def _call(self, method: str, response: type[_R], *values: Value) -> _R:
-        return response.decode(self._answer(method, arguments(*values)))
+    def _result(self, method: str, *values: Value) -> bytes:
+        return messages.Result.decode(self._call(method, *values)).message
+
+    def _call(self, method: str, *values: Value) -> bytes:
+        return self._answer(method, arguments(*values))
 
     def _answer(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
         """`attempts_max`: None: until the deadline where there are several, of which one is active
@@ -239,12 +229,12 @@ class NameNode(Struct, frozen=True):
         if len(self.addresses) > 1:
             connect_s = min(connect_s, CONNECT_S)
         with socket.create_connection(where, connect_s) as connection:
-            begin = rpc_request_header(_CONTEXT_CALL_ID, client, -1)
-            call = rpc_request_header(0, client, attempt)
+            begin = messages.rpc_request_header(_CONTEXT_CALL_ID, client, -1)
+            call = messages.rpc_request_header(0, client, attempt)
             connection.sendall(
-                RPC_BEGIN
-                + frame(begin, connection_context(self.user))
-                + frame(call, request_header(method), message)
+                messages.RPC_BEGIN
+                + frame(begin, messages.connection_context(self.user))
+                + frame(call, messages.request_header(method), message)
             )
             # The whole answer has one deadline, not each of its bytes.
             (length,) = struct.unpack(">I", receive(connection, 4, end_s))

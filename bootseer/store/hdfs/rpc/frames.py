@@ -4,7 +4,7 @@ import socket
 import struct
 import time
 
-from bootseer.store.hdfs.rpc.messages import SUCCESS, RpcResponseHeader
+from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.protobuf import delimited, take_delimited
 
 FRAME_MAX_BYTES = 1 << 20
@@ -41,8 +41,8 @@ def result_of(answer: bytes) -> bytes:
     """The message that the answer holds. Raises: RpcError, what the NameNode raised."""
     try:
         head, end = _message(answer)
-        header = RpcResponseHeader.decode(head)
-        if header.status == SUCCESS:
+        header = messages.RpcResponseHeader.decode(head)
+        if header.status == messages.SUCCESS:
             return _message(answer[end:])[0]
     except ValueError as error:
         raise ConnectionError("the NameNode's answer cannot be understood") from error

@@ -112,20 +112,10 @@ class QuotaUsage(Message, frozen=True):
     quota_bytes: Annotated[int, 4]
 
 
-class AnyResponse(Message, frozen=True):
-    """Of a call whose answer does not matter."""
+class Result(Message, frozen=True):
+    """The response of a call that returns a message."""
 
-
-class GetBlockLocationsResponse(Message, frozen=True):
-    locations: Annotated[LocatedBlocks, 1]
-
-
-class AddBlockResponse(Message, frozen=True):
-    block: Annotated[LocatedBlock, 1]
-
-
-class GetFileInfoResponse(Message, frozen=True):
-    status: Annotated[HdfsFileStatus, 1]
+    message: Annotated[bytes, 1]
 
 
 class CompleteResponse(Message, frozen=True):
@@ -135,14 +125,6 @@ class CompleteResponse(Message, frozen=True):
 class GetFsStatsResponse(Message, frozen=True):
     capacity_bytes: Annotated[int, 1]
     remaining_bytes: Annotated[int, 3]
-
-
-class GetServerDefaultsResponse(Message, frozen=True):
-    defaults: Annotated[FsServerDefaults, 1]
-
-
-class GetQuotaUsageResponse(Message, frozen=True):
-    usage: Annotated[QuotaUsage | None, 1] = None
 
 
 # ---- data transfer ------------------------------------------------------------------------------
