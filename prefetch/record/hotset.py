@@ -18,10 +18,12 @@ from bootseer.prefetch.record.file_rows import (
     decode_rows,
     encode_rows,
 )
-from bootseer.prefetch.record.parquet_hotset import PARQUET_MAGIC, read_parquet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_files
 from bootseer.prefetch.record.touches import PAGE_BYTES, first_touches
 from bootseer.prefetch.record.trace import Trace
+
+VERSION_1_MAGIC = b"PAR1"
+"""What hot sets of the first version begin with: they are Parquet files."""
 
 SHARED_TRACE_COUNT = 3
 """From this many traces on, what only one of them touched is taken for an accident."""
@@ -179,11 +181,7 @@ def encode(hot: HotSet) -> bytes:
 
 
 def decode(data: bytes) -> HotSet:
-    """Raises: CorruptError, UnknownFormatError; UnsupportedError for one of an earlier release
-    where pyarrow is not installed."""
-    if data.startswith(PARQUET_MAGIC):
-        index_digest, workload, trace_count, ranges = read_parquet(data)
-        return HotSet(index_digest, workload, trace_count, tuple(HotRange(*r) for r in ranges))
+    """Raises: CorruptError, UnknownFormatError."""
     header, files, rows = decode_rows(_FORM, data)
     return HotSet(
         header.index_digest,

@@ -65,7 +65,7 @@ def check_all(store: Store) -> None:
         for workload in hot_store.workloads(store, image.index_digest):
             pointer = hot_store.read_pointer(store, image.index_digest, workload)
             assert pointer is not None
-            hot_store.read_hotset(store, pointer)
+            hot_store.read_hotset(store, pointer, workload)
 
 
 def keys_of(settings: Settings, folder: str = "") -> set[str]:
