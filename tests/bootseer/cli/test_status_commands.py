@@ -134,7 +134,9 @@ def test_all_that_is_served_here(node: Settings, tmp_path: Path) -> None:
     # The views of one kind show the same servers.
     images = json.loads(_bootseer(node, "image", "status", "--json"))
     assert {one["pid"] for one in images} == {found["image"]["pid"], found["environment"]["pid"]}
-    (checkpoints,) = json.loads(_bootseer(node, "checkpoint", "mount", "--status", "--json"))["mounts"]
+    (checkpoints,) = json.loads(_bootseer(node, "checkpoint", "mount", "--status", "--json"))[
+        "mounts"
+    ]
     assert checkpoints["pid"] == found["checkpoints"]["pid"]
     os.close(lock)
     dead = [one for one in _status(node) if one["health"] == "dead"]
