@@ -166,9 +166,7 @@ def from_oserror(error: OSError, what: str) -> BootseerError:
     Returns the exception; raise it `from error`.
     """
     if isinstance(error, BootseerError):
-        import copy  # here: training code loads this module, and it looks for packages of Jython
-
-        return copy.copy(error)
+        return type(error)(*error.args)
     reason = error.strerror or str(error)
     message = f"cannot {what}: {reason}"
     return _BY_ERRNO.get(error.errno or 0, BootseerError)(message)

@@ -29,6 +29,10 @@ _STATUS_OK = 1
 _STATUS_ERROR = 2
 _KIND_INTERNAL = 1
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
+_COUNTS = ("bootseer.attempt", "bootseer.bytes", "bootseer.rank", "bootseer.restart")
+_NUMBER_MAX = 2**63 - 1
+_LINE_BYTES_MAX = 2**20
+"""Many times what `_MAX_TEXT` lets a stage have."""
 
 
 # Not a struct: training code writes stages in images that have nothing but our sources.
@@ -138,9 +142,22 @@ def encode_end(stage: Stage) -> bytes:
 def _decode_attributes(items: Any) -> dict[str, Value]:
     result: dict[str, Value] = {}
     for item in items or ():
+        key = str(item["key"])
         (kind, value), *_ = item["value"].items()
-        result[str(item["key"])] = int(value) if kind == "intValue" else value
+        if kind == "intValue" or key in _COUNTS:
+            value = _bounded(value, -_NUMBER_MAX)
+        elif not isinstance(value, str | float | bool):
+            raise ValueError(f"{key} has an impossible value")
+        result[key] = value
     return result
+
+
+def _bounded(value: Any, least: int = 0) -> int:
+    """A number of 64 bits; OTLP has it as a text. Raises: ValueError, TypeError, OverflowError."""
+    number = int(value)
+    if not least <= number <= _NUMBER_MAX:
+        raise ValueError("a number is out of range")
+    return number
 
 
 def _decode_line(line: bytes) -> Iterator[Stage]:
@@ -157,7 +174,7 @@ def _decode_line(line: bytes) -> Iterator[Stage]:
                         trace_id=str(record["traceId"]),
                         span_id=str(record["spanId"]),
                         parent_id=parent,
-                        start_ns=int(record["timeUnixNano"]),
+                        start_ns=_bounded(record["timeUnixNano"]),
                         end_ns=None,
                         attributes=attributes,
                         resource=resource,
@@ -172,8 +189,8 @@ def _decode_line(line: bytes) -> Iterator[Stage]:
                     trace_id=str(span["traceId"]),
                     span_id=str(span["spanId"]),
                     parent_id=str(span.get("parentSpanId", "")),
-                    start_ns=int(span["startTimeUnixNano"]),
-                    end_ns=int(span["endTimeUnixNano"]),
+                    start_ns=_bounded(span["startTimeUnixNano"]),
+                    end_ns=_bounded(span["endTimeUnixNano"]),
                     failed=status.get("code") == _STATUS_ERROR,
                     message=str(status.get("message", "")),
                     attributes=_decode_attributes(span.get("attributes")),
@@ -204,15 +221,18 @@ def decode_events(data: bytes, event: str) -> list[str]:
 def decode(data: bytes) -> list[Stage]:
     """The stages of a timeline file, in order of their start, finished ones once.
 
-    Lines that are torn (the writer was killed) or not ours are left out.
+    Lines that are torn (the writer was killed) or not ours are left out: a job in a container can
+    write anything into its own.
     """
     stages: dict[str, Stage] = {}
     for line in data.splitlines():
+        if len(line) > _LINE_BYTES_MAX:
+            continue
         try:
             for found in _decode_line(line):
                 known = stages.get(found.span_id)
                 if known is None or known.end_ns is None:
                     stages[found.span_id] = found
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
     return sorted(stages.values(), key=lambda stage: stage.start_ns)

@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import strategies as st
 
 from bootseer.base.documents import members_digest
+from bootseer.base.structs import asdict
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import bundle_reuse, hot_store
@@ -18,9 +19,12 @@ from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.catalogue.manifest import Target as SnapshotTarget
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.store.objects import lease, uses
+from bootseer.timeline import otlp
+from bootseer.timeline.breakdown import break_down
+from bootseer.timeline.chrome_trace import to_chrome_trace
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
-from tests.fuzz.mutations import mutated, mutated_json
+from tests.fuzz.mutations import mutated, mutated_json, mutated_json_bytes
 
 _DAMAGED = (CorruptError, UnknownFormatError)
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))
@@ -171,8 +175,33 @@ def _read_record(data: bytes) -> None:
             pass
 
 
+# ---- timelines, in which a job in a container can write anything -------------------------------
+
+
+def _stage_lines() -> list[Any]:
+    resource: dict[str, Any] = {"host.name": "n", "bootseer.rank": 1, "bootseer.attempt": 0}
+    attributes = {"bootseer.bytes": 5, "bootseer.fallback": "x", "y": 1.5, "z": True}
+    stage = otlp.Stage("image", "0" * 32, "1" * 16, "", 5, 9, True, "why", attributes, resource)
+    started = stage._replace(name="start", span_id="2" * 16, end_ns=None)
+    return [json.loads(line) for line in (otlp.encode_end(stage), otlp.encode_start(started))]
+
+
+@st.composite
+def _timelines(draw: st.DrawFn) -> bytes:
+    lines = draw(st.lists(mutated_json_bytes(_stage_lines()), min_size=1, max_size=4))
+    return draw(mutated((b"\n".join(lines),))) if draw(st.booleans()) else b"\n".join(lines)
+
+
+def _read_timeline(data: bytes) -> None:
+    stages = otlp.decode(data)
+    breakdown = break_down(stages)
+    assert (breakdown is None) == (not stages)
+    json.dumps([asdict(breakdown) if breakdown else None, to_chrome_trace(stages)], allow_nan=False)
+
+
 STORED_TARGETS = (
     Target("manifest", _manifests(), _read_manifest, _DAMAGED),
     Target("layout", _layouts(), _read_layout, _DAMAGED),
     Target("record", _record_inputs(), _read_record, ()),
+    Target("timeline", _timelines(), _read_timeline, ()),
 )

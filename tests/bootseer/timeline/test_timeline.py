@@ -160,6 +160,24 @@ def test_the_file_is_private(tmp_path: Path) -> None:
     assert timeline.path.parent.stat().st_mode & 0o077 == 0
 
 
+def test_a_hostile_line_costs_no_other(tmp_path: Path) -> None:
+    """A named fault: one line of brackets, or a number without end, ended every report."""
+    stage = otlp.Stage("image", "0" * 32, "1" * 16, "", 5, 9, resource={"bootseer.rank": 0})
+    good = otlp.encode_end(stage)
+    lines = [
+        b"[" * 200_000,
+        good.replace(b'"5"', b"1e999"),
+        good.replace(b'"5"', b'"' + b"9" * 400 + b'"'),
+        good.replace(b'"9"', b'"-1"'),
+        good.replace(b'"0"', b'"x"'),
+        good.replace(b'{"intValue":"0"}', b'{"stringValue":[]}'),
+        b"[" + b"[]," * 2**20 + b"[]]",
+    ]
+    assert all(line != good for line in lines)
+    for line in lines:
+        assert otlp.decode(line + b"\n" + good) == [stage]
+
+
 @given(st.data())
 def test_a_torn_or_foreign_file_gives_what_is_whole(data: st.DataObject) -> None:
     stage = otlp.Stage("x", "ab" * 16, "cd" * 8, "", 5, 9)
