@@ -53,6 +53,20 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
+def mount_namespace(process: int | str = "self") -> str:
+    """What names a process's mount namespace; empty where that may not be seen, or it has ended."""
+    try:
+        return os.readlink(f"/proc/{process}/ns/mnt")
+    except OSError:
+        return ""
+
+
+def has_processes(namespace: str) -> bool:
+    """Whether a mount namespace has a process that this user may look at."""
+    names = filter(str.isdigit, os.listdir("/proc"))
+    return any(mount_namespace(name) == namespace for name in names)
+
+
 def map_user(uid: int, gid: int) -> None:
     """In a new user namespace: be root there, and `uid` and `gid` outside."""
     Path("/proc/self/setgroups").write_text("deny")

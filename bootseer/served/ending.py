@@ -129,6 +129,8 @@ def sweep_one(directory: Path) -> bool:
     try:
         state = read_state(directory)
         if state is not None:
+            if _is_elsewhere(state):
+                return False
             # A checkpoint folder is not unmounted behind the back of its job, which would go on
             # writing into the folder below.
             if state.purpose == CHECKPOINT and _is_wanted(state, state_path):
@@ -146,6 +148,13 @@ def sweep_one(directory: Path) -> bool:
         os.close(lock)
     _log.info("removed what the dead mount %s left", directory.name)
     return True
+
+
+def _is_elsewhere(state: MountState) -> bool:
+    """Whether what is left is mounted where this process cannot take it off: in another mount
+    namespace, as a job's own view is one, that has processes. Its files are in use there."""
+    there = state.mount_namespace
+    return there not in ("", namespaces.mount_namespace()) and namespaces.has_processes(there)
 
 
 def _age_s(path: Path) -> float:

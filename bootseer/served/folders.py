@@ -58,6 +58,8 @@ class MountState(Struct, frozen=True):
     """A folder of the run's own, removed with it."""
     pid_started: str = ""
     """When that process started (`processes.start_time`): with its id it names it for sure."""
+    mount_namespace: str = ""
+    """In which that process has mounted (`namespaces.mount_namespace`)."""
     worker_pid: int = 0
     """Of a checkpoint folder: the process that answers. `pid` holds the mount, and replaces it."""
     worker_started: str = ""

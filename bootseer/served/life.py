@@ -70,6 +70,7 @@ def living(directory: Path, state: "MountState", lock: int | None = None) -> Ite
     Raises: BootseerError.
     """
     # Here: a process that waits for its plan needs none of it.
+    from bootseer.linux.namespaces import mount_namespace
     from bootseer.linux.processes import start_time
     from bootseer.served import ending, folders
     from bootseer.served.covering.covers import uncover_all
@@ -82,7 +83,12 @@ def living(directory: Path, state: "MountState", lock: int | None = None) -> Ite
     try:
         if is_new:
             ending.sweep(directory.parent.parent)
-            state = replace(state, pid=os.getpid(), pid_started=start_time(os.getpid()))
+            state = replace(
+                state,
+                pid=os.getpid(),
+                pid_started=start_time(os.getpid()),
+                mount_namespace=mount_namespace(),
+            )
             folders.write_state(directory, state)
         yield Life(state, lock)
     finally:

@@ -96,19 +96,48 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     captured(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
-    ((state_dir, state),) = live_mounts(node.run_dir)
-    pids = [state.pid]
-    if node.restore_mode == "mount":
-        # Nobody is to be left who could serve.
-        pids.append(int(ask(state_dir, "status")["worker_pid"]))
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", look_s=0.01)
+    state_dir = _kill_server(node)
     again = run_setup(node, request)
     assert (again.how, again.mode) == ("restored", node.restore_mode)
     assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert not state_dir.exists()
     unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def _kill_server(node: Settings) -> Path:
+    """The folder of the only server, of which nobody is left who could serve."""
+    ((state_dir, state),) = live_mounts(node.run_dir)
+    pids = [state.pid]
+    if node.restore_mode == "mount":
+        pids.append(int(ask(state_dir, "status")["worker_pid"]))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", look_s=0.01)
+    return state_dir
+
+
+def test_a_killed_server_is_cleaned_up_where_it_has_mounted(
+    tmp_path: Path, covering: MakeNode
+) -> None:
+    """A named fault: a job's own view removed the files below an overlay that stayed on the host;
+    each later set-up there failed, and what it left was stored."""
+    request, target = small(tmp_path)
+    captured(covering("a"), request, target)
+    node = covering("b")
+    run_setup(node, request)
+    state_dir = _kill_server(node)
+    code = "import sys, pathlib; from bootseer.served.ending import sweep; "
+    words = [sys.executable, "-c", code + "print(sweep(pathlib.Path(sys.argv[1])))"]
+    apart = ["unshare", "--mount", *words, str(node.run_dir)]
+    assert done_by(apart, environment_of(node)).stdout == "0\n"
+    assert cover_at(target) is not None
+    assert state_dir.exists()
+    assert run_setup(node, request).how == "restored"
+    assert not state_dir.exists()
+    (target / "new").write_text("can be written")
+    unmount_snapshot(node, target)
+    assert cover_at(target) is None
     wait_gone(node)
 
 

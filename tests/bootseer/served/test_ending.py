@@ -1,0 +1,37 @@
+"""What is left of servers that died, and who removes it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootseer.linux.namespaces import mount_namespace
+from bootseer.served.ending import sweep
+from bootseer.served.folders import MountState, new_mount_dir, write_state
+from tests.support.waiting import wait_for
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
+def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees_it(
+    tmp_path: Path,
+) -> None:
+    """A job's own view, whose server was killed, is used by the job."""
+    with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as job:
+        wait_for(lambda: mount_namespace(job.pid) != mount_namespace(), "the mount namespace")
+        directory = new_mount_dir(tmp_path)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        state = MountState(
+            id=directory.name, reference="/env", index_digest="", workload="", directory="/none",
+            pid=0, started_ns=1, purpose="link", scratch=str(scratch),
+            mount_namespace=mount_namespace(job.pid),
+        )  # fmt: skip
+        write_state(directory, state)
+        assert sweep(tmp_path) == 0
+        assert scratch.exists()
+        job.kill()
+        job.wait()
+    assert sweep(tmp_path) == 1
+    assert not scratch.exists()
+    assert not directory.exists()
