@@ -19,6 +19,7 @@ from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import start_time
 from bootseer.linux.removal import remove_tree
 from bootseer.linux.waiting import wait_readable
+from bootseer.served.covering.cover_users import serves_itself
 from bootseer.served.covering.covers import covers, uncover_all
 from bootseer.served.folders import (
     CHECKPOINT,
@@ -129,7 +130,7 @@ def sweep_one(directory: Path) -> bool:
     try:
         state = read_state(directory)
         if state is not None:
-            if _is_elsewhere(state):
+            if _is_elsewhere(state) or serves_itself(directory):
                 return False
             # A checkpoint folder is not unmounted behind the back of its job, which would go on
             # writing into the folder below.

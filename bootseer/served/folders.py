@@ -30,6 +30,8 @@ CHECKPOINT = "checkpoint"
 """The purpose of a mounted checkpoint folder."""
 PUBLISH = "publish"
 """That of a process that publishes what a start leaves behind."""
+LINK = "link"
+"""The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
 
 _STATE = "state.json"
 _STATE_BYTES_MAX = 1 << 20
@@ -53,7 +55,7 @@ class MountState(Struct, frozen=True):
     started_ns: int
     purpose: str
     """The kind of thing, as whoever serves it calls it: "mount" or "run" (an image), "snapshot",
-    "link", and those above."""
+    and those above."""
     scratch: str = ""
     """A folder of the run's own, removed with it."""
     pid_started: str = ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
 from bootseer.served.covering.covers import Cover, cover_at, covers, uncover
-from bootseer.served.folders import is_alive, mounts_dir
+from bootseer.served.folders import LINK, is_alive, mounts_dir, read_state
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def sweep_covers(run_dir: Path) -> int:
     for cover in reversed(found):
         state_dir = mounts_dir(run_dir) / cover.id
         # What another run folder knows is not for us to judge.
-        if not state_dir.is_dir() or is_alive(state_dir):
+        if not state_dir.is_dir() or is_alive(state_dir) or serves_itself(state_dir):
             continue
         try:
             _log.warning("taking off %s, whose server died", cover.path)
@@ -42,6 +42,13 @@ def sweep_covers(run_dir: Path) -> int:
         except BootseerError as error:
             _log.warning("cannot unmount %s, whose server died: %s", cover.path, error)
     return count
+
+
+def serves_itself(state_dir: Path) -> bool:
+    """Whether an overlay is used that shows files of the node's disk: these do not need the process
+    that was to clean up."""
+    state = read_state(state_dir)
+    return state is not None and state.purpose == LINK and next_user(state_dir) is not None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.base.documents import to_line
 from bootseer.blob.tree import Tree
 from bootseer.served.background import begin_server
-from bootseer.served.folders import MountState, new_mount_dir, read_state, wait_released
+from bootseer.served.folders import LINK, MountState, new_mount_dir, read_state, wait_released
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_tree
@@ -27,8 +27,6 @@ from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scr
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
-
-PURPOSE = "link"
 
 _END_S = 10.0
 
@@ -79,7 +77,7 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         directory=str(state_dir / "tree"),
         pid=0,
         started_ns=time.time_ns(),
-        purpose=PURPOSE,
+        purpose=LINK,
         scratch=str(scratch_of(settings, state_dir)),
     )
     process = begin_server(

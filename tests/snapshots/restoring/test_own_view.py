@@ -4,6 +4,7 @@ other."""
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, exit_code_of
+from bootseer.linux.processes import start_time
 from bootseer.served.covering.covers import covers
-from bootseer.served.folders import mounts_dir
+from bootseer.served.folders import live_mounts, mounts_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
@@ -28,6 +30,7 @@ from tests.snapshots.support.mounted_jobs import (
     snapshot_run,
 )
 from tests.support.mounts.snapshot_mounts import wait_gone
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -124,6 +127,28 @@ def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Sett
             two.end()
     wait_gone(node)
     assert runs(tmp_path) == 1
+
+
+def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
+    tmp_path: Path, mounting: MakeNode
+) -> None:
+    """A named fault: the next start took it off, though an overlay over files needs nobody."""
+    node = replace(mounting("b"), restore_mode="link")
+    request, target = small(tmp_path)
+    _publish(node, request)
+    with Job(node, request) as one:
+        ((_, state),) = live_mounts(node.run_dir)
+        os.kill(state.pid, signal.SIGKILL)
+        wait_for(lambda: not start_time(state.pid), "the end of the holder")
+        with Job(node, request) as two:
+            assert two.how == "restored"
+            assert _seen_by(one, target / "d/file") == "hello\n"
+            assert _seen_by(two, target / "d/file") == "hello\n"
+            one.end()
+            assert _seen_by(two, target / "d/file") == "hello\n"
+            two.end()
+    assert run_setup(node, request).how == "restored"
+    assert [cover.path for cover in covers()] == [target]
 
 
 def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> None:
