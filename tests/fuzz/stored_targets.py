@@ -5,23 +5,23 @@ import json
 import struct
 from typing import Any
 
+import msgspec
 import xxhash
 from hypothesis import strategies as st
 
 from bootseer.base.documents import members_digest
-from bootseer.base.structs import asdict
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
+from bootseer.profile.breakdown import break_down
+from bootseer.profile.views.chrome_trace import to_chrome_trace
 from bootseer.snapshots.catalogue import manifest_codec
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.catalogue.manifest import Target as SnapshotTarget
 from bootseer.snapshots.setup.fingerprint import Part, fingerprint
 from bootseer.store.objects import lease, uses
 from bootseer.timeline import otlp
-from bootseer.timeline.breakdown import break_down
-from bootseer.timeline.chrome_trace import to_chrome_trace
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json, mutated_json_bytes
@@ -179,8 +179,13 @@ def _read_record(data: bytes) -> None:
 
 
 def _stage_lines() -> list[Any]:
-    resource: dict[str, Any] = {"host.name": "n", "bootseer.rank": 1, "bootseer.attempt": 0}
-    attributes = {"bootseer.bytes": 5, "bootseer.fallback": "x", "y": 1.5, "z": True}
+    resource: dict[str, otlp.Value] = {"host.name": "n", "bootseer.rank": 1, "bootseer.attempt": 0}
+    attributes: dict[str, otlp.Value] = {
+        "bootseer.bytes": 5,
+        "bootseer.fallback": "x",
+        "y": 1.5,
+        "z": True,
+    }
     stage = otlp.Stage("image", "0" * 32, "1" * 16, "", 5, 9, True, "why", attributes, resource)
     started = stage._replace(name="start", span_id="2" * 16, end_ns=None)
     return [json.loads(line) for line in (otlp.encode_end(stage), otlp.encode_start(started))]
@@ -196,7 +201,8 @@ def _read_timeline(data: bytes) -> None:
     stages = otlp.decode(data)
     breakdown = break_down(stages)
     assert (breakdown is None) == (not stages)
-    json.dumps([asdict(breakdown) if breakdown else None, to_chrome_trace(stages)], allow_nan=False)
+    found = [msgspec.to_builtins(breakdown), to_chrome_trace(stages)]
+    json.dumps(found, allow_nan=False)
 
 
 STORED_TARGETS = (
