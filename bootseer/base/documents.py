@@ -187,7 +187,11 @@ def to_builtins(value: Any) -> Any:
 
 def from_builtins(plain: Any, kind: type[T]) -> T:
     """The inverse. Raises: msgspec.ValidationError."""
-    return msgspec.convert(plain, kind, dec_hook=_path_of_text)
+    try:
+        return msgspec.convert(plain, kind, dec_hook=_path_of_text)
+    except UnicodeEncodeError:
+        # msgspec looks for a number in text, whose lone surrogates are no UTF-8.
+        raise msgspec.ValidationError("text in the place of something else") from None
 
 
 def to_line(value: Any) -> str:

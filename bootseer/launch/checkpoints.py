@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -31,6 +30,7 @@ from bootseer.errors import (
 from bootseer.launch.signals import STOPS
 from bootseer.linux.private_files import make_directory
 from bootseer.linux.waiting import wait_readable
+from bootseer.served.json_errors import Failure, error_of, failure_of
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 
@@ -73,7 +73,7 @@ class _Report(Struct, frozen=True):
 
     mounted: int | None = None
     made: bool = False
-    error: dict[str, Any] | None = None
+    failure: Failure | None = None
 
 
 def _send(report: int, message: _Report) -> None:
@@ -157,9 +157,7 @@ class CheckpointMounts:
         except BaseException as error:
             if not isinstance(error, BootseerError | SystemExit):
                 _log.debug("cannot mount a checkpoint folder", exc_info=True)
-            from bootseer.served.json_errors import error_to_json
-
-            _send(report, _Report(error=error_to_json(error, "mounting")))
+            _send(report, _Report(failure=failure_of(error, "mounting")))
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
@@ -257,10 +255,8 @@ class CheckpointMounts:
 
     def _raise_child_error(self) -> None:
         for one in self._received_reports():
-            if one.error is not None:
-                from bootseer.served.json_errors import error_from_json
-
-                error = error_from_json(one.error)
+            if one.failure is not None:
+                error = error_of(one.failure)
                 raise type(error)(f"cannot mount a checkpoint folder: {error}")
 
     def abandon(self) -> None:

@@ -10,23 +10,25 @@ loaded here. Edge module; one thread for each object.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from msgspec import Struct
 
 import bootseer
+from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.linux.waiting import wait_readable
 from bootseer.served.forked import Forked, fork_into, may_fork
-from bootseer.served.json_errors import error_from_json, error_to_json
+from bootseer.served.json_errors import Failure, error_of, failure_of
 
 START_S = 30.0
 _REPORT_BYTES_MAX = 1 << 16
@@ -34,6 +36,13 @@ _LOG_TAIL_BYTES = 2000
 _DEVICE = "/dev/fuse"
 _ahead: "tuple[str, ServerProcess] | None" = None
 """The module, and the process, of what `begin_ahead` has begun."""
+
+
+class _Message(Struct, frozen=True):
+    """What a process says to whoever started it."""
+
+    is_ready: bool = False
+    failure: Failure | None = None
 
 
 class ServerProcess:
@@ -87,10 +96,10 @@ class ServerProcess:
         finally:
             # What was begun has ended by now, as it should: its child serves.
             self.abandon()
-        document: Mapping[str, Any] = json.loads(line) if line else {}
-        if "error" in document:
-            raise error_from_json(document)
-        if not document.get("ready"):
+        message = from_line(line, _Message) if line else _Message()
+        if message.failure is not None:
+            raise error_of(message.failure)
+        if not message.is_ready:
             raise UnavailableError(f"{self._what} ended before it was ready: {self._last_words()}")
 
     def _read(self, timeout_s: float) -> bytes:
@@ -264,15 +273,15 @@ class Report:
 
     def send_ready(self) -> bool:
         """False when who started us is gone, or has been told something before."""
-        return self._send({"ready": True})
+        return self._send(_Message(is_ready=True))
 
     def send_error(self, error: BaseException) -> None:
         """So that the other side raises the same. Never raises."""
-        self._send(error_to_json(error, self._what))
+        self._send(_Message(failure=failure_of(error, self._what)))
 
-    def _send(self, document: Mapping[str, Any]) -> bool:
+    def _send(self, message: _Message) -> bool:
         try:
-            os.write(self._fd, json.dumps(document).encode() + b"\n")
+            os.write(self._fd, to_line(message).encode("ascii") + b"\n")
         except OSError:
             return False
         finally:

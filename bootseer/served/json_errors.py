@@ -4,8 +4,7 @@ Alone owns that form. The class goes by name, so that the other side raises the 
 the same exit code. Pure (no I/O).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from msgspec import Struct
 
 from bootseer import errors
 from bootseer.base.redact import redact
@@ -15,26 +14,32 @@ from bootseer.errors import BootseerError, SetupFailedError, UnavailableError
 _MESSAGE_CHARS_MAX = 8000
 
 
-def error_to_json(error: BaseException, what: str) -> dict[str, Any]:
+class Failure(Struct, frozen=True):
+    """An error on its way: the name of its class, and what it says."""
+
+    error: str
+    message: str
+    exit_code: int | None = None
+    """Of a command that Bootseer ran for the user."""
+
+
+def failure_of(error: BaseException, what: str) -> Failure:
     """At most 64 KiB as JSON. `what` names who failed, for errors that are not ours."""
     if isinstance(error, BootseerError):
         name, message = type(error).__name__, str(error)
     else:
         name, message = UnavailableError.__name__, f"{what} failed: {error!r}"
-    document: dict[str, Any] = {"error": name, "message": redact(message)[:_MESSAGE_CHARS_MAX]}
-    if isinstance(error, SetupFailedError):
-        document["exit_code"] = error.exit_code
-    return document
+    exit_code = error.exit_code if isinstance(error, SetupFailedError) else None
+    return Failure(name, redact(message)[:_MESSAGE_CHARS_MAX], exit_code)
 
 
-def error_from_json(document: Mapping[str, Any]) -> BootseerError:
+def error_of(failure: Failure) -> BootseerError:
     """The error to raise; UnavailableError where the class is none of ours."""
-    message = str(document.get("message", "it did not say why"))
-    if "exit_code" in document:
-        return SetupFailedError(message, int(document["exit_code"]))
-    kind = getattr(errors, str(document.get("error")), None)
+    if failure.exit_code is not None:
+        return SetupFailedError(failure.message, failure.exit_code)
+    kind = getattr(errors, failure.error, None)
     if not (isinstance(kind, type) and issubclass(kind, BootseerError)):
-        return UnavailableError(message)
+        return UnavailableError(failure.message)
     if issubclass(kind, SetupFailedError):
-        return UnavailableError(message)
-    return kind(message)
+        return UnavailableError(failure.message)
+    return kind(failure.message)

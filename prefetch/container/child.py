@@ -3,15 +3,15 @@
 Main thread only; forks.
 """
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 
+from bootseer.base.documents import from_line, to_line
 from bootseer.linux import namespaces
 from bootseer.prefetch.container import signals
-from bootseer.served.json_errors import error_from_json, error_to_json
+from bootseer.served.json_errors import Failure, error_of, failure_of
 
 _REPORT_BYTES_MAX = 1 << 16
 
@@ -73,7 +73,7 @@ def _raise_child_error(read_fd: int) -> None:
     with os.fdopen(read_fd, "rb") as pipe:
         report = pipe.read(_REPORT_BYTES_MAX)
     if report:
-        raise error_from_json(json.loads(report))
+        raise error_of(from_line(report, Failure))
 
 
 def _child(work: Callable[[], int], parent: int, report_fd: int) -> None:
@@ -83,6 +83,6 @@ def _child(work: Callable[[], int], parent: int, report_fd: int) -> None:
         namespaces.die_with_parent(parent)
         code = work()
     except BaseException as error:
-        os.write(report_fd, json.dumps(error_to_json(error, "the run")).encode())
+        os.write(report_fd, to_line(failure_of(error, "the run")).encode("ascii"))
     finally:
         os._exit(code)

@@ -3,7 +3,6 @@
 Alone owns the probe and the runner's contract. What the probe prints is checked before use.
 """
 
-import json
 import logging
 import os
 import re
@@ -13,7 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from bootseer.base.documents import Form
+from bootseer.errors import CorruptError
 from bootseer.linux.root_paths import find_program
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.inputs import Place
@@ -62,10 +64,11 @@ class Runner(Protocol):
         ...
 
 
-class Interpreter(Struct, frozen=True):
+class Interpreter(Struct, frozen=True, kw_only=True):
     """A Python, as it describes itself."""
 
-    path: str
+    path: str = ""
+    """Where the job finds it."""
     implementation: str
     version: str
     abi: str
@@ -90,6 +93,9 @@ class Interpreter(Struct, frozen=True):
             Part("libc", self.libc),
             Part("platform", self.platform),
         ]
+
+
+_FORM: Form[Interpreter] = Form(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
 
 
 def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:
@@ -162,23 +168,9 @@ def probe(
 
 def parse(path: str, output: bytes) -> Interpreter | None:
     """The probe's answer, or None where it is not one. Pure."""
+    # A site's start-up files may print something in front.
+    last = output.rstrip().rpartition(b"\n")[2]
     try:
-        # A site's start-up files may print something in front.
-        answer = json.loads(output.splitlines()[-1])
-        texts = {
-            name: str(answer[name])
-            for name in (
-                "implementation",
-                "version",
-                "abi",
-                "platform",
-                "libc",
-                "prefix",
-                "base_prefix",
-                "user_base",
-            )
-        }
-        paths = {str(key): str(value) for key, value in answer["paths"].items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return replace(_FORM.decode(last, path), path=path)
+    except CorruptError:
         return None
-    return Interpreter(path=path, paths=paths, **texts)

@@ -100,6 +100,7 @@ def test_other_members_are_ignored_but_signed() -> None:
         ({"size_bytes": 2**53 + 1}, "size_bytes: Expected int <= 9007199254740992"),
         ({"size_bytes": 10**30}, "size_bytes: Expected int <= 9007199254740992"),
         ({"size_bytes": True}, "size_bytes: Expected int, got bool"),
+        ({"size_bytes": "\udc80"}, "text in the place of something else"),
         ({"size_bytes": 1.0}, "size_bytes: Expected int, got float"),
         ({"size_bytes": None}, "size_bytes: Expected int, got null"),
         ({"paths": ["a", 1]}, r"paths\[1\]: a path is no text"),
