@@ -16,9 +16,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import parse_qsl, urlencode
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from bootseer.base.redact import public_url
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
@@ -37,6 +39,9 @@ _MAGIC = b"BSACCT1\0"
 _AHEAD_MAX_NS = 600 * 1_000_000_000
 
 
+_Rate = Annotated[float, Meta(gt=0, lt=1e15)]
+
+
 class Account(Struct, frozen=True):
     """What all processes moved through one account file."""
 
@@ -48,10 +53,10 @@ class Account(Struct, frozen=True):
 class Limits(Struct, frozen=True):
     """Rates in bytes per second; None is no limit. `latency_s` is added to each request."""
 
-    stream_bytes_per_s: float | None = None
-    node_bytes_per_s: float | None = None
-    latency_s: float = 0.0
-    account: Path | None = None
+    stream_bytes_per_s: _Rate | None = None
+    node_bytes_per_s: _Rate | None = None
+    latency_s: Annotated[float, Meta(ge=0, lt=_LATENCY_MAX_S)] = 0.0
+    account: str = ""
 
 
 def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
@@ -60,32 +65,15 @@ def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBacken
     Other options of the query are the inner URL's. Raises: InvalidInputError.
     """
     inner, _, query = url[len("limit+") :].partition("?")
-    own: dict[str, str] = {}
-    others: list[tuple[str, str]] = []
     try:
-        for key, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
-            if key in ("stream_bytes_per_s", "node_bytes_per_s", "latency_s", "account"):
-                own[key] = value
-            else:
-                others.append((key, value))
-        limits = Limits(
-            stream_bytes_per_s=float(own["stream_bytes_per_s"])
-            if "stream_bytes_per_s" in own
-            else None,
-            node_bytes_per_s=float(own["node_bytes_per_s"]) if "node_bytes_per_s" in own else None,
-            latency_s=float(own.get("latency_s", 0)),
-            account=Path(own["account"]) if own.get("account") else None,
-        )
+        values = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        own = {key: value for key, value in values if key in Limits.__struct_fields__}
+        limits = msgspec.convert(own, Limits, strict=False)
     except ValueError as error:
         raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
-    rates = [
-        rate for rate in (limits.stream_bytes_per_s, limits.node_bytes_per_s) if rate is not None
-    ]
-    if not all(0 < rate < 1e15 for rate in rates) or not 0 <= limits.latency_s < _LATENCY_MAX_S:
-        raise InvalidInputError(f"{public_url(url)!r}: rates are positive, latency_s is below 60")
-    if limits.node_bytes_per_s and limits.account is None:
+    if limits.node_bytes_per_s and not limits.account:
         raise InvalidInputError(f"{public_url(url)!r}: node_bytes_per_s needs account=PATH")
-    if others:
+    if others := [(key, value) for key, value in values if key not in own]:
         inner += "?" + urlencode(others)
     return LimitedBackend(open_backend(inner, deadline_s=deadline_s), limits, deadline_s)
 
@@ -198,7 +186,7 @@ class _Meter:
         self._lock = threading.Lock()
         self._free_ns: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._account_fd = -1
-        if limits.account is not None:
+        if limits.account:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
                 self._account_fd = os.open(limits.account, flags, 0o600)
@@ -242,7 +230,7 @@ class _Meter:
 
     def _reserve_node(self, read: int, written: int, requests: int) -> int:
         fd, path = self._account_fd, self._limits.account
-        if fd < 0 or path is None:
+        if fd < 0:
             return 0
         rate = self._limits.node_bytes_per_s
         # The lock of the file excludes other processes, not other threads of this one.
@@ -269,7 +257,7 @@ class _Meter:
             os.close(fd)
 
 
-def _parse(data: bytes, path: Path) -> tuple[int, int, int, int]:
+def _parse(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
     if len(data) != _ACCOUNT.size or not data.startswith(_MAGIC):
         raise InvalidInputError(f"{path} is not an account of bytes moved; name another file")
     _, free_ns, bytes_read, bytes_written, requests = _ACCOUNT.unpack(data)

@@ -48,25 +48,14 @@ _Family = tuple[str, str, str, Iterable[_Sample]]
 
 
 def _families(figures: LaunchFigures) -> Iterator[_Family]:
-    yield (
-        "mounted",
-        "gauge",
-        "1 while the image is mounted, 0 after its end.",
-        [_Sample(figures.is_mounted)],
-    )
-    yield (
-        "start_time_seconds",
-        "gauge",
-        "When the image was mounted, in seconds since the epoch.",
-        [_Sample(figures.started_ns / 1e9)],
-    )
-    yield "size_bytes", "gauge", "Size of the uncompressed image.", [_Sample(figures.image_bytes)]
-    yield (
-        "cached_bytes",
-        "gauge",
-        "How much of the uncompressed image is on this node.",
-        [_Sample(figures.cached_bytes)],
-    )
+    start_s, cached_bytes = figures.started_ns / 1e9, figures.cached_bytes
+    for name, text, value in (
+        ("mounted", "1 while the image is mounted, 0 after its end.", figures.is_mounted),
+        ("start_time_seconds", "When the image was mounted, in seconds since the epoch.", start_s),
+        ("size_bytes", "Size of the uncompressed image.", figures.image_bytes),
+        ("cached_bytes", "How much of the uncompressed image is on this node.", cached_bytes),
+    ):
+        yield name, "gauge", text, [_Sample(value)]
     yield from _of_faults(figures.faults)
     sources = figures.sources
     yield (

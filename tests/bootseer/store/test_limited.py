@@ -102,7 +102,7 @@ def test_all_processes_share_the_rate_of_the_node(tmp_path: Path, clock: Clock) 
 
 def test_parallel_streams_wait_in_slices(tmp_path: Path, clock: Clock) -> None:
     """A large transfer does not book the link for all of its bytes at once."""
-    meters = [_Meter(Limits(node_bytes_per_s=1e6, account=tmp_path / "a")) for _ in range(2)]
+    meters = [_Meter(Limits(node_bytes_per_s=1e6, account=str(tmp_path / "a"))) for _ in range(2)]
     meters[0].move("r", "large", 4 * SLICE_BYTES)
     before_ns = clock.now_ns
     meters[1].move("r", "small", 1)
