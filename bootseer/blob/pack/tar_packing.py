@@ -29,6 +29,9 @@ _STEPS_MAX = 4096
 MEMORY_BYTES_MAX = 4 * 2**30
 """What the names and attributes of one archive may take while it is read: some four million files,
 or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
+_IMPLIED_BYTES_MAX = 2**27
+"""What directories that the archive does not mention may take of that: some 150,000 of them. Each
+name of 4 KiB can imply two thousand, which take a thousand times as much as it."""
 _EMPTY_DIGEST = content_digest(b"")
 _NAME_COST_BYTES = 800
 _EXTENT_COST_BYTES = 160
@@ -164,6 +167,7 @@ class Unpacked:
         self._inside: dict[bytes, set[bytes]] | None = None
         """Folder -> paths in it. Made when the first folder is replaced; mostly none is."""
         self._memory_bytes = 0
+        self._implied_bytes = 0
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_label:
@@ -275,6 +279,11 @@ class Unpacked:
             if number is None:
                 self._set(path, len(self._inodes))
                 self._inodes.append(IMPLIED_DIRECTORY)
+                self._implied_bytes += len(path) + _NAME_COST_BYTES
+                if self._implied_bytes > _IMPLIED_BYTES_MAX:
+                    raise CorruptError(
+                        "the tar archive's names lie in too many directories that are not in it"
+                    )
             elif stat.S_ISLNK(self._inodes[number].mode):
                 target = self._inodes[number].link_target
                 followed += 1

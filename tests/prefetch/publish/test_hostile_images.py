@@ -19,7 +19,7 @@ import zstandard
 
 from bootseer.settings.config import Settings
 from tests.support.images.building import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, Layout, digest
-from tests.support.images.odd_tars import END, GNU, block, pax
+from tests.support.images.odd_tars import END, GNU, block, gnu_long, pax
 from tests.support.mounts.image_mounts import TIMEOUT_S, bootseer, settings_at
 
 MEMORY_BYTES_MAX = 400 * 2**20
@@ -109,6 +109,14 @@ def test_a_decompression_bomb_is_refused(settings: Settings, tmp_path: Path) -> 
     layout = Layout(tmp_path / "layout")
     add_image(layout, [layout.add_blob(stored, LAYER_TYPE + "+zstd")], [digest(b"never seen")])
     assert "bomb" in refused(settings, layout.directory, 15)
+
+
+def test_names_that_imply_directories_without_end(settings: Settings, tmp_path: Path) -> None:
+    """A named fault: a megabyte of a tar, some kilobytes of gzip, took a gigabyte of memory."""
+    names = (gnu_long(b"L", b"%08x/" % i + b"a/" * 2040) for i in range(250))
+    tar = b"".join(name + block(b"x", magic=GNU) for name in names) + END
+    sentence = refused(settings, layout_of(tmp_path / "layout", tar), 15)
+    assert "directories that are not in it" in sentence
 
 
 def add_image(
