@@ -8,6 +8,7 @@ unmount and what to remove is not for us. Edge module; any thread.
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,8 @@ _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
 _ENDED_KEPT_S = 3600.0
 """So long what a mount has lost can be asked for."""
+_FAILED_END_S = 3.0
+_GIVEN_UP_END_S = 10.0
 _END_GRACE_S = 15.0
 """What a server may take to clean up once its mount is gone: it deletes what was replaced."""
 
@@ -60,6 +63,25 @@ def end_server(directory: Path, state: MountState, timeout_s: float) -> None:
             )
         # It may take a while to make a large cache durable; nobody needs to wait for that.
         _log.info("the server of %s still tidies up", path)
+
+
+def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
+    """End a server that could not begin, or that nobody needs, and remove its folder. For `wait_s`
+    it may end by itself: it does where it finds nobody to report to. Never raises."""
+    if not wait_released(directory, wait_s):
+        state = read_state(directory)
+        if state is not None:
+            try:
+                mounts.unmount(Path(state.directory), timeout_s=1.0)
+            except BootseerError:
+                # It has mounted nothing, or holds something else.
+                if start_time(state.pid) == state.pid_started:
+                    with contextlib.suppress(OSError):
+                        os.kill(state.pid, signal.SIGTERM)
+        if not wait_released(directory, _GIVEN_UP_END_S):
+            _log.warning("the server of the mount %s does not end", directory.name)
+    if not sweep_one(directory) and not is_alive(directory):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def end_process(pid: int, started: str) -> None:

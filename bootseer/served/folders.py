@@ -72,6 +72,11 @@ class MountState(Struct, frozen=True):
     unwritten: tuple[str, ...] = ()
     """Files that were being written when the mount ended; nothing of them is kept."""
 
+    @property
+    def processes(self) -> tuple[tuple[int, str], ...]:
+        """Each of the server's processes: its id, and when it started."""
+        return ((self.pid, self.pid_started), (self.worker_pid, self.worker_started))
+
 
 def new_identity() -> str:
     """Of a mount that is about to be made."""
@@ -154,8 +159,12 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 
 def write_state(directory: Path, state: MountState) -> None:
     """In one step. Raises: BootseerError."""
+    document = to_builtins(state)
+    if state.purpose == CHECKPOINT:
+        # Earlier releases ask for it, and take what has none for no image of theirs.
+        del document["scratch"]
     try:
-        write_private_file(directory / _STATE, json.dumps(to_builtins(state)).encode("ascii"))
+        write_private_file(directory / _STATE, json.dumps(document).encode("ascii"))
     except OSError as error:
         raise from_oserror(error, f"write the state of the mount to {directory}") from error
 

@@ -18,6 +18,7 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import living_processes, start_time
 from bootseer.served.control import ask_at
+from bootseer.served.covering.cover_users import serves_itself
 from bootseer.served.covering.covers import Cover, covers
 from bootseer.served.folders import (
     CHECKPOINT,
@@ -136,6 +137,9 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
         "checkpoints": f"`bootseer checkpoint unmount {directory}` removes it; mount it again",
         "publisher": "a later start publishes again",
     }.get(kind, "the next start on this node removes it")
+    if not known.is_running and serves_itself(known.folder):
+        what = "the process that would remove it was killed"
+        return "degraded", what, "the next start after its users' end removes it"
     if not known.is_running:
         return "dead", "its server was killed", ends
     if kind not in IMAGES and kind != "checkpoints":

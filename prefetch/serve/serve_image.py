@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.fuse.kernel.mounting.options import KERNEL_DEADLINE_MAX_S, MountOptions
+from bootseer.fuse.kernel.server import Attached
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_held
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.record.trace import AccessLog
@@ -20,8 +21,8 @@ from bootseer.prefetch.serve.worker import ImageServer
 from bootseer.served.background import Report
 from bootseer.served.life import living
 from bootseer.served.supervision.pulse import silence_for
-from bootseer.served.supervision.serving import serve_mount
-from bootseer.served.supervision.supervisor import RestartPolicy
+from bootseer.served.supervision.supervisor import supervise
+from bootseer.served.supervision.worker import RestartPolicy
 
 _SWITCH_S = 0.0005
 """A thread that computes, as for a bundle's start, keeps the interpreter this long from one that
@@ -55,7 +56,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
         )
         log = AccessLog()
 
-        def worker() -> TreeFileSystem:
+        def worker(attached: Attached) -> TreeFileSystem:
             sys.setswitchinterval(_SWITCH_S)
             return ImageServer(plan, tree, log).operations
 
@@ -70,8 +71,12 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             worker_silence_s=silence_for(plan.settings.deadline_s),
         )
 
-        serve_mount(
-            worker, Path(state.directory), options, report, restart=RestartPolicy(_RESTART_COUNT)
+        supervise(
+            worker,
+            Path(state.directory),
+            options,
+            report=report,
+            restart=RestartPolicy(_RESTART_COUNT),
         )
     # Nobody waits for this: a slow disk takes its time for what a start brought.
     NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, plan.claimant)

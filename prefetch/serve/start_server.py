@@ -4,15 +4,12 @@ share.
 The caller's side of `prefetch.serve`, which it does not load. Any thread.
 """
 
-import contextlib
 import os
-import shutil
 import time
 from pathlib import Path
 
 from bootseer.base.documents import to_line
 from bootseer.errors import (
-    BootseerError,
     BusyError,
     InvalidInputError,
     NotFoundError,
@@ -26,12 +23,10 @@ from bootseer.prefetch.serve.serve_plan import (
 )
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import ServerProcess
-from bootseer.served.ending import end_server
-from bootseer.served.folders import MountState, is_alive, new_mount_dir, wait_released
+from bootseer.served.ending import give_up
+from bootseer.served.folders import MountState, new_mount_dir
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.settings.config import Settings
-
-_FAILED_END_S = 3.0
 
 
 class Serving:
@@ -54,7 +49,7 @@ class Serving:
             if process is not None:
                 process.wait()
         except BaseException:
-            _end_failed(self.plan)
+            give_up(self.plan.state_dir)
             raise
         return self.plan
 
@@ -107,20 +102,9 @@ def begin_serving(
         process = process or begin_tree_server(settings, identity=state.id)
         process.hand(to_line(plan))
     except BaseException:
-        _end_failed(plan)
+        give_up(state_dir)
         raise
     return Serving(plan, process)
-
-
-def _end_failed(plan: ServePlan) -> None:
-    # A server that did start unmounts and cleans up by itself, also when it finds nobody to
-    # report to; until then the directory is still in use.
-    if not wait_released(plan.state_dir, _FAILED_END_S):
-        # It was ready in the moment in which we were interrupted.
-        with contextlib.suppress(BootseerError):
-            end_server(plan.state_dir, plan.state, _FAILED_END_S)
-    if not is_alive(plan.state_dir):
-        shutil.rmtree(plan.state_dir, ignore_errors=True)
 
 
 def check_mount_point(directory: Path) -> Path:

@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux.processes import start_time
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.served.control import ask
 from bootseer.served.ending import sweep
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 PURPOSE = "snapshot"
 
-_ANSWER_S = 2.0
 _WAIT_S = 60.0
 """For others that mount the same: each of them gives up after less."""
 
@@ -105,9 +104,9 @@ class ServedTrees:
         """What is mounted and served now."""
         there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
-        for state_dir, state in live_mounts(self._settings.run_dir):
+        for _, state in live_mounts(self._settings.run_dir):
             path = Path(state.directory)
-            if self._is_ours(state) and path in there and _serves(state_dir, state):
+            if self._is_ours(state) and path in there and _serves(state):
                 found[TreeKey(state.index_digest, state.workload)] = path
         return found
 
@@ -146,23 +145,12 @@ class ServedTrees:
                 path.rmdir()
 
 
-def _serves(state_dir: Path, state: MountState) -> bool:
-    """Whether that mount has a server. What its lock says is not enough: whoever tidies up after a
-    dead one holds it for a moment."""
-    if _is_running(state.pid):
-        return True
-    # A worker serves on when its supervisor was killed.
-    try:
-        ask(state_dir, "status", timeout_s=_ANSWER_S)
-    except (UnavailableError, DeadlineError):
-        return False
-    return True
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    # "pid (name) state ...", where the name may be anything. A zombie waits for its parent only.
-    return status.rpartition(b") ")[2][:1] not in b"ZX"
+def _serves(state: MountState) -> bool:
+    """Whether a process of that server lives; its worker serves on when the supervisor was killed.
+    The lock alone does not tell: whoever tidies up after a dead one holds it for a moment."""
+    for pid, started in state.processes:
+        now = start_time(pid) if pid else ""
+        # Servers of earlier releases do not say when they started.
+        if now and now == (started or now):
+            return True
+    return False

@@ -130,7 +130,6 @@ def mount(
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
     What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
-    from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
     from bootseer.fuse.striped.mounted.life.known import find_known
     from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
     from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
@@ -155,14 +154,14 @@ def mount(
         directory,
         read_only=read_only,
         allow_other=allow_other,
-        stripe_unit_bytes=DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
-        stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
+        stripe_unit_bytes=stripe_unit,
+        stripe_count=stripe_count,
         memory_bytes=memory,
         deadline_s=deadline,
         layout=layout,
         uid=uid,
         gid=gid,
-        umask=0o022 if umask is None else umask,
+        umask=umask,
         lifetime_pid=lifetime_pid,
         warm=read_newest,
         shutdown_s=timeout,

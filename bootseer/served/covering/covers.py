@@ -7,7 +7,6 @@ mount (`mount_state`). Who uses it is in `cover_users`. Stateless; any thread.
 
 import logging
 import os
-import re
 from pathlib import Path
 
 from msgspec import Struct
@@ -18,7 +17,6 @@ from bootseer.fuse.kernel.mounting import mounts
 _log = logging.getLogger(__name__)
 
 _SOURCE = "bootseer-cover:"
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class Cover(Struct, frozen=True):
@@ -38,28 +36,19 @@ def source_of(identity: str) -> str:
 
 def parse_covers(mountinfo: bytes) -> list[Cover]:
     """The covers in the text of a mountinfo file, oldest first. Pure."""
-    found: list[tuple[bytes, bytes, str]] = []
+    lines = list(mounts.parse_lines(mountinfo))
     # The path of each mount that lies on another one, with that one's number. Their order does not
     # tell: what comes in from another namespace lies below what is there already.
-    covered: set[tuple[bytes, bytes]] = set()
-    for line in mountinfo.splitlines():
-        # id parent major:minor root mountpoint options optional... - type source super-options
-        fields, _, rest = line.partition(b" - ")
-        head, tail = fields.split(b" "), rest.split(b" ")
-        if len(head) < 6 or len(tail) < 2:
-            continue
-        covered.add((head[1], head[4]))
-        if tail[0] == b"overlay" and tail[1].startswith(_SOURCE.encode()):
-            identity = tail[1].decode("ascii", "replace").removeprefix(_SOURCE)
-            found.append((head[0], head[4], identity))
+    covered = {(line.parent, line.path) for line in lines}
     return [
-        Cover(Path(os.fsdecode(_unescape(point))), identity, (number, point) not in covered)
-        for number, point, identity in found
+        Cover(
+            Path(os.fsdecode(line.path)),
+            line.source.decode("ascii", "replace").removeprefix(_SOURCE),
+            (line.number, line.path) not in covered,
+        )
+        for line in lines
+        if line.kind == b"overlay" and line.source.startswith(_SOURCE.encode())
     ]
-
-
-def _unescape(field: bytes) -> bytes:
-    return _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), field)
 
 
 def covers() -> list[Cover]:

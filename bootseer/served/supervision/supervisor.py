@@ -28,32 +28,32 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from bootseer.errors import InvalidInputError, UnavailableError
 from bootseer.fuse.kernel.mounting import control, mounts
 from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.mounting.options import MountOptions
-from bootseer.fuse.kernel.operations import Operations
-from bootseer.fuse.kernel.server import Attached, Server, attach
+from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.linux.waiting import wait_readable
+from bootseer.served.background import Report
 from bootseer.served.supervision.pulse import Pulse
-from bootseer.served.supervision.worker_end import (
+from bootseer.served.supervision.worker import (
+    Factory,
+    RestartPolicy,
     code_of,
     died_of,
     ends_within,
     is_stuck,
     reap,
     reap_ended,
+    work,
 )
 
 log = logging.getLogger(__name__)
 
 HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
-_WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
 _CONTINUE_SHARE = 0.5
@@ -62,50 +62,33 @@ _CANNOT_REPLACE_FACTOR = 4.0
 """A worker that cannot be replaced is killed later by so much: that ends the mount."""
 
 
-class RestartPolicy:
-    """How often a worker may die: at most `limit` times in `window_s`, with growing pauses."""
-
-    def __init__(self, limit: int = 5, window_s: float = 10.0) -> None:
-        self._limit = limit
-        self._window_s = window_s
-        self._deaths: deque[float] = deque()
-
-    def pause_s(self, now_s: float) -> float | None:
-        """Note a death at `now_s`; how long to wait before the next worker, None: give up."""
-        while self._deaths and now_s - self._deaths[0] > self._window_s:
-            self._deaths.popleft()
-        self._deaths.append(now_s)
-        count = len(self._deaths)
-        if count > self._limit:
-            return None
-        # A single crash costs nothing; a worker that dies at its start does not spin.
-        return 0.0 if count == 1 else min(0.05 * 2.0 ** (count - 2), 1.0)
-
-
 def supervise(
-    factory: Callable[[], Operations],
+    factory: Factory,
     mountpoint: Path,
     options: MountOptions,
     *,
-    on_ready: Callable[[], None] | None = None,
+    report: Report | None = None,
+    on_ready: Callable[[], None] = lambda: None,
     restart: RestartPolicy | None = None,
     attached: Attached | None = None,
-    on_attached: Callable[[Attached], None] | None = None,
     hand_over: Callable[[Attached], None] | None = None,
 ) -> None:
-    """Mount, and serve `factory()` from a worker process until unmounted, SIGTERM or SIGINT.
+    """Mount, and serve what `factory` makes from a worker process until unmounted, SIGTERM or
+    SIGINT.
 
-    `factory` is called in each worker, after the fork. `on_ready` is called once, here, when the
-    first worker serves. Main thread of a single-threaded process only.
+    `factory` is called in each worker, after the fork. When the first worker serves `report` hears
+    it, or else why there is none, and `on_ready` is called, here. Main thread of a single-threaded
+    process only.
 
     `attached`: a mount that another process of ours has made; its requests are asked for again.
-    `on_attached` is called before the first fork. `hand_over` is called after a worker has ended
-    with `HANDED_OVER`, with the stop signals blocked; where it returns, this code goes on serving.
+    `hand_over` is called after a worker has ended with `HANDED_OVER`, with the stop signals
+    blocked; where it returns, this code goes on serving.
 
     Raises:
         InvalidInputError: this process has other threads.
         BootseerError: the mount failed.
-        UnavailableError: the first worker did not start, or workers kept dying.
+        UnavailableError: the first worker did not start, workers kept dying, or nobody waits for
+            the mount any more.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -119,13 +102,11 @@ def supervise(
         is_taken_over = attached is not None
         attached = attached or attach(mountpoint, options)
         try:
-            if on_attached is not None:
-                on_attached(attached)
             # From here on: once it is unmounted, its number may be another mount's.
             with control.connection(attached.device_minor) as connection:
                 policy = restart or RestartPolicy()
                 supervisor = _Supervisor(
-                    factory, options, attached, connection, stop, policy, hand_over
+                    factory, options, attached, connection, stop, policy, hand_over, report
                 )
                 supervisor.run(on_ready, is_taken_over)
         finally:
@@ -137,14 +118,16 @@ class _Supervisor:
 
     def __init__(
         self,
-        factory: Callable[[], Operations],
+        factory: Factory,
         options: MountOptions,
         attached: Attached,
         connection: control.Connection | None,
         stop: StopSignal,
         restart: RestartPolicy,
         hand_over: Callable[[Attached], None] | None,
+        report: Report | None,
     ) -> None:
+        self._report = report
         self._hand_over = hand_over
         self._factory = factory
         self._options = options
@@ -156,7 +139,7 @@ class _Supervisor:
         self._dying: set[int] = set()
         """Workers that were killed and could not end yet."""
 
-    def run(self, on_ready: Callable[[], None] | None, is_taken_over: bool) -> None:
+    def run(self, on_ready: Callable[[], None], is_taken_over: bool) -> None:
         """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
         worker = -1
         try:
@@ -166,8 +149,10 @@ class _Supervisor:
                 os.close(ready)
             elif not self._await_ready(ready):
                 return
-            if on_ready is not None:
-                on_ready()
+            if self._report is not None and not self._report.send_ready():
+                path = self._attached.path
+                raise UnavailableError(f"nobody waits for the mount on {path} any more")
+            on_ready()
             while True:
                 if self._await_death(worker):
                     return
@@ -196,7 +181,15 @@ class _Supervisor:
         try:
             pid = os.fork()
             if pid == 0:
-                _work(self._factory, self._options, self._attached, tell, resend, pulse)
+                work(
+                    self._factory,
+                    self._options,
+                    self._attached,
+                    self._report,
+                    tell,
+                    resend,
+                    pulse,
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.close(tell)
@@ -302,38 +295,3 @@ class _Supervisor:
             mounts.detach(attached.path, lazy=True)
         elif self._connection is not None:
             self._connection.abort()
-
-
-def _work(
-    factory: Callable[[], Operations],
-    options: MountOptions,
-    attached: Attached,
-    tell: int,
-    resend: bool,
-    pulse: Pulse,
-) -> NoReturn:
-    """The worker's life, from the fork to its exit."""
-    code = _WORKER_FAILED
-    try:
-        with StopSignal() as stop:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            server = Server(
-                factory(), attached.path, options, on_end=stop.wake, abort_on_failure=False
-            )
-            server.adopt(attached, resend=resend)
-            # After a restart nobody listens.
-            try:
-                os.write(tell, b"1")
-            except BrokenPipeError:
-                pass
-            os.close(tell)
-            pulse.answer_until(stop.fileno())
-            if server.failure is None:
-                server.unmount()
-                code = 0
-    except BaseException:
-        log.critical("the process that serves %s failed", attached.path, exc_info=True)
-    finally:
-        logging.shutdown()
-        # Not sys.exit: everything above this frame belongs to the supervisor.
-        os._exit(code)

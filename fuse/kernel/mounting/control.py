@@ -87,19 +87,23 @@ class Connection:
             time.sleep(_POLL_S)
         return True
 
-    def abort(self) -> None:
-        """Fail every request of it, now and for ever. Nothing when it is gone already."""
+    def abort(self) -> bool:
+        """Fail every request of it, now and for ever; False where that is not allowed. Nothing
+        when it is gone already."""
         if self._own is None:
-            return
+            return True
         try:
             control = os.open("abort", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._own)
+        except FileNotFoundError:
+            return True
         except OSError as error:
             log.debug("cannot abort connection %s: %s", self._name, error)
-            return
+            return False
         try:
             os.write(control, b"1")
         finally:
             os.close(control)
+        return True
 
     def close(self) -> None:
         """Let go of it."""
@@ -125,19 +129,5 @@ def connection(device_minor: int) -> Iterator[Connection | None]:
 def abort(device_minor: int) -> bool:
     """Fail every request of the connection, now and for ever. True also if it is gone already;
     False where the control files are out of reach."""
-    with _connections() as folder:
-        if folder is None:
-            return False
-        path = f"{device_minor}/abort"
-        try:
-            control = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            log.debug("cannot abort connection %d: %s", device_minor, error)
-            return False
-        try:
-            os.write(control, b"1")
-        finally:
-            os.close(control)
-    return True
+    with connection(device_minor) as one:
+        return one is not None and one.abort()

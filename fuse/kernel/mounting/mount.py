@@ -4,7 +4,6 @@ With CAP_SYS_ADMIN by mount(2), otherwise through the set-user-id helper fusermo
 the descriptor back over a socket. Alone knows both. Stateless; safe from any thread.
 """
 
-import ctypes
 import errno
 import logging
 import os
@@ -24,6 +23,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.linux import namespaces
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ DEVICE = Path("/dev/fuse")
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _CAP_SYS_ADMIN = 21
 _HELPER_DEADLINE_S = 20.0
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def can_mount_directly() -> bool:
@@ -101,25 +100,20 @@ def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
     flags = _MS_RDONLY if options.read_only else 0
     flags |= 0 if options.allow_suid else _MS_NOSUID
     flags |= 0 if options.allow_devices else _MS_NODEV
-    done = _libc.mount(
-        options.name.encode(),
-        os.fsencode(path),
-        f"fuse.{options.subtype}".encode(),
-        ctypes.c_ulong(flags),
-        ",".join(data).encode(),
-    )
-    if done == 0:
+    try:
+        namespaces.mount(options.name, path, f"fuse.{options.subtype}", flags, ",".join(data))
         return device
-    code = ctypes.get_errno()
-    os.close(device)
-    if code == errno.EPERM and mounts.find_helper():
-        # In a user namespace that does not own the mount namespace, for one.
-        log.debug("mount(2) on %s is not permitted: trying the helper", path)
-        return _mount_with_helper(path, options)
-    if code == errno.ENODEV:
-        raise UnsupportedError(f"cannot mount on {path}: this kernel has no FUSE (modprobe fuse)")
-    failed = OSError(code, os.strerror(code))
-    raise from_oserror(failed, f"mount on {path}") from failed
+    except OSError as error:
+        os.close(device)
+        if error.errno == errno.EPERM and mounts.find_helper():
+            # In a user namespace that does not own the mount namespace, for one.
+            log.debug("mount(2) on %s is not permitted: trying the helper", path)
+            return _mount_with_helper(path, options)
+        if error.errno == errno.ENODEV:
+            raise UnsupportedError(
+                f"cannot mount on {path}: this kernel has no FUSE (modprobe fuse)"
+            ) from error
+        raise from_oserror(error, f"mount on {path}") from error
 
 
 def _helper_options(options: MountOptions) -> str:

@@ -48,29 +48,51 @@ class Mount(Struct, frozen=True):
     """Who mounted it."""
 
 
-def _unescape(field: bytes) -> str:
-    return os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field))
+class Line(NamedTuple):
+    """One line of a mountinfo file."""
+
+    number: bytes
+    parent: bytes
+    major: int
+    minor: int
+    path: bytes
+    options: list[bytes]
+    kind: bytes
+    source: bytes
+    super_options: bytes
 
 
-def parse_mountinfo(text: bytes) -> Iterator[Mount]:
-    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+def _unescape(field: bytes) -> bytes:
+    return _ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field)
+
+
+def parse_lines(text: bytes) -> Iterator[Line]:
+    """The text of a mountinfo file, oldest first. Pure."""
     for line in text.splitlines():
         # id parent major:minor root mountpoint options optional... - type source super-options
         fields, _, rest = line.partition(b" - ")
         head, tail = fields.split(b" "), rest.split(b" ")
         if len(head) < 6 or len(tail) < 3:
             continue
-        kind, _, subtype = tail[0].partition(b".")
-        if kind != b"fuse":
-            continue
-        yield Mount(
-            path=Path(_unescape(head[4])),
-            device_minor=int(head[2].split(b":")[1]),
-            subtype=_unescape(subtype),
-            name=_unescape(tail[1]),
-            read_only=b"ro" in head[5].split(b","),
-            user=int(_USER.findall(tail[2])[0]) if _USER.search(tail[2]) else 0,
-        )
+        major, _, minor = head[2].partition(b":")
+        numbers = (head[0], head[1], int(major), int(minor))
+        yield Line(*numbers, _unescape(head[4]), head[5].split(b","), *tail[:3])
+
+
+def parse_mountinfo(text: bytes) -> Iterator[Mount]:
+    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+    for line in parse_lines(text):
+        kind, _, subtype = line.kind.partition(b".")
+        if kind == b"fuse":
+            user = _USER.search(line.super_options)
+            yield Mount(
+                path=Path(os.fsdecode(line.path)),
+                device_minor=line.minor,
+                subtype=os.fsdecode(_unescape(subtype)),
+                name=os.fsdecode(_unescape(line.source)),
+                read_only=b"ro" in line.options,
+                user=int(user[1]) if user else 0,
+            )
 
 
 class MountPoint(NamedTuple):
@@ -84,16 +106,10 @@ class MountPoint(NamedTuple):
 
 def parse_mount_points(text: bytes) -> list[MountPoint]:
     """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
-    found = []
-    for line in text.splitlines():
-        fields, _, rest = line.partition(b" - ")
-        head = fields.split(b" ", 5)
-        if len(head) == 6:
-            major, _, minor = head[2].partition(b":")
-            device = os.makedev(int(major), int(minor))
-            path = os.fsencode(_unescape(head[4]))
-            found.append(MountPoint(path, device, rest.partition(b" ")[0]))
-    return found
+    return [
+        MountPoint(line.path, os.makedev(line.major, line.minor), line.kind)
+        for line in parse_lines(text)
+    ]
 
 
 def mount_points() -> list[MountPoint]:

@@ -13,12 +13,12 @@ from bootseer.fuse.striped.mounted.life.serve import go_on, serve_checkpoints
 from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
 from bootseer.served.background import Report
 from bootseer.served.life import run_server
-from bootseer.served.supervision.serving import RESUME
+from bootseer.served.supervision.hand_over import RESUME
 
 
 def _serve(line: bytes, report: Report) -> None:
     plan = from_line(line, CheckpointPlan)
-    serve_checkpoints(plan.spec, lambda: None, report=report, state_dir=plan.state_dir)
+    serve_checkpoints(plan.spec, report=report, state_dir=plan.state_dir)
 
 
 def main() -> int:

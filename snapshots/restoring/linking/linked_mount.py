@@ -4,9 +4,7 @@ Alone owns the order of these steps: each target's tree gets a process that keep
 the trees are shown on the targets (`mounted`). The caller holds the locks.
 """
 
-import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +13,8 @@ from pathlib import Path
 from bootseer.base.documents import to_line
 from bootseer.blob.tree import Tree
 from bootseer.served.background import begin_server
-from bootseer.served.folders import LINK, MountState, new_mount_dir, read_state, wait_released
+from bootseer.served.ending import give_up
+from bootseer.served.folders import LINK, MountState, new_mount_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_tree
@@ -27,8 +26,6 @@ from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scr
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
-
-_END_S = 10.0
 
 Build = Callable[[Target, Tree, Path], None]
 """Extracts a target's tree to a path that does not exist, whole or not at all."""
@@ -59,7 +56,7 @@ def hold_snapshot(
             with trees.using(item.target.index.digest, tree, build_one) as (source, _):
                 state_dir = hold(settings, item.path, item.target)
             served.append(Served(state_dir, source))
-            undo.callback(_give_up, state_dir)
+            undo.callback(give_up, state_dir, 0)
         cover_all(settings, manifest, placed, served, bases, mode=modes.LINK, until_exit=until_exit)
         undo.pop_all()
 
@@ -88,12 +85,3 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
     )
     process.serve(to_line(HolderPlan(settings, state, state_dir, os.getpid())))
     return state_dir
-
-
-def _give_up(state_dir: Path) -> None:
-    """End a holder that nobody needs. Never raises."""
-    state = read_state(state_dir)
-    if state is not None and state.pid:
-        with contextlib.suppress(OSError):
-            os.kill(state.pid, signal.SIGTERM)
-    wait_released(state_dir, _END_S)

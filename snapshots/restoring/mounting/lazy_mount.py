@@ -23,7 +23,8 @@ from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
 from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
 from bootseer.prefetch.serve.start_server import Serving, begin_serving
 from bootseer.served.background import ServerProcess
-from bootseer.served.folders import new_mount_dir, wait_released
+from bootseer.served.ending import give_up
+from bootseer.served.folders import new_mount_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree
@@ -35,8 +36,6 @@ from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
-
-_END_S = 10.0
 
 
 class MountOutcome(Struct, frozen=True):
@@ -147,10 +146,6 @@ def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | No
 
 def _give_up(serving: Serving) -> None:
     """End a server whose tree nobody needs. Never raises."""
-    state_dir = serving.plan.state_dir
     with contextlib.suppress(BootseerError):
         serving.wait()
-    with contextlib.suppress(BootseerError):
-        mounts.unmount(state_dir / "tree", timeout_s=1.0)
-    if not wait_released(state_dir, _END_S):
-        logger.warning("the server of the mount %s does not end", state_dir.name)
+    give_up(serving.plan.state_dir, 0)

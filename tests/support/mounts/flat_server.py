@@ -16,7 +16,8 @@ from bench.peers.flat_directory import FlatDirectory, Mode
 from bootseer.fuse.kernel import serve
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
-from bootseer.served.supervision.supervisor import RestartPolicy, supervise
+from bootseer.served.supervision.supervisor import supervise
+from bootseer.served.supervision.worker import RestartPolicy
 from tests.support.mounts.fuse_mount import short_options
 
 
@@ -76,7 +77,11 @@ def main() -> None:
         # A window of no length forgets every death at once.
         restart = RestartPolicy(window_s=0.0) if how == "supervise-always" else None
         supervise(
-            factory, Path(mountpoint), options, on_ready=lambda: _say("ready"), restart=restart
+            lambda attached: factory(),
+            Path(mountpoint),
+            options,
+            on_ready=lambda: _say("ready"),
+            restart=restart,
         )
     else:
         serve(factory(), Path(mountpoint), options, on_ready=lambda: _say("ready"))

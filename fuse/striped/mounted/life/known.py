@@ -28,11 +28,6 @@ def known_mounts(run_dir: Path) -> list[Known]:
     return sorted([*earlier_mounts(run_dir), *found], key=lambda one: one.state.started_ns)
 
 
-def processes_of(state: MountState) -> tuple[tuple[int, str], ...]:
-    """Each of a server's processes: its id, and when it started."""
-    return ((state.pid, state.pid_started), (state.worker_pid, state.worker_started))
-
-
 def find_known(run_dir: Path, directory: Path) -> Known | None:
     """What is, or was last, mounted on `directory` (absolute); None where nothing was."""
     found = [one for one in known_mounts(run_dir) if one.state.directory == str(directory)]
@@ -82,7 +77,7 @@ def earlier_mounts(run_dir: Path) -> list[Known]:
             worker_started=str(earlier.worker_ticks),
             root_was_made=earlier.root_was_made,
         )
-        alive = any(pid and start_time(pid) == at for pid, at in processes_of(state))
+        alive = any(pid and start_time(pid) == at for pid, at in state.processes)
         found.append(Known(state, path.with_suffix(""), alive, path.with_suffix(".control")))
     return found
 

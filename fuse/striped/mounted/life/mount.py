@@ -5,7 +5,6 @@ Owns the start of the server process and its end. Functions may be called from a
 
 import contextlib
 import os
-import shutil
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,6 @@ from msgspec import Struct
 from bootseer.base.documents import to_line
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
-    BootseerError,
     BusyError,
     DeadlineError,
     InvalidInputError,
@@ -25,31 +23,26 @@ from bootseer.errors import (
 )
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
-from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier, processes_of
+from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier
 from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 from bootseer.fuse.striped.mounted.life.spec import (
     MODULE,
-    SHUTDOWN_S,
     SUBTYPE,
     CheckpointPlan,
     MountSpec,
 )
-from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.served.background import begin_server
-from bootseer.served.ending import end_process
+from bootseer.served.ending import end_process, give_up
 from bootseer.served.folders import (
     log_path,
     new_mount_dir,
     read_state,
     remove_mount_dir,
     take_lock,
-    wait_released,
 )
 from bootseer.settings.config import Settings
 
 _START_S = 10.0
-_FAILED_END_S = 3.0
 # A server that was asked to go is gone after this, or has stayed: a file was being written again.
 _RESTART_S = 3.0
 _LOOK_S = 0.1
@@ -103,53 +96,22 @@ class MountedCheckpoints(Struct, frozen=True):
             self.close()
 
 
-def mount_spec(
-    settings: Settings,
-    url: str,
-    directory: Path,
-    *,
-    read_only: bool = False,
-    allow_other: bool = False,
-    everyone_writes: bool = False,
-    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
-    stripe_count: int = DEFAULT_STRIPE_COUNT,
-    memory_bytes: int | None = None,
-    deadline_s: float | None = None,
-    layout: LayoutKind = "striped",
-    uid: int | None = None,
-    gid: int | None = None,
-    umask: int = 0o022,
-    lifetime_pid: int | None = None,
-    warm: bool = False,
-    shutdown_s: float = SHUTDOWN_S,
-) -> MountSpec:
-    """The description of a mount of the tree at `url` on `directory`, checked.
+def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
+    """The description of a mount of the tree at `url` on `directory`, checked. `choices`: further
+    fields of `MountSpec`; None stands for the default, or what the settings say.
 
     Where a server of ours was killed, the mount that it left on `directory` is taken off.
-    `lifetime_pid`: the server unmounts and ends when that process has ended. `warm`: the newest
-    checkpoint is read ahead, below every other read. `shutdown_s`: how long open files may stay
-    open when the server is told to end.
     Raises: InvalidInputError, NotFoundError, BusyError.
     """
     path = absolute(directory)
+    chosen = {name: value for name, value in choices.items() if value is not None}
     spec = MountSpec(
         url=absolute_url(url),
         directory=str(path),
         run_dir=str(settings.run_dir),
-        memory_bytes=memory_bytes or settings.memory_bytes,
-        deadline_s=deadline_s or settings.deadline_s,
-        read_only=read_only,
-        allow_other=allow_other,
-        everyone_writes=everyone_writes,
-        stripe_unit_bytes=stripe_unit_bytes,
-        stripe_count=stripe_count,
-        layout=layout,
-        uid=uid,
-        gid=gid,
-        umask=umask,
-        lifetime_pid=lifetime_pid,
-        warm=warm,
-        shutdown_s=shutdown_s,
+        memory_bytes=chosen.pop("memory_bytes", settings.memory_bytes),
+        deadline_s=chosen.pop("deadline_s", settings.deadline_s),
+        **chosen,
     )
     spec.stripe_settings  # noqa: B018  (checks the numbers)
     take_off_dead_mounts(settings.run_dir, path)
@@ -165,23 +127,14 @@ def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
     """
     run_dir = Path(spec.run_dir)
     state_dir = new_mount_dir(run_dir)
-    mounted = MountedCheckpoints(spec.url, Path(spec.directory), run_dir, state_dir)
     what = f"the server of {spec.directory}"
     try:
         with begin_server(run_dir, MODULE, what, identity=state_dir.name) as process:
             process.serve(to_line(CheckpointPlan(spec, state_dir)), spec.deadline_s + _START_S)
     except BaseException:
-        _end_failed(mounted)
+        give_up(state_dir)
         raise
-    return mounted
-
-
-def _end_failed(mounted: MountedCheckpoints) -> None:
-    if wait_released(mounted.state_dir, _FAILED_END_S):
-        shutil.rmtree(mounted.state_dir, ignore_errors=True)
-        return
-    with contextlib.suppress(BootseerError):
-        mounted.close(0.0)
+    return MountedCheckpoints(spec.url, Path(spec.directory), run_dir, state_dir)
 
 
 def restart_checkpoints(
@@ -263,7 +216,7 @@ def unmount_checkpoints(
     if known is None:
         return ()
     if known.is_running:
-        for process in processes_of(known.state):
+        for process in known.state.processes:
             end_process(*process)
     if not known.folder.is_dir():
         return forget_earlier(known)

@@ -7,7 +7,7 @@ while files are open.
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -38,8 +38,9 @@ from bootseer.served.folders import (
     write_state,
 )
 from bootseer.served.life import living
+from bootseer.served.supervision.hand_over import become_newer, taken_over
 from bootseer.served.supervision.pulse import silence_for
-from bootseer.served.supervision.serving import become_newer, serve_mount, taken_over
+from bootseer.served.supervision.supervisor import supervise
 from bootseer.store.paths import split_scheme
 
 _WORKER = "bootseer.fuse.striped.mounted.life.worker"
@@ -59,7 +60,7 @@ class _Handed(Struct, frozen=True):
 
 def serve_checkpoints(
     spec: MountSpec,
-    on_ready: Callable[[], None],
+    on_ready: Callable[[], None] = lambda: None,
     *,
     report: Report | None = None,
     state_dir: Path | None = None,
@@ -71,22 +72,19 @@ def serve_checkpoints(
     new one. Main thread of a single-threaded process only. Raises: BootseerError.
     """
     plan = CheckpointPlan(spec, state_dir or new_mount_dir(Path(spec.run_dir)))
-    live: list[Attached] = []
-    with (
-        _owner_of(spec, handed) as owner_fd,
-        living(plan.state_dir, _state_of(plan), None if handed is None else handed.lock_fd) as life,
-    ):
+    owner_fd = _watch_owner(spec) if handed is None else handed.owner_fd
+    lock = None if handed is None else handed.lock_fd
+    with living(plan.state_dir, _state_of(plan), lock) as life:
 
-        def worker() -> Operations:
+        def worker(attached: Attached) -> Operations:
             # Imported here: a worker that follows one that died starts with little to inherit.
             from bootseer.fuse.striped.mounted.life.worker import MountedFileSystem
 
-            connection = live[0].connection
             return MountedFileSystem(
                 plan,
                 owner_fd=owner_fd,
-                can_restart=connection.resend,
-                passes_files=connection.passthrough,
+                can_restart=attached.connection.resend,
+                passes_files=attached.connection.passthrough,
             )
 
         def hand_over(attached: Attached) -> None:
@@ -96,17 +94,15 @@ def serve_checkpoints(
                 "owner_fd": owner_fd,
                 "lock_fd": life.lock,
             }
-            kept = [life.lock] if owner_fd is None else [life.lock, owner_fd]
-            become_newer(MODULE, _WORKER, attached, document, kept)
+            become_newer(MODULE, _WORKER, attached, document)
 
-        serve_mount(
+        supervise(
             worker,
             Path(spec.directory),
             _mount_options(spec),
-            report,
+            report=report,
             on_ready=on_ready,
-            attached=handed.attached if handed is not None else None,
-            on_attached=live.append,
+            attached=None if handed is None else handed.attached,
             hand_over=hand_over,
         )
     ended = read_state(plan.state_dir)
@@ -123,7 +119,7 @@ def go_on(left: int) -> list[str]:
     else:
         state_dir, lock = _moved_from_earlier(spec)
     handed = _Handed(attached, document["owner_fd"], lock)
-    return serve_checkpoints(spec, lambda: None, state_dir=state_dir, handed=handed)
+    return serve_checkpoints(spec, state_dir=state_dir, handed=handed)
 
 
 def _moved_from_earlier(spec: MountSpec) -> tuple[Path, int]:
@@ -179,20 +175,11 @@ def _mount_options(spec: MountSpec) -> MountOptions:
     )
 
 
-@contextlib.contextmanager
-def _owner_of(spec: MountSpec, handed: _Handed | None) -> Iterator[int | None]:
+def _watch_owner(spec: MountSpec) -> int | None:
     """A descriptor that becomes readable when the process ends that the mount is for."""
-    if handed is not None:
-        fd = handed.owner_fd
-    elif spec.lifetime_pid is None:
-        fd = None
-    else:
-        try:
-            fd = os.pidfd_open(spec.lifetime_pid)
-        except OSError as error:
-            raise from_oserror(error, f"watch process {spec.lifetime_pid}") from error
+    if spec.lifetime_pid is None:
+        return None
     try:
-        yield fd
-    finally:
-        if fd is not None:
-            os.close(fd)
+        return os.pidfd_open(spec.lifetime_pid)
+    except OSError as error:
+        raise from_oserror(error, f"watch process {spec.lifetime_pid}") from error

@@ -81,3 +81,13 @@ def test_it_gets_a_folder_when_it_becomes_this_code(
         assert is_alive(folder)
         assert list(files.parent.iterdir()) == []
         os.close(lock)
+
+
+def test_earlier_releases_take_no_checkpoint_folder_for_an_image(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        document = json.loads((mount.state_dir / "state.json").read_text())
+    # They read what has all of these.
+    names = ("id", "reference", "index_digest", "workload", "directory", "pid", "started_ns")
+    assert {*names, "purpose", "scratch"} - document.keys() == {"scratch"}

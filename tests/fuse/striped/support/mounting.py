@@ -38,7 +38,7 @@ def checkpoints(
     folder: Path, mountpoint: Path, url: str, **options: object
 ) -> Iterator[MountedCheckpoints]:
     """Mounted, and unmounted in the end, whatever happens; the server never outlives this."""
-    made = mount_checkpoints(mount_spec(settings_in(folder), url, mountpoint, **options))  # type: ignore[arg-type]
+    made = mount_checkpoints(mount_spec(settings_in(folder), url, mountpoint, **options))
     try:
         yield made
     finally:

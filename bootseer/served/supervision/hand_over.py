@@ -1,0 +1,86 @@
+"""Handing a mount to newer code while it is in use.
+
+Alone owns the document that a process leaves to the one that it becomes (execve): the mount's
+/dev/fuse descriptor, what was agreed with the kernel, and what its server adds. Main thread of a
+single-threaded process only.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bootseer.base.documents import to_builtins
+from bootseer.fuse.kernel.backing import table_from_text, table_to_text
+from bootseer.fuse.kernel.connection import Connection
+from bootseer.fuse.kernel.server import Attached
+from bootseer.served.background import python_environment
+
+_log = logging.getLogger(__name__)
+
+RESUME = "--resume"
+"""Of a server's module: what follows is the descriptor of the document."""
+_IMPORT_S = 60.0
+
+
+def become_newer(
+    module: str, imports: str, attached: Attached, document: Mapping[str, Any]
+) -> None:
+    """Become `module` as it is installed now, which goes on with the mount, has `document` by
+    `taken_over`, and the descriptors that this names `*_fd`. Returns, after a warning, where what
+    it `imports` cannot be imported."""
+    environment = python_environment()
+    tried = subprocess.run(
+        [sys.executable, "-c", f"import {module}, {imports}"],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        timeout=_IMPORT_S,
+        check=False,
+    )
+    if tried.returncode != 0:
+        reason = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        _log.error("the code that is installed now does not start, going on as before: %s", reason)
+        return
+    whole = {
+        **document,
+        "device": attached.device,
+        "device_minor": attached.device_minor,
+        "path": os.fspath(attached.path),
+        "connection": to_builtins(attached.connection),
+        "backing_table": attached.backing_table and table_to_text(attached.backing_table),
+    }
+    left = os.memfd_create("bootseer-resume")
+    with open(left, "w", encoding="utf-8", closefd=False) as file:
+        json.dump(whole, file)
+    os.lseek(left, 0, os.SEEK_SET)
+    for fd in (left, *_descriptors(whole)):
+        os.set_inheritable(fd, True)
+    _log.info("going on with the code that is installed now")
+    os.execve(sys.executable, [sys.executable, "-m", module, RESUME, str(left)], environment)
+
+
+def taken_over(left: int) -> tuple[dict[str, Any], Attached]:
+    """The document of who this process was before, and the mount."""
+    with open(left, encoding="utf-8") as file:
+        document: dict[str, Any] = json.load(file)
+    for fd in _descriptors(document):
+        os.set_inheritable(fd, False)
+    attached = Attached(
+        document["device"],
+        document["device_minor"],
+        Path(document["path"]),
+        Connection(**document["connection"]),
+        # A server of an earlier release passed no files.
+        table_from_text(table) if (table := document.get("backing_table")) else None,
+    )
+    return document, attached
+
+
+def _descriptors(document: Mapping[str, Any]) -> list[int]:
+    names = [name for name in document if name == "device" or name.endswith("_fd")]
+    return [document[name] for name in names if document[name] is not None]
