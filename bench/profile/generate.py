@@ -10,9 +10,20 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from bootseer.profile.model.tracks import Span, Track
+from bootseer.timeline.otlp import (
+    BARRIER,
+    PARENT,
+    PROCESS,
+    ROLE,
+    Stage,
+    Value,
+    encode_end,
+    trace_id_of,
+)
 
 Cause = Literal[
     "slow disk",
@@ -32,6 +43,7 @@ CAUSES: tuple[Cause, ...] = (
     "slow import",
 )
 
+_ZERO_NS = 1_790_000_000 * 10**9
 # Seconds of each stage on a healthy node, and which resource it waits for.
 _IMAGE_S, _ENVIRONMENT_S, _CHECKPOINT_S = 8.0, 3.0, 1.5
 _IMPORTS = {"import torch": 2.5, "import transformers": 1.6, "import datasets": 0.7}
@@ -97,6 +109,48 @@ def tracks(recipe: Recipe) -> Iterator[Track]:
             rank.leave(name, last)
     for node in nodes:
         yield from node.tracks()
+
+
+def write_timelines(folder: Path, recipe: Recipe, *, job: str, submission: str = "") -> None:
+    """The start as timeline files, one a node, as `bootseer run` writes them below `folder`."""
+    trace = trace_id_of(job, 0, submission)
+    by_node: dict[str, list[bytes]] = {}
+    for track in tracks(recipe):
+        by_node.setdefault(track.node, []).extend(_lines(track, trace, job, submission))
+    place = folder / job / "0" / submission
+    place.mkdir(parents=True, exist_ok=True)
+    for node, lines in by_node.items():
+        name = f"20261123T{recipe.seed:06}Z-1-{node}-0.jsonl"
+        (place / name).write_bytes(b"".join(lines))
+
+
+def _lines(track: Track, trace: str, job: str, submission: str) -> Iterator[bytes]:
+    resource: dict[str, Value] = {"bootseer.job": job, "host.name": track.node}
+    if submission:
+        resource["bootseer.submission"] = submission
+    if track.process:
+        resource |= {PROCESS: track.process, PARENT: track.parent, ROLE: track.role}
+        resource["bootseer.rank"] = track.rank
+    else:
+        resource["bootseer.rank"] = 0
+    prefix = f"{track.node}{track.process}"
+    for number, span in enumerate(track.spans):
+        attributes: dict[str, Value] = {**span.evidence}
+        if span.barrier:
+            attributes[BARRIER] = span.barrier
+        begin_ns = _ZERO_NS + round(span.begin_s * 1e9)
+        yield encode_end(
+            Stage(
+                name=span.name,
+                trace_id=trace,
+                span_id=f"{prefix}{number}",
+                parent_id=f"{prefix}{span.parent}" if span.parent >= 0 else "",
+                start_ns=begin_ns,
+                end_ns=begin_ns + round((span.end_s - span.begin_s) * 1e9),
+                attributes=attributes,
+                resource=resource,
+            )
+        )
 
 
 class _Node:

@@ -1,7 +1,9 @@
 """Finds and reads the timeline files of a start."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import NotFoundError, from_oserror
 from bootseer.timeline.otlp import Stage, decode, decode_events
@@ -11,54 +13,71 @@ _MAX_BYTES = 64 * 1024 * 1024
 _SUFFIX = ".jsonl"
 
 
+class StartFiles(Struct, frozen=True):
+    """The timelines of one start of a job."""
+
+    attempt: int
+    submission: str
+    """Empty where nothing tells it; then later starts of one attempt are in the same folder."""
+    files: tuple[Path, ...]
+    began: str
+    """UTC, as `20261123T000000Z`, of the newest file."""
+
+    @property
+    def name(self) -> str:
+        """As `--compare` takes it."""
+        return f"{self.submission}:{self.attempt}"
+
+    def stages(self) -> list[Stage]:
+        """All stages. A later file of a node and rank replaces the earlier one; where no submission
+        tells starts apart, it begins another start. Raises: PermissionDeniedError."""
+        return _one_start(self.files, is_told_apart=bool(self.submission))
+
+    def events(self, event: str) -> list[str]:
+        """The bodies of the events of this name. Raises: PermissionDeniedError."""
+        return [body for path in self.files for body in decode_events(_bytes(path), event)]
+
+
+def list_starts(directory: Path, job: str) -> list[StartFiles]:
+    """The starts of a job, the newest first. Raises: PermissionDeniedError."""
+    try:
+        found = [
+            (max(map(_when, files)), attempt, submission, tuple(files))
+            for (attempt, submission), files in _files(directory / job)
+            if files
+        ]
+    except OSError as error:
+        raise from_oserror(error, f"list the timelines in {directory / job}") from error
+    found.sort(reverse=True)
+    return [
+        StartFiles(attempt, submission, files, when[0])
+        for when, attempt, submission, files in found
+    ]
+
+
+def find_start(
+    directory: Path, job: str, attempt: int | None = None, submission: str | None = None
+) -> StartFiles:
+    """The newest start of `job`, or the newest one that has this attempt and this submission.
+
+    Raises: NotFoundError; PermissionDeniedError.
+    """
+    for start in list_starts(directory, job):
+        if attempt in (None, start.attempt) and submission in (None, start.submission):
+            return start
+    which = [f"attempt {attempt} of"] if attempt is not None else []
+    which += [f"submission {submission!r} of"] if submission is not None else []
+    raise NotFoundError(
+        f"no timeline of {' '.join([*which, f'job {job!r}'])} in {directory}; start it with "
+        f"`bootseer --job {job} run`"
+    )
+
+
 def read_start(
     directory: Path, job: str, attempt: int | None = None, submission: str | None = None
 ) -> list[Stage]:
-    """All stages of the newest start of `job`, or of the newest one that has this attempt and this
-    submission.
-
-    Several files belong to one start when they come from different nodes or ranks. A later file of
-    a node and rank replaces the earlier one; where no submission tells starts apart, it begins
-    another start.
-
-    Raises: NotFoundError; PermissionDeniedError.
-    """
-    files, submission = _newest(directory, job, attempt, submission)
-    return _one_start(files, is_told_apart=bool(submission))
-
-
-def read_events(
-    directory: Path, job: str, attempt: int | None, submission: str | None, event: str
-) -> list[str]:
-    """The bodies of the events of this name in the files that `read_start` reads.
-
-    Raises: NotFoundError; PermissionDeniedError.
-    """
-    files, _ = _newest(directory, job, attempt, submission)
-    return [body for path in files for body in decode_events(_bytes(path), event)]
-
-
-def _newest(
-    directory: Path, job: str, attempt: int | None, submission: str | None
-) -> tuple[list[Path], str]:
-    """The files of the newest start that is asked for, and its submission."""
-    try:
-        starts = {
-            key: files
-            for key, files in _files(directory / job)
-            if files and attempt in (None, key[0]) and submission in (None, key[1])
-        }
-        newest = max(starts, key=lambda key: max(map(_when, starts[key])), default=None)
-    except OSError as error:
-        raise from_oserror(error, f"list the timelines in {directory / job}") from error
-    if newest is None:
-        which = [f"attempt {attempt} of"] if attempt is not None else []
-        which += [f"submission {submission!r} of"] if submission is not None else []
-        raise NotFoundError(
-            f"no timeline of {' '.join([*which, f'job {job!r}'])} in {directory}; start it with "
-            f"`bootseer --job {job} run`"
-        )
-    return starts[newest], newest[1]
+    """The stages of the start that `find_start` finds. Raises: as it does."""
+    return find_start(directory, job, attempt, submission).stages()
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[int, str], list[Path]]]:
@@ -83,7 +102,7 @@ def _when(path: Path) -> tuple[str, int]:
     return path.name.partition("-")[0], path.stat().st_mtime_ns
 
 
-def _one_start(files: list[Path], *, is_told_apart: bool) -> list[Stage]:
+def _one_start(files: Sequence[Path], *, is_told_apart: bool) -> list[Stage]:
     read = [stages for path in files if (stages := _read(path))]
     found: dict[tuple[str, str], list[Stage]] = {}
     for stages in sorted(read, key=lambda stages: stages[0].start_ns):

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from bootseer.profile.model.graph import Group, StartGraph
 from bootseer.profile.model.peers import Outlier, middle
-from bootseer.timeline.otlp import START
+from bootseer.profile.model.shape import SCHEDULING
 
 # Names of the figures, as `bootseer.profile.collect` notes them.
 STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
@@ -75,7 +75,7 @@ def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -
 
     `waiting` says how many nodes waited for a lease or a publication of each node.
     """
-    if outlier.label.kind == "before" and outlier.label.name == START:
+    if outlier.label == SCHEDULING:
         return Cause("late scheduling", f"began {outlier.excess_s:.1f} s after the median node")
     lost = outlier.excess_s
 

@@ -13,13 +13,17 @@ from msgspec import Struct
 
 from bootseer.profile.model.graph import Group
 from bootseer.profile.model.replay import Change, Piece
-from bootseer.profile.model.shape import Label
+from bootseer.profile.model.shape import SCHEDULING, Label
 
 # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
 _MAD_TO_SIGMA = 1.4826
 # Durations of less are noise of the scheduler and the clock.
 _SHORTEST_S = 0.001
-_SPREAD_MIN = 0.02
+# Nodes count from the first of them where nobody says when the job was submitted: how late one
+# began is no ratio of anything.
+_SCHEDULING_SHORTEST_S = 3.0
+# Of a few nodes the spread is hardly known: of four it is taken for 0.09 at least.
+_SPREAD_MIN, _SPREAD_MIN_TIMES_NODES = 0.02, 0.35
 # Five sigmas: one in 3.5 million, and 10,000 nodes have half a million pieces of time.
 _SIGMAS_MIN = 5.0
 _RATIO_MIN = 1.15
@@ -41,12 +45,15 @@ class Peers(Struct, frozen=True):
     max_s: float
     count: int
     spread: float
-    """Standard deviation of the logarithm, robust."""
+    """Standard deviation of the logarithm, robust, and not too small for the number of nodes."""
+
+    shortest_s: float = _SHORTEST_S
+    """Differences among shorter times are noise."""
 
     def sigmas(self, seconds: float) -> float:
         """How many standard deviations so many seconds lie above the median."""
-        ratio = max(seconds, _SHORTEST_S) / max(self.median_s, _SHORTEST_S)
-        return math.log(ratio) / max(self.spread, _SPREAD_MIN)
+        ratio = max(seconds, self.shortest_s) / max(self.median_s, self.shortest_s)
+        return math.log(ratio) / self.spread
 
 
 class Outlier(Struct, frozen=True):
@@ -75,26 +82,38 @@ def who(piece: Piece) -> Who:
 
 def compare(pieces: Iterable[Piece]) -> dict[Who, Peers]:
     """The spread of each piece of time over all processes that have it."""
-    values: dict[Who, list[array[float]]] = {}
+    values: dict[Who, list[Piece]] = {}
     for piece in pieces:
-        values.setdefault(who(piece), []).append(piece.seconds)
-    return {key: _peers(columns) for key, columns in values.items()}
+        values.setdefault(who(piece), []).append(piece)
+    return {
+        key: _peers([piece.seconds for piece in same], len(_nodes(same)), _shortest_s(key[0]))
+        for key, same in values.items()
+    }
 
 
-def _peers(columns: Sequence["array[float]"]) -> Peers:
+def _nodes(pieces: Iterable[Piece]) -> set[str]:
+    return {node for group in {piece.group for piece in pieces} for node in group.nodes}
+
+
+def _shortest_s(label: Label) -> float:
+    return _SCHEDULING_SHORTEST_S if label == SCHEDULING else _SHORTEST_S
+
+
+def _peers(columns: Sequence["array[float]"], node_count: int, shortest_s: float) -> Peers:
     ordered = sorted(value for column in columns for value in column)
     count = len(ordered)
     median = middle(ordered)
-    base = math.log(max(median, _SHORTEST_S))
+    base = math.log(max(median, shortest_s))
     # Every so many of the ordered values have the same quantiles.
     sample = ordered[:: max(1, count // _SAMPLE_COUNT)]
-    logs = sorted(abs(math.log(max(value, _SHORTEST_S)) - base) for value in sample)
+    logs = sorted(abs(math.log(max(value, shortest_s)) - base) for value in sample)
     return Peers(
         median_s=median,
         p99_s=ordered[min(count - 1, math.ceil(0.99 * count) - 1)],
         max_s=ordered[-1],
         count=count,
-        spread=_MAD_TO_SIGMA * middle(logs),
+        spread=max(_MAD_TO_SIGMA * middle(logs), _SPREAD_MIN, _SPREAD_MIN_TIMES_NODES / node_count),
+        shortest_s=shortest_s,
     )
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from bootseer.profile.model.tracks import Span
 from bootseer.timeline.otlp import START
 
+# A begin is read off one clock and a duration off another: what follows may begin a little before.
+_TOLERANCE_S = 0.001
 ORIGIN = -1
 """Stands for the event that a process's first span begins after: one of who started it, or zero."""
 
@@ -45,13 +47,14 @@ class Label(NamedTuple):
     """How many stages of this name the process had had before."""
 
     def __str__(self) -> str:
-        if self == _SCHEDULING:
+        if self == SCHEDULING:
             return "scheduling"
         name = f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
         return name if self.kind == "in" else f"{self.kind} {name}"
 
 
-_SCHEDULING = Label(START, "before")
+SCHEDULING = Label(START, "before")
+"""From the begin of the start as a whole until the launcher of a node ran."""
 
 
 class Step(NamedTuple):
@@ -132,9 +135,9 @@ def _order(spans: Sequence[Span]) -> tuple[int, ...]:
     events = []
     for number, span in enumerate(spans):
         # At one instant: ends first, inner before outer; then begins; then ends of empty spans.
-        is_empty = span.end_s <= span.begin_s
+        end_s = span.end_s - _TOLERANCE_S
         events.append((span.begin_s, 1, number, begin_of(number)))
-        end = (span.begin_s, 2, number) if is_empty else (span.end_s, 0, -number)
+        end = (span.begin_s, 2, number) if end_s <= span.begin_s else (end_s, 0, -number)
         events.append((*end, end_of(number)))
     events.sort()
     return tuple(event for *_, event in events)

@@ -1,0 +1,1 @@
+"""`bootseer report`: starts explained and compared."""

@@ -1,0 +1,120 @@
+"""`bootseer report`: where the time of a start went, and how starts differ."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from bootseer.cli.output import current_config, emit_json, json_option
+from bootseer.cli.report.report_output import (
+    Explained,
+    comparison_document,
+    explained,
+    show_comparison,
+    show_start,
+    show_starts,
+    start_document,
+    title_of,
+)
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.profile.files import find_start, list_starts
+from bootseer.profile.views.chrome_trace import to_chrome_trace
+from bootseer.profile.views.page import imports_of, to_page
+from bootseer.timeline.otlp import IMPORTS_EVENT
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_PREVIOUS = "previous"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise from_oserror(error, f"write {path}") from error
+
+
+def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.option(name, parameter, type=kind, help=text)
+
+
+@click.command(epilog="Example: bootseer report llama-70b --html start.html")
+@click.argument("job", required=False)
+@click.option("--attempt", "wanted", type=click.IntRange(min=0), help="Which start; default: last.")
+@click.option("--submission", metavar="ID", help="Which submission; default: last.")
+@click.option(
+    "--compare",
+    metavar="START",
+    help="Also say how it differs from SUBMISSION:ATTEMPT, or from the `previous` start.",
+)
+@click.option("--list", "lists", is_flag=True, help="List the last starts instead.")
+@click.option("--history", is_flag=True, help="Say what the last starts have in common instead.")
+@_file_option("--trace", "trace_file", "Also write a Chrome trace, to open in Perfetto.")
+@_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
+@json_option
+def report(
+    job: str | None,
+    wanted: int | None,
+    submission: str | None,
+    compare: str | None,
+    lists: bool,
+    history: bool,
+    trace_file: Path | None,
+    page_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Explain the last start of JOB (default: the configured job).
+
+    A table of its stages, the critical path until the last process was ready, who held the others
+    at each barrier, nodes slower than their peers and why, and what the start would have been. A
+    stage that is "open" has begun and never ended: it hangs, or its process was killed. Times of
+    the table count from the start of the same node.
+    """
+    config = current_config()
+    settings = config.settings
+    job = job or settings.job
+    if lists or history:
+        show_starts(settings.timeline_dir, job, history, as_json)
+        return
+    if wanted is None and config.sources["attempt"] == "flag":
+        wanted = settings.attempt
+    files = find_start(settings.timeline_dir, job, wanted, submission)
+    start = explained(files)
+    if start is None:
+        raise NotFoundError(f"the timelines of job {job!r} hold no stage")
+    other = _other(settings.timeline_dir, job, start, compare) if compare else None
+    if trace_file is not None:
+        _write(trace_file, json.dumps(to_chrome_trace(start.stages)))
+    if page_file is not None:
+        imports = imports_of(files.events(IMPORTS_EVENT))
+        _write(page_file, to_page(title_of(start), start.model, start.analysis, imports))
+    if as_json:
+        emit_json({**start_document(start), **(comparison_document(other, start) if other else {})})
+        return
+    show_start(start)
+    if other is not None:
+        show_comparison(other, start)
+
+
+def _other(directory: Path, job: str, start: Explained, name: str) -> Explained:
+    """The start to compare with. Raises: InvalidInputError; NotFoundError."""
+    if name == _PREVIOUS:
+        starts = list_starts(directory, job)
+        places = [number for number, one in enumerate(starts) if one.name == start.files.name]
+        found = starts[places[0] + 1 :][:1] if places else []
+        if not found:
+            raise NotFoundError(f"job {job!r} has no start before {start.files.name}")
+        files = found[0]
+    else:
+        submission, _, attempt = name.rpartition(":")
+        if not attempt.isdecimal():
+            raise InvalidInputError(
+                f"{name!r} is no start: write SUBMISSION:ATTEMPT as `bootseer report --list` has it"
+            )
+        files = find_start(directory, job, int(attempt), submission)
+    other = explained(files)
+    if other is None:
+        raise NotFoundError(f"the timelines of start {files.name} hold no stage")
+    return other

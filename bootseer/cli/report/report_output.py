@@ -1,0 +1,181 @@
+"""How starts are shown by `bootseer report` and `bootseer watch`: tables and JSON."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import Struct, to_builtins
+
+from bootseer.cli.output import emit_json, emit_table, human_bytes, printable
+from bootseer.errors import NotFoundError
+from bootseer.profile.breakdown import Breakdown, StageRow, break_down, of_the_start
+from bootseer.profile.files import StartFiles, list_starts
+from bootseer.profile.model.analysis import Analysis, StartModel
+from bootseer.profile.model.history import compare_starts, look_back
+from bootseer.profile.model.tracks import tracks_of
+from bootseer.profile.views.document import analysis_document
+from bootseer.profile.views.text import explain, headline
+from bootseer.timeline.otlp import Stage
+
+_COLUMNS = (
+    *("stage", "nodes", "ranks", "begins s", "median s", "p99 s", "max s", "slowest", "moved"),
+    "notes",
+)
+_NAMED_MAX = 5
+_STARTS_MAX = 20
+
+
+class Explained(Struct, frozen=True):
+    """One start, read and explained."""
+
+    files: StartFiles
+    stages: list[Stage]
+    breakdown: Breakdown
+    model: StartModel
+    analysis: Analysis
+
+
+def explained(files: StartFiles) -> Explained | None:
+    """The start of these files; None where they hold no stage."""
+    stages = files.stages()
+    breakdown = break_down(stages)
+    if breakdown is None:
+        return None
+    first_ns = min(stage.start_ns for stage in stages)
+    model = StartModel(tracks_of(of_the_start(stages), first_ns))
+    return Explained(files, stages, breakdown, model, model.analyse())
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _cells(row: StageRow) -> tuple[object, ...]:
+    notes = list(row.notes)
+    if row.open_on:
+        names = ", ".join(row.open_on[:_NAMED_MAX])
+        more = len(row.open_on) - _NAMED_MAX
+        notes.insert(0, f"open on {names}" + (f" and {more} more" if more > 0 else ""))
+    return (
+        row.name,
+        row.node_count,
+        row.rank_count,
+        _seconds(row.begins_s),
+        _seconds(row.median_s),
+        _seconds(row.p99_s),
+        _seconds(row.max_s),
+        row.slowest_node if row.rank_count > 1 else "",
+        human_bytes(row.bytes_moved) if row.bytes_moved else "",
+        "; ".join(notes),
+    )
+
+
+def start_document(start: Explained) -> dict[str, Any]:
+    """All that is known of a start, as JSON for programs."""
+    breakdown = start.breakdown
+    result = {**to_builtins(breakdown), "analysis": analysis_document(start.analysis)}
+    rows = [(row, result["stages"][number]) for number, row in enumerate(breakdown.stages)]
+    rows += [(row, result[key]) for key in ("total", "ready") if (row := getattr(breakdown, key))]
+    for row, encoded in rows:
+        encoded["max_over_median"] = row.max_over_median
+    return result
+
+
+def title_of(start: Explained) -> str:
+    """One line that says which start it is, and when it was ready."""
+    breakdown = start.breakdown
+    parts = [f"job {breakdown.job}: {headline(start.analysis)}"]
+    parts += [f"submission {breakdown.submission}"] if breakdown.submission else []
+    parts += [f"attempt {breakdown.attempt}", f"{breakdown.node_count} node(s)"]
+    if breakdown.rank_count > breakdown.node_count:
+        parts.append(f"{breakdown.rank_count} ranks")
+    if breakdown.restart_count:
+        parts.append(f"workers restarted {breakdown.restart_count} time(s) since: not shown")
+    return ", ".join(parts)
+
+
+def show_start(start: Explained) -> None:
+    """The table and the explanation of one start."""
+    rows = [_cells(row) for row in start.breakdown.stages]
+    if start.breakdown.total is not None:
+        rows.append(_cells(start.breakdown.total))
+    if start.breakdown.ready is not None:
+        rows.append(("until ready", *_cells(start.breakdown.ready)[1:]))
+    emit_table(_COLUMNS, rows, title=title_of(start))
+    for line in explain(start.analysis):
+        click.echo(printable(line))
+
+
+def comparison_document(before: Explained, after: Explained) -> dict[str, Any]:
+    """How two starts differ, as JSON for programs."""
+    changes = compare_starts(before.analysis, after.analysis)
+    return {
+        "comparison": {
+            "start": before.files.name,
+            "ready_s": before.analysis.ready_s,
+            "changes": to_builtins(changes),
+        }
+    }
+
+
+def show_comparison(before: Explained, after: Explained) -> None:
+    """The table of what another start spent its critical path on."""
+    changes = compare_starts(before.analysis, after.analysis)
+    more = after.analysis.ready_s - before.analysis.ready_s
+    title = f"critical path against start {before.files.name}: {more:+.2f} s until ready"
+    rows = [
+        (one.stage, _seconds(one.before_s), _seconds(one.after_s), f"{one.more_s:+.2f}")
+        for one in changes[:_STARTS_MAX]
+    ]
+    click.echo("")
+    emit_table(("stage", "before s", "now s", "more s"), rows, title=title)
+
+
+def show_starts(directory: Path, job: str, history: bool, as_json: bool) -> None:
+    """The newest starts, each in a line; with `history`, what they say together."""
+    files = list_starts(directory, job)[:_STARTS_MAX]
+    found = [start for one in files if (start := explained(one)) is not None]
+    if not found:
+        raise NotFoundError(f"no timeline of job {job!r} in {directory}")
+    looked = look_back([start.analysis for start in reversed(found)])
+    if as_json:
+        starts = [
+            {
+                "start": start.files.name,
+                "began": start.files.began,
+                "node_count": start.analysis.node_count,
+                "is_ready": start.analysis.is_ready,
+                "ready_s": start.analysis.ready_s,
+                "stragglers": [one.node for one in start.analysis.stragglers],
+            }
+            for start in found
+        ]
+        emit_json({"starts": starts, **({"history": to_builtins(looked)} if history else {})})
+        return
+    rows = []
+    for start in found:
+        longest = max(start.analysis.path, key=lambda one: one.seconds, default=None)
+        longest_text = f"{longest.label} {longest.seconds:.1f} s" if longest else ""
+        count = len(start.analysis.stragglers)
+        rows.append(
+            (
+                start.files.name,
+                start.files.began,
+                start.analysis.node_count,
+                _seconds(start.analysis.ready_s) if start.analysis.is_ready else "not ready",
+                longest_text,
+                f"{count} slow node(s)" if count else "",
+            )
+        )
+    columns = ("start", "began", "nodes", "ready s", "longest on the critical path", "notes")
+    emit_table(columns, rows, title=f"starts of job {job}, the newest first")
+    if not history:
+        return
+    click.echo(f"\ntrend: {looked.trend_s:+.2f} s from one start to the next")
+    for change in looked.slower:
+        click.echo(
+            f"slower now: {printable(change.stage)} takes {change.after_s:.1f} s, "
+            f"median before {change.before_s:.1f} s"
+        )
+    for node, count in looked.repeated:
+        click.echo(f"slow again and again: {printable(node)} in {count} of {len(found)} starts")

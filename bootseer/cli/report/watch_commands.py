@@ -1,0 +1,79 @@
+"""`bootseer watch`: which nodes of a start that is under way are where, and what hangs."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from msgspec import to_builtins
+
+from bootseer.cli.output import current_settings, emit_json, json_option, printable
+from bootseer.cli.report.report_output import explained
+from bootseer.errors import NotFoundError
+from bootseer.profile.files import find_start, list_starts
+from bootseer.profile.model.analysis import Analysis
+from bootseer.profile.model.progress import Progress, progress
+
+_EARLIER_MAX = 5
+_SILENT_S = 600.0
+"""A start on whose timelines nothing was written for so long is not under way any more."""
+
+
+@click.command(epilog="Example: bootseer watch llama-70b --times 3")
+@click.argument("job", required=False)
+@click.option(
+    "--times", default=3.0, show_default=True, help="Name stages open for so many medians."
+)
+@click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Look so often.")
+@click.option("--once", is_flag=True, help="Look once, and end.")
+@json_option
+def watch(job: str | None, times: float, every: float, once: bool, as_json: bool) -> None:
+    """Follow the newest start of JOB (default: the configured job) until it is ready.
+
+    Reads the timelines in `timeline_dir`: where the nodes share that folder, those of all nodes.
+    Ends when all processes are ready, or when nothing was noted for ten minutes.
+    """
+    settings = current_settings()
+    job = job or settings.job
+    earlier = _earlier(settings.timeline_dir, job)
+    while True:
+        files = find_start(settings.timeline_dir, job)
+        found = progress(files.stages(), time.time_ns(), times, earlier)
+        if as_json:
+            emit_json(to_builtins(found))
+        else:
+            for line in _lines(job, found):
+                click.echo(printable(line))
+        newest = max(path.stat().st_mtime for path in files.files)
+        if once or _is_over(found) or time.time() - newest > _SILENT_S:
+            return
+        time.sleep(max(0.1, every))
+
+
+def _earlier(directory: Path, job: str) -> Sequence[Analysis]:
+    """The starts before the newest one, as far as they can be read."""
+    starts = list_starts(directory, job)
+    if not starts:
+        raise NotFoundError(f"no timeline of job {job!r} in {directory}")
+    found = [explained(one) for one in starts[1 : _EARLIER_MAX + 1]]
+    return [start.analysis for start in found if start is not None]
+
+
+def _is_over(found: Progress) -> bool:
+    return found.ready_count > 0 and not any(still for _, still, _ in found.stages)
+
+
+def _lines(job: str, found: Progress) -> list[str]:
+    expected = f", expected {found.expected_s:.0f} s" if found.expected_s is not None else ""
+    lines = [
+        f"job {job}: {found.elapsed_s:.0f} s{expected}; {found.node_count} node(s), "
+        f"{found.ready_count} process(es) ready"
+    ]
+    for name, still, done in found.stages:
+        if still:
+            lines.append(f"  {name}: open on {still}, done on {done}")
+    for one in found.hanging:
+        where = f"{one.node}/{one.rank}" if one.rank >= 0 else one.node
+        times = f"open for {one.open_s:.0f} s, median {one.median_s:.1f} s"
+        lines.append(f"  {where} hangs in {one.stage}: {times}")
+    return lines
