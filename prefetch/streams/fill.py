@@ -142,7 +142,7 @@ class Fill:
         for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):
                 is_complete = False
-                if not self._is_quiet() or not self._has_room(fetch.length):
+                if not self.is_quiet() or not self._has_room(fetch.length):
                     return False
                 self.state = "filling"
                 try:
@@ -164,7 +164,7 @@ class Fill:
             return False
         return not is_complete
 
-    def _is_quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Wait until there is no fault for a while; False: stop."""
         faults = self._streams.faults
         while self._seen_faults != faults.fault_count or not self._others_are_quiet():

@@ -116,7 +116,7 @@ def _read_transfer(data: bytes) -> None:
         theirs.shutdown(socket.SHUT_WR)
         nodes = DataNodes(5)
         connection = _Connection(("127.0.0.1", 1), ours)
-        nodes._take = lambda address: connection  # type: ignore[method-assign]
+        nodes.take = lambda address: connection  # type: ignore[method-assign]
         block = StoredBlock(
             0, ExtendedBlock("pool", 7, 1, 4096), b"token", (Replica(("127.0.0.1", 1)),)
         )

@@ -106,7 +106,7 @@ def test_it_pauses_while_there_are_faults(streams: BlobStreams, tree: Tree) -> N
 
     streams.fill = filling  # type: ignore[method-assign]
     states: list[str] = []
-    is_quiet = fill._is_quiet
+    is_quiet = fill.is_quiet
 
     def watching() -> bool:
         before = fill._seen_faults
@@ -114,7 +114,7 @@ def test_it_pauses_while_there_are_faults(streams: BlobStreams, tree: Tree) -> N
         states.append("waited" if fill._seen_faults != before else "went on")
         return answer
 
-    fill._is_quiet = watching  # type: ignore[method-assign]
+    fill.is_quiet = watching  # type: ignore[method-assign]
     fill.start()
     wait_for(lambda: fill.state == "complete")
     assert states[:3] == ["waited", "waited", "went on"]

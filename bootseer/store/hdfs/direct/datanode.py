@@ -115,7 +115,7 @@ class DataNodes:
         end = min(-(-(within + len(target)) // _ALIGNMENT) * _ALIGNMENT, block.length)
         before = memoryview(bytearray(within - start))
         behind = memoryview(bytearray(end - within - len(target)))
-        connection = self._take(address)
+        connection = self.take(address)
         end_s = time.monotonic() + self._silence_max_s
         request = messages.op_read_block(block.block, block.token, _CLIENT, start, end - start)
         connection.socket.sendall(request)
@@ -212,7 +212,7 @@ class DataNodes:
 
     # ---- connections ------------------------------------------------------------------------
 
-    def _take(self, address: Address) -> _Connection:
+    def take(self, address: Address) -> _Connection:
         with self._lock:
             self._forget_old()
             for index in reversed(range(len(self._idle))):
