@@ -48,7 +48,12 @@ print("right", flush=True)
 CHECK_AND_SAVE = """
 import hashlib, os, random, sys, time
 folder, number, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def check_mounted():
+    # Who ends a server by SIGTERM unmounts: the job sees the folder beneath.
+    if not os.path.ismount(folder):
+        sys.exit("nothing is mounted any more")
 names = sorted(os.listdir(folder))
+check_mounted()
 if gone := set(sys.argv[4:]) - set(names):
     sys.exit(f"WRONG BYTES: none of {sorted(gone)}, which were saved, only {names}")
 for name in names:
@@ -65,6 +70,7 @@ with open(path + ".tmp", "wb") as file:
         time.sleep(0.02)
     os.fsync(file.fileno())
 os.replace(path + ".tmp", path)
+check_mounted()
 print("right", flush=True)
 """
 
