@@ -7,21 +7,18 @@ to a server that died; `ending` removes it. Edge module; any thread.
 
 import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from bootseer.base.documents import to_builtins
+from bootseer.base.documents import Form
 from bootseer.errors import from_oserror
 from bootseer.linux.private_files import (
-    is_own,
     private_directory,
-    private_opener,
+    read_private_file,
     write_private_file,
 )
 from bootseer.linux.removal import remove_tree
@@ -34,7 +31,6 @@ LINK = "link"
 """The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
 
 _STATE = "state.json"
-_STATE_BYTES_MAX = 1 << 20
 # Looking whether somebody holds a lock takes as long as one system call.
 _LOOK_S = 0.01
 _LOOK_MAX_S = 2.0
@@ -76,6 +72,9 @@ class MountState(Struct, frozen=True):
     def processes(self) -> tuple[tuple[int, str], ...]:
         """Each of the server's processes: its id, and when it started."""
         return ((self.pid, self.pid_started), (self.worker_pid, self.worker_started))
+
+
+_STATE_FORM: Form[MountState] = Form(type=MountState, size_max=1 << 20)
 
 
 def new_identity() -> str:
@@ -159,26 +158,19 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 
 def write_state(directory: Path, state: MountState) -> None:
     """In one step. Raises: BootseerError."""
-    document = to_builtins(state)
+    document = _STATE_FORM.to_document(state)
     if state.purpose == CHECKPOINT:
         # Earlier releases ask for it, and take what has none for no image of theirs.
         del document["scratch"]
     try:
-        write_private_file(directory / _STATE, json.dumps(document).encode("ascii"))
+        write_private_file(directory / _STATE, _STATE_FORM.encode_document(document))
     except OSError as error:
         raise from_oserror(error, f"write the state of the mount to {directory}") from error
 
 
 def read_state(directory: Path) -> MountState | None:
     """None where there is none, none that can be read, or another user's: not to be acted upon."""
-    try:
-        with open(directory / _STATE, "rb", opener=private_opener) as file:
-            if not is_own(os.fstat(file.fileno())):
-                return None
-            # Not msgspec's decoder: a path may be no UTF-8.
-            return msgspec.convert(json.loads(file.read(_STATE_BYTES_MAX)), MountState)
-    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return None
+    return read_private_file(directory / _STATE, _STATE_FORM)
 
 
 def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:

@@ -7,19 +7,16 @@ their server has ended. Whether it lives its processes tell. Any thread.
 
 import contextlib
 import hashlib
-import json
 import os
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from bootseer.linux.private_files import is_own
+from bootseer.base.documents import Form
+from bootseer.linux.private_files import read_private_file
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import CHECKPOINT, MountState
 from bootseer.served.status import Known, known_servers
-
-_STATE_BYTES_MAX = 1 << 20
 
 
 def known_mounts(run_dir: Path) -> list[Known]:
@@ -47,6 +44,10 @@ class _EarlierState(Struct, frozen=True):
     worker_ticks: int = 0
     root_was_made: bool = False
     ended: bool = False
+    unwritten: tuple[str, ...] = ()
+
+
+_EARLIER: Form[_EarlierState] = Form(type=_EarlierState, size_max=1 << 20)
 
 
 def earlier_files(run_dir: Path, directory: Path) -> Path:
@@ -60,7 +61,8 @@ def earlier_mounts(run_dir: Path) -> list[Known]:
     names begin with."""
     found = []
     for path in sorted((run_dir / "checkpoint-mounts").glob("*.json")):
-        earlier = _read_earlier(path)
+        # It names processes to be ended: another user's is not read.
+        earlier = read_private_file(path, _EARLIER)
         if earlier is None or earlier.ended:
             continue
         state = MountState(
@@ -82,24 +84,11 @@ def earlier_mounts(run_dir: Path) -> list[Known]:
     return found
 
 
-def _read_earlier(path: Path) -> _EarlierState | None:
-    try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as file:
-            if not is_own(os.fstat(file.fileno())):
-                # It names processes to be ended.
-                return None
-            return msgspec.convert(json.loads(file.read(_STATE_BYTES_MAX)), _EarlierState)
-    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return None
-
-
 def forget_earlier(one: Known) -> tuple[str, ...]:
     """Remove the files of a server of an earlier release that has ended; the files that it said it
     has left unwritten. Raises nothing."""
-    unwritten: tuple[str, ...] = ()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        unwritten = tuple(json.loads(one.folder.with_suffix(".json").read_bytes())["unwritten"])
+    earlier = read_private_file(one.folder.with_suffix(".json"), _EARLIER)
     for suffix in (".journal", ".control", ".json", ".log"):
         with contextlib.suppress(OSError):
             one.folder.with_suffix(suffix).unlink(missing_ok=True)
-    return unwritten
+    return earlier.unwritten if earlier else ()
