@@ -57,6 +57,9 @@ class UnknownFormatError(BootseerError, ValueError):
 class UnavailableError(BootseerError, ConnectionError):
     """A server, store or mount cannot be reached now; trying later may help."""
 
+    retry_after_s = 0.0
+    """How long to wait at least, as the server said."""
+
 
 class UnsupportedError(BootseerError, OSError):
     """This kernel, machine, privilege or backend cannot do what was asked."""

@@ -26,6 +26,7 @@ from bootseer.base.redact import public_url
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
 from bootseer.store import open_backend
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
+from bootseer.transfer.attempt import Attempt
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
 SLICE_BYTES = 256 << 10
@@ -122,9 +123,11 @@ class LimitedBackend:
         self._meter.move("r", path, len(data))
         return data
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
         self._meter.request()
-        count = self._inner.read_into(path, offset, buffer)
+        count = self._inner.read_into(path, offset, buffer, attempt)
         self._meter.move("r", path, count)
         return count
 

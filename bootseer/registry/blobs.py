@@ -17,9 +17,11 @@ from bootseer.registry.download import (
     LargeBlob,
     OpenedRange,
 )
-from bootseer.registry.http.retry import STALL_S
 from bootseer.registry.servers import Servers
 from bootseer.registry.session import Session
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import STALL_S, Pace
+from bootseer.transfer.policy import ONCE, Policy
 
 _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 
@@ -29,7 +31,8 @@ class BlobReader:
 
     def __init__(self, servers: Servers, deadline_s: float) -> None:
         self._servers = servers
-        self._deadline_s = deadline_s
+        self._stall_s = min(STALL_S, deadline_s)
+        self._pace = Pace()
         self._givers: dict[str, Callable[[], None]] = {}
         """Per blob read from its start: notes a failure of the server that gave it."""
 
@@ -37,6 +40,30 @@ class BlobReader:
         """The bytes [start, end) of a blob of `size_bytes`, not verified. Raises: as `manifest`."""
         with self._stream(digest, size_bytes, start, min(end, size_bytes)) as stream:
             return stream.readall() or b""
+
+    def read_into(
+        self, digest: str, size_bytes: int, start: int, buffer: memoryview, attempt: Attempt
+    ) -> int:
+        """Fill `buffer` from `start`, once: who makes the attempt goes on where it ended. Returns
+        the count. Raises: as `manifest`."""
+        end, done = min(start + len(buffer), size_bytes), 0
+
+        def open_range(start: int, end: int, _: bool) -> OpenedRange:
+            return self._open_range(digest, size_bytes, start, end, attempt.is_second, ONCE)
+
+        # Whether it is late is seen by who makes the attempt.
+        with BlobStream(
+            open_range,
+            start,
+            end,
+            self._name(digest),
+            pace=Pace(credit=0.0),
+            policy=ONCE,
+            stall_s=self._stall_s,
+        ) as stream:
+            while (data := stream.read(len(buffer) - done)) and attempt.put(done, buffer, data):
+                done += len(data)
+        return done
 
     def open(self, digest: str, size_bytes: int) -> BinaryIO:
         """A whole blob of `size_bytes` for one read from start to end, which survives broken
@@ -53,16 +80,39 @@ class BlobReader:
         if not first.is_ranged:
             first.extend(size_bytes)
             return cast(BinaryIO, first)
-        return cast(
-            BinaryIO, LargeBlob(first, partial(self._stream, digest, size_bytes), size_bytes)
+        large = LargeBlob(
+            first,
+            partial(self._stream, digest, size_bytes),
+            lambda _, *part: self.read_into(digest, size_bytes, *part),
+            size_bytes,
+            policy=self._servers.policy,
+            stall_s=self._stall_s,
         )
+        return cast(BinaryIO, large)
+
+    def _name(self, digest: str) -> str:
+        return f"{self._servers.name}@{digest[:19]}"
 
     def _stream(self, digest: str, size_bytes: int, start: int, end: int) -> BlobStream:
-        what = f"{self._servers.name}@{digest[:19]}"
-        window_s = min(STALL_S, self._deadline_s)
-        return BlobStream(partial(self._open_range, digest, size_bytes), start, end, what, window_s)
+        return BlobStream(
+            partial(self._open_range, digest, size_bytes),
+            start,
+            end,
+            self._name(digest),
+            pace=self._pace,
+            policy=self._servers.policy,
+            stall_s=self._stall_s,
+        )
 
-    def _open_range(self, digest: str, size_bytes: int, start: int, end: int) -> OpenedRange:
+    def _open_range(
+        self,
+        digest: str,
+        size_bytes: int,
+        start: int,
+        end: int,
+        is_second: bool,
+        policy: Policy | None = None,
+    ) -> OpenedRange:
         def get(session: Session) -> OpenedRange:
             headers = {"Range": f"bytes={start}-{end - 1}"}
             response = session.open("GET", f"blobs/{digest}", headers=headers)
@@ -83,4 +133,4 @@ class BlobReader:
             skip_bytes = 0 if partial_answer else start
             return OpenedRange(response, skip_bytes, partial_answer, session.note_failure)
 
-        return self._servers.ask("pull", get)
+        return self._servers.ask("pull", get, policy=policy, is_second=is_second)

@@ -40,6 +40,7 @@ from bootseer.registry.login.credentials import Credential, find_credential
 from bootseer.registry.reference import Reference
 from bootseer.registry.servers import Servers
 from bootseer.registry.session import Body, Session
+from bootseer.transfer.policy import REQUEST, Policy
 
 MANIFEST_BYTES_MAX = 8 * 2**20
 """Twice what registries accept."""
@@ -61,13 +62,14 @@ class RegistryClient(Closing):
         *,
         find_login: Callable[[str, str], Credential | None] = find_credential,
         deadline_s: float = 60.0,
+        policy: Policy = REQUEST,
     ) -> None:
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
         longer than `deadline_s`, and no operation without progress."""
         self._deadline_s = deadline_s
         self._has_referrers = True
         """Until the registry says that it has no such thing."""
-        self._servers = Servers(repository, hosts, find_login, deadline_s)
+        self._servers = Servers(repository, hosts, find_login, deadline_s, policy)
         self._ask = self._servers.ask
         self.name = self._servers.name
         """For messages."""

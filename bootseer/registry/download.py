@@ -7,15 +7,21 @@ one thread, but may be closed from another.
 
 import io
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import inf
 
 from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.registry.http.retry import ATTEMPTS_MAX, FLOOR_BYTES_PER_S, STALL_S, Floor, backoff_s
 from bootseer.registry.http.transport import Response
+from bootseer.transfer.executor import Batch, Executor
+from bootseer.transfer.flight import Reader
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
+from bootseer.transfer.plan import Chunk, Priority, covering
+from bootseer.transfer.policy import REQUEST, Attempts, Policy
 
 _PIECE_BYTES = 2**20
 PART_BYTES = 8 * 2**20
@@ -42,31 +48,71 @@ class OpenedRange(Struct, frozen=True):
     """Has another server asked first the next time."""
 
 
-OpenRange = Callable[[int, int], OpenedRange]
-"""Opens the bytes [start, end) of one blob. Raises: as `BlobReader.open`."""
+OpenRange = Callable[[int, int, bool], OpenedRange]
+"""Opens the bytes [start, end) of one blob; True: the first server is late with them. Raises: as
+`BlobReader.open`."""
 
 
-class BlobStream(io.RawIOBase):
-    """The bytes [start, end) of a blob. Gives up after `ATTEMPTS_MAX` interruptions without
-    progress in between."""
+class _Blob(io.RawIOBase):
+    """What is read in order, in pieces of any size."""
+
+    def readable(self) -> bool:
+        return True
+
+    @abstractmethod
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes, as they come; b"" only at the end."""
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        """All that is left. Raises: as `read`."""
+        # The inherited one takes pieces of 8 KiB, each of which costs what a large one does.
+        return b"".join(iter(lambda: self.read(_PIECE_BYTES), b""))
+
+
+class BlobStream(_Blob):
+    """The bytes [start, end) of a blob through one connection; another one goes on where it breaks.
+
+    One that is late (`pace`) is left for another one as well, while `pace` has credit for that.
+    """
 
     def __init__(
-        self, open_range: OpenRange, start: int, end: int, what: str, window_s: float = STALL_S
+        self,
+        open_range: OpenRange,
+        start: int,
+        end: int,
+        what: str,
+        *,
+        pace: Pace,
+        policy: Policy = REQUEST,
+        stall_s: float = STALL_S,
     ) -> None:
         super().__init__()
         self._open_range = open_range
         self._position = start
         self._end = end
-        self._what = what
-        self._window_s = window_s
-        self._floor = Floor(window_s)
+        self.what = what
+        """For messages."""
+        self._pace = pace
+        self._stall_s = stall_s
+        self._attempts = Attempts(policy)
         self._opened: OpenedRange | None = None
+        self._is_second = False
         self._skip_bytes = 0
-        self._failures_count = 0
-        self._since_failure_bytes = 0
+        self._limit_s = 0.0
+        self._begin_window()
 
-    def readable(self) -> bool:
-        return True
+    def _begin_window(self) -> None:
+        """What comes from here on is judged by itself."""
+        self._progress = Progress(0.0)
+        self._done_bytes = 0
+        self._began_s = time.monotonic()
+        # Only time spent in waiting counts against a connection, not what its reader takes.
+        self._waited_s = 0.0
 
     def extend(self, end: int) -> None:
         """Read on to `end`, from a server whose answer goes on."""
@@ -87,17 +133,9 @@ class BlobStream(io.RawIOBase):
             return self.readall()
         while self._position < self._end and size:
             body = self._body()
-            started = time.monotonic()
             wanted = self._skip_bytes or min(size, self._end - self._position)
             try:
-                data = body.response.read(min(wanted, _PIECE_BYTES))
-                if not data:
-                    raise UnavailableError(f"{body.response.server} cut off {self._what}")
-                if self._floor.is_dead(len(data), time.monotonic() - started):
-                    raise DeadlineError(
-                        f"{body.response.server} sends {self._what} slower than "
-                        f"{FLOOR_BYTES_PER_S} bytes a second"
-                    )
+                data = self._piece(body, min(wanted, _PIECE_BYTES))
             except (UnavailableError, DeadlineError) as error:
                 self._interrupted(error)
                 continue
@@ -105,50 +143,62 @@ class BlobStream(io.RawIOBase):
                 self._skip_bytes -= len(data)
                 continue
             self._position += len(data)
-            self._note_progress(len(data))
             if self._position == self._end:
                 self._finish(body)
             return data
         return b""
 
-    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        """All that is left. Raises: as `read`."""
-        # The inherited one takes pieces of 8 KiB, each of which costs what a large one does.
-        return b"".join(iter(lambda: self.read(_PIECE_BYTES), b""))
+    def _piece(self, body: OpenedRange, size: int) -> bytes:
+        """What comes next. Raises: UnavailableError, DeadlineError where it is late."""
+        response, length = body.response, min(PART_BYTES, self._end - self._position)
+        limit_s = self._pace.silent_limit_s(length) if self._pace.has_credit else self._stall_s
+        if limit_s != self._limit_s:
+            self._limit_s = limit_s
+            response.wait_at_most(min(limit_s, self._stall_s))
+        started_s = time.monotonic()
+        try:
+            data = response.read(size)
+        finally:
+            self._waited_s += time.monotonic() - started_s
+        if not data:
+            raise UnavailableError(f"{response.server} cut off {self.what}")
+        self._done_bytes += len(data)
+        silent_s = self._progress.silent_s(self._done_bytes, self._waited_s)
+        length += self._done_bytes
+        late = self._pace.is_late_alike(length, self._done_bytes, self._waited_s, silent_s)
+        if silent_s >= self._stall_s or (late and self._pace.has_credit):
+            raise DeadlineError(f"{response.server} sends {self.what} too slowly")
+        if self._done_bytes >= PART_BYTES:
+            self._pace.note(self._done_bytes, time.monotonic() - self._began_s)
+            self._begin_window()
+        if self._done_bytes >= FLOOR_BYTES_PER_S * self._stall_s:
+            self._attempts.progressed()
+        return data
 
     def _body(self) -> OpenedRange:
         if self._opened is None:
-            self._opened = self._open_range(self._position, self._end)
+            self._opened = self._open_range(self._position, self._end, self._is_second)
+            self._is_second = False
             self._skip_bytes = self._opened.skip_bytes
-            self._floor = Floor(self._window_s)
+            self._limit_s = 0.0
+            self._begin_window()
         return self._opened
 
-    def _note_progress(self, count_bytes: int) -> None:
-        self._since_failure_bytes += count_bytes
-        # A trickle below the floor is not progress, or it would go on for ever.
-        if self._since_failure_bytes >= FLOOR_BYTES_PER_S * self._window_s:
-            self._failures_count = 0
-
     def _interrupted(self, error: Exception) -> None:
-        self._drop()
-        self._failures_count += 1
-        self._since_failure_bytes = 0
-        if self._failures_count >= ATTEMPTS_MAX:
-            raise error
-        # The first time at once: a connection that was cut says nothing about the next one.
-        if self._failures_count > 1:
-            time.sleep(backoff_s(self._failures_count - 1))
-
-    def _drop(self) -> None:
+        """Have another connection go on. Raises: `error` where it was the last attempt."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            opened.note_failure()
             opened.response.close()
+        if isinstance(error, DeadlineError) and self._waited_s < self._stall_s:
+            # Late, which is no failure: others of the server's connections may do.
+            self._is_second = self._pace.spend()
+        if not self._is_second:
+            if opened is not None:
+                opened.note_failure()
+            pause_s = self._attempts.pause_s(error)
+            if pause_s is None:
+                raise error
+            time.sleep(pause_s)
 
     def _finish(self, body: OpenedRange) -> None:
         """Give the connection back, which a read of its end does."""
@@ -168,27 +218,42 @@ class BlobStream(io.RawIOBase):
         super().close()
 
 
-class LargeBlob(io.RawIOBase):
+class LargeBlob(_Blob):
     """A whole blob in order. Where one connection turns out to be slow, several parts are fetched
     at once, of which at most `STREAMS_COUNT` + 1 are in memory."""
 
     def __init__(
-        self, first: BlobStream, open_part: Callable[[int, int], BlobStream], size_bytes: int
+        self,
+        first: BlobStream,
+        open_rest: Callable[[int, int], BlobStream],
+        read_part: Reader,
+        size_bytes: int,
+        *,
+        policy: Policy,
+        stall_s: float,
     ) -> None:
-        """`first` is the stream of the first `FIRST_BYTES`."""
+        """`first` is the stream of the first `FIRST_BYTES`, `open_rest` one of the bytes
+        [start, end); `read_part` reads a part for an executor."""
         super().__init__()
-        self._open_part = open_part
+        self._open_rest = open_rest
         self._size_bytes = size_bytes
         self._single: BlobStream | None = first
         self._waited_s = 0.0
         self._next = FIRST_BYTES
-        self._stopped = False
-        self._pieces: deque[bytes] = deque()
-        self._pool: ThreadPoolExecutor | None = None
-        self._parts: deque[Future[deque[bytes]]] = deque()
-
-    def readable(self) -> bool:
-        return True
+        self._what = first.what
+        self._part = memoryview(b"")
+        self._new_executor = partial(
+            Executor,
+            read_part,
+            workers=STREAMS_COUNT,
+            # As long as bytes come: how long a part may take nobody can say.
+            deadline_s=inf,
+            attempt_deadline_s=stall_s,
+            policy=policy,
+        )
+        self._executor: Executor | None = None
+        self._parts: deque[tuple[Chunk, Batch]] = deque()
+        self._came: dict[Chunk, memoryview] = {}
 
     def _go_on(self) -> None:
         """After the first part, by whose speed the way of reading the rest is chosen."""
@@ -198,25 +263,21 @@ class LargeBlob(io.RawIOBase):
         if self._next >= self._size_bytes:
             return
         if FAST_BYTES_PER_S * self._waited_s < FIRST_BYTES:
-            self._single = self._open_part(self._next, self._size_bytes)
+            self._single = self._open_rest(self._next, self._size_bytes)
             self._next = self._size_bytes
             return
-        self._pool = ThreadPoolExecutor(STREAMS_COUNT, thread_name_prefix="blob-part")
-        self._fill(self._pool)
+        self._executor = self._new_executor()
+        self._fill(self._executor)
 
-    def _fill(self, pool: ThreadPoolExecutor) -> None:
+    def _fill(self, executor: Executor) -> None:
         while self._next < self._size_bytes and len(self._parts) < STREAMS_COUNT:
-            end = min(self._next + PART_BYTES, self._size_bytes)
-            part = self._open_part(self._next, end)
-            self._parts.append(pool.submit(self._fetch, part))
-            self._next = end
+            part = Chunk(self._what, self._next, min(PART_BYTES, self._size_bytes - self._next))
+            fetch = covering((part,), Priority.PREFETCH)
+            self._parts.append((part, executor.submit([fetch], self._keep)))
+            self._next = part.end
 
-    def _fetch(self, part: BlobStream) -> deque[bytes]:
-        pieces: deque[bytes] = deque()
-        with part:
-            while not self._stopped and (data := part.read(_PIECE_BYTES)):
-                pieces.append(data)
-        return pieces
+    def _keep(self, part: Chunk, data: memoryview) -> None:
+        self._came[part] = data
 
     def read(self, size: int = -1, /) -> bytes:
         """As `BlobStream.read`."""
@@ -228,28 +289,20 @@ class LargeBlob(io.RawIOBase):
                 self._waited_s += time.monotonic() - started
                 return data
             self._go_on()
-        while not self._pieces and self._parts and self._pool:
-            self._pieces = self._parts.popleft().result()
-            self._fill(self._pool)
-        if not self._pieces or not size:
-            return b""
-        data = self._pieces.popleft()
-        if len(data) > size:
-            self._pieces.appendleft(data[size:])
-            data = data[:size]
+        if not self._part and self._parts and self._executor:
+            part, batch = self._parts.popleft()
+            batch.wait()
+            self._part = self._came.pop(part)
+            self._fill(self._executor)
+        data = bytes(self._part[: min(size, _PIECE_BYTES)])
+        self._part = self._part[len(data) :]
         return data
-
-    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
     def close(self) -> None:
         """Idempotent; the threads end after the piece they wait for."""
-        self._stopped = True
         if self._single is not None:
             self._single.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._executor is not None:
+            self._executor.close()
         self._parts.clear()
         super().close()

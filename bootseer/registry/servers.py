@@ -1,7 +1,6 @@
 """The servers of one repository: which is asked when, and when all of them are asked again.
 
-Alone owns the order (as configured, those that failed lately last) and the rounds, with growing
-waits between. Thread-safe.
+Alone owns the order (as configured, those that failed lately last) and the rounds. Thread-safe.
 """
 
 import logging
@@ -17,9 +16,9 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.retry import ATTEMPTS_MAX, TransientError, backoff_s
 from bootseer.registry.login.credentials import Credential
 from bootseer.registry.session import Session
+from bootseer.transfer.policy import REQUEST, Attempts, Policy
 
 _log = logging.getLogger(__name__)
 
@@ -35,67 +34,71 @@ class Servers:
         hosts: Sequence[Host],
         find_login: Callable[[str, str], Credential | None],
         deadline_s: float,
+        policy: Policy = REQUEST,
     ) -> None:
+        """`policy`: how often all servers are asked in turn."""
         own = next((host for host in hosts if host.is_registry), hosts[-1])
         self.name = f"{own.name}/{repository}"
         """For messages."""
         self._deadline_s = deadline_s
+        self.policy = policy
         self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
 
     def ask(
-        self, capability: str, function: Callable[[Session], _Result], *, more_s: float = 0.0
+        self,
+        capability: str,
+        function: Callable[[Session], _Result],
+        *,
+        more_s: float = 0.0,
+        policy: Policy | None = None,
+        is_second: bool = False,
     ) -> _Result:
         """What `function` returns for the first server with `capability` for which it succeeds.
 
         What the registry itself says (not found, no access) is final; what a mirror says is so
         only when nobody else knows better. No attempt begins later than the deadline and `more_s`.
+        `is_second`: the first server is late with it, and asked last.
 
         Raises: what `function` raised; UnsupportedError where
         no server has the capability.
         """
-        started = time.monotonic()
         able = [s for s in self._sessions if capability in s.host.capabilities]
         if not able:
             raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
-        failures_count = 0
+        if is_second:
+            able = [*able[1:], able[0]]
+        attempts = Attempts(policy or self.policy, self._deadline_s + more_s)
         while True:
-            failures_count += 1
-            error, wait_s = self._ask_each(able, function)
+            error, is_final = self._ask_each(able, function)
             if not isinstance(error, BootseerError):
                 return error
-            if wait_s is None:
+            pause_s = None if is_final else attempts.pause_s(error)
+            if pause_s is None:
                 raise error
-            _log.info("attempt %d: %s", failures_count, error)
-            wait_s = max(wait_s, backoff_s(failures_count))
-            left_s = started + self._deadline_s + more_s - time.monotonic()
-            # A bit may flip on its way; what is wrong twice is stored like that.
-            is_wrong = isinstance(error, CorruptError) and failures_count > 1
-            if failures_count == ATTEMPTS_MAX or wait_s > left_s or is_wrong:
-                raise error
-            time.sleep(wait_s)
+            _log.info("attempt %d: %s", attempts.failures_count, error)
+            time.sleep(pause_s)
 
     def _ask_each(
         self, able: Sequence[Session], function: Callable[[Session], _Result]
-    ) -> tuple[_Result | BootseerError, float | None]:
-        """A result; or an error, and after how long to ask again (None: never)."""
-        transient: BootseerError | None = None
+    ) -> tuple[_Result | BootseerError, bool]:
+        """A result; or an error, and whether asking again would not change it."""
+        transient: list[BootseerError] = []
         final: BootseerError | None = None
-        waits_s: list[float] = []
         for session in sorted(able, key=lambda s: s.is_suspect):
             try:
-                return function(session), None
+                return function(session), True
             except (UnavailableError, DeadlineError, CorruptError) as error:
                 session.note_failure()
-                transient = error
-                waits_s.append(error.retry_after_s if isinstance(error, TransientError) else 0.0)
+                transient.append(error)
             except BootseerError as error:
                 if session.host.is_registry or session is able[-1]:
-                    return error, None
+                    return error, True
                 final = error
-        if transient is not None:
-            return transient, min(waits_s)
+        if transient:
+            # The one that asks for the shortest wait.
+            return min(reversed(transient), key=lambda e: getattr(e, "retry_after_s", 0.0)), False
         assert final is not None
-        return final, None
+        return final, True
 
     def close(self) -> None:
         """Close idle connections. Idempotent."""

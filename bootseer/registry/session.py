@@ -24,7 +24,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.retry import TransientError, is_transient, retry_after_s
+from bootseer.registry.http.status import is_transient, retry_after_s
 from bootseer.registry.http.transport import Response, Transport
 from bootseer.registry.login.credentials import Credential
 from bootseer.registry.login.tokens import Authorizer
@@ -91,8 +91,8 @@ class Session:
         """The successful answer (2xx) to a request for `path`, relative to the repository's URL or
         a URL that the registry gave. Close it. Its head may take `more_s` beyond the deadline.
 
-        Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError (with
-        `retry_after_s` when it is a TransientError), DeadlineError, CorruptError.
+        Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError,
+        DeadlineError, CorruptError.
         """
         url = self._url(path, query or {})
         action = "pull" if method in ("GET", "HEAD") else "push"
@@ -167,7 +167,7 @@ class Session:
                 if not own and response.status in (400, 401, 403):
                     # A signed URL that has expired is asked for anew.
                     response.close()
-                    raise TransientError(
+                    raise UnavailableError(
                         f"{response.server}, where {self.name} sent us, answered {response.status}"
                     )
                 if not own and method == "GET" and "/blobs/" in asked:
@@ -221,8 +221,11 @@ class Session:
                 f"{message}; it may need another login (docker login {self.host.name})"
             )
         if is_transient(status):
-            wait_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-            return TransientError(message, wait_s)
+            busy = UnavailableError(message)
+            busy.retry_after_s = retry_after_s(
+                response.headers.get("Retry-After"), datetime.now(UTC)
+            )
+            return busy
         if status == 416:
             return CorruptError(f"{self.name}: {what}: it is shorter than declared")
         if status == 405:

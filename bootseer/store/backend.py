@@ -9,10 +9,11 @@ Threading: every method may be called from any thread at once; a `Writer` belong
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from msgspec import Struct
+
+from bootseer.transfer.attempt import Attempt
 
 Piece = bytes | bytearray
 """What is written: a memoryview costs hdfs-native 13 s/GiB."""
@@ -106,12 +107,7 @@ class Writer(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -148,8 +144,11 @@ class Backend(Protocol):
         """
         ...
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset`; returns the count, short only at the end of the file."""
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        """Fill `buffer` from `offset`; returns the count, short only at the end of the file or
+        when `attempt`, which is told how much has come, was given up."""
         ...
 
     def create(self, path: str, *, overwrite: bool = False) -> Writer:

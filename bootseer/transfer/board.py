@@ -9,24 +9,59 @@ import heapq
 import itertools
 import logging
 import math
-import random
 from collections.abc import Callable, Iterable
 
 from bootseer.errors import BootseerError
 from bootseer.transfer.flight import Deliver, Flight, Phase, Task, Ticket
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering, remaining
-from bootseer.transfer.queue import TaskQueue
-from bootseer.transfer.retry import RetryPolicy, as_bootseer_error, is_retryable
+from bootseer.transfer.policy import Policy, as_bootseer_error, dice, is_retryable
 from bootseer.transfer.statistics import Recorder
 
 logger = logging.getLogger(__name__)
+
+
+class TaskQueue:
+    """Tasks by priority. One that was promoted or cancelled leaves a stale entry behind, which
+    is skipped when it surfaces: moving a task costs one push, never a search."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[Priority, list[tuple[int, int, Task]]] = {p: [] for p in Priority}
+        self._tie = itertools.count()
+
+    def put(self, task: Task) -> None:
+        """Queue `task` by its priority and sequence."""
+        task.phase = Phase.QUEUED
+        entry = (task.sequence, next(self._tie), task)
+        heapq.heappush(self._heaps[task.priority], entry)
+
+    def peek(self, priority: Priority) -> Task | None:
+        """The next task of this priority, left where it is."""
+        heap = self._heaps[priority]
+        while heap:
+            task = heap[0][2]
+            if task.phase is Phase.QUEUED and task.priority is priority:
+                return task
+            heapq.heappop(heap)
+        return None
+
+    def pop(self, priority: Priority) -> Task | None:
+        """The next task of this priority, taken out."""
+        task = self.peek(priority)
+        if task is not None:
+            heapq.heappop(self._heaps[priority])
+        return task
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for heap in self._heaps.values():
+            heap.clear()
 
 
 class Board:
     """State of all transfers of one executor."""
 
     def __init__(
-        self, policy: RetryPolicy, recorder: Recorder, wake: Callable[[Priority], None]
+        self, policy: Policy, recorder: Recorder, wake: Callable[[Priority], None]
     ) -> None:
         """`wake(priority)` is called whenever a task of that priority has been queued."""
         self.queue = TaskQueue()
@@ -36,7 +71,6 @@ class Board:
         self._pending: dict[Chunk, Flight] = {}
         self._resting: list[tuple[float, int, Task]] = []
         self._numbers = itertools.count()
-        self._random = random.Random()
 
     def request(
         self,
@@ -231,9 +265,10 @@ class Board:
     def _rest_or_fail(self, task: Task, error: BaseException, now_s: float) -> None:
         fetch = task.fetch
         what = f"read bytes {fetch.offset} to {fetch.offset + fetch.length} of {fetch.key}"
-        delay_s = self._policy.delay_s(task.attempts_made, self._random.random())
-        deadline_s = math.inf if task.deadline_s is None else task.deadline_s
-        if self._policy.allows(error, task.attempts_made) and now_s + delay_s < deadline_s:
+        left_s = math.inf if task.deadline_s is None else task.deadline_s - now_s
+        fraction = dice()
+        delay_s = self._policy.pause_s(error, task.attempts_made, left_s, fraction)
+        if delay_s is not None:
             logger.debug("will %s again in %.3f s: %s", what, delay_s, error)
             self._recorder.retry_count += 1
             self._rest(task, now_s + delay_s)

@@ -9,40 +9,22 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.board import Board
-from bootseer.transfer.flight import Flight, Phase, Task
+from bootseer.transfer.flight import Flight, Phase, Reader, Reading, Task
 from bootseer.transfer.lanes import Lane, Worker
+from bootseer.transfer.pace import LOOK_AFTER_S, TokenBucket
 from bootseer.transfer.plan import Priority
-from bootseer.transfer.rate import TokenBucket
-from bootseer.transfer.retry import RetryPolicy, as_bootseer_error
+from bootseer.transfer.policy import Policy, as_bootseer_error
+from bootseer.transfer.running import Running
 from bootseer.transfer.statistics import Recorder
 
 logger = logging.getLogger(__name__)
 
-Reader: TypeAlias = Callable[[str, int, int], bytes | memoryview]
-"""`read(key, offset, length)`: the bytes, exactly `length` of them, or an exception."""
-
 # How long `close` waits for threads that are inside a read; one that hangs is a daemon and is left.
 _CLOSE_S = 2.0
-
-
-class _Attempt:
-    """One worker carrying out one task once. Void as soon as it is not among the running."""
-
-    __slots__ = ("deadline_s", "fetch", "flights", "is_landing", "task", "worker")
-
-    def __init__(self, worker: Worker, task: Task, deadline_s: float) -> None:
-        self.worker = worker
-        self.task = task
-        self.deadline_s = deadline_s
-        self.is_landing = False
-        # Copies: when the attempt is given up, the task goes on without it.
-        self.fetch = task.fetch
-        self.flights = tuple(task.flights.values())
 
 
 class Engine:
@@ -52,7 +34,8 @@ class Engine:
     def __init__(
         self,
         read: Reader,
-        policy: RetryPolicy,
+        policy: Policy,
+        take_buffer: Callable[[int], memoryview],
         *,
         workers: int,
         demand_workers: int,
@@ -65,6 +48,7 @@ class Engine:
         self.recorder = Recorder()
         self.board = Board(policy, self.recorder, self._wake)
         self._read = read
+        self._take_buffer = take_buffer
         self._deadline_s = deadline_s
         self._attempt_deadline_s = attempt_deadline_s
         self._on_progress = on_progress
@@ -74,7 +58,7 @@ class Engine:
         if fill_bytes_per_s is not None:
             self._bucket = TokenBucket(fill_bytes_per_s, now_s=time.monotonic())
         self._fill_at_s = math.inf
-        self._running: set[_Attempt] = set()
+        self._running = Running()
         self._clock: threading.Thread | None = None
         self._clock_alarm = threading.Condition(self.lock)
         self._clock_due_s = math.inf
@@ -134,7 +118,8 @@ class Engine:
     def _take(self, lane: Lane) -> Task | None:
         """The next task for a thread of `lane`."""
         queue = self.board.queue
-        task = queue.pop(Priority.DEMAND)
+        task = self._running.next_late(is_demanded=lane is self._demand_lane)
+        task = task or queue.pop(Priority.DEMAND)
         if task is not None or lane is self._demand_lane:
             return task
         return queue.pop(Priority.PREFETCH) or self._take_fill()
@@ -166,18 +151,18 @@ class Engine:
         self.board.fail(task.flights.values(), late)
         return True
 
-    def _start_attempt(self, worker: Worker, task: Task) -> _Attempt:
+    def _start_attempt(self, worker: Worker, task: Task) -> Reading:
         now_s = time.monotonic()
         if task.deadline_s is None:
             task.deadline_s = now_s + self._deadline_s
         task.phase = Phase.READING
         task.attempts_made += 1
-        attempt = _Attempt(worker, task, min(now_s + self._attempt_deadline_s, task.deadline_s))
+        attempt = Reading(worker, task, self._attempt_deadline_s, now_s)
         self._running.add(attempt)
-        self._alarm(attempt.deadline_s)
+        self._alarm(min(attempt.deadline_s, now_s + LOOK_AFTER_S))
         return attempt
 
-    def _is_void(self, attempt: _Attempt) -> bool:
+    def _is_void(self, attempt: Reading) -> bool:
         return attempt not in self._running
 
     def _work(self, worker: Worker) -> None:
@@ -200,33 +185,33 @@ class Engine:
             # Nothing of the last read may stay alive while the thread is idle.
             del task, attempt
 
-    def _carry_out(self, attempt: _Attempt) -> None:
+    def _carry_out(self, attempt: Reading) -> None:
         """Read, verify, deliver. Takes the lock; never raises."""
         fetch = attempt.fetch
         try:
-            data = self._read(fetch.key, fetch.offset, fetch.length) if fetch.length else b""
-            if len(data) != fetch.length:
+            count = attempt.fill(self._read, self._take_buffer(fetch.length))
+            if count != fetch.length:
                 raise CorruptError(
-                    f"the store returned {len(data)} of {fetch.length} bytes of {fetch.key} "
+                    f"the store returned {count} of {fetch.length} bytes of {fetch.key} "
                     f"from {fetch.offset}"
                 )
         except BaseException as error:  # a worker outlives whatever a reader raises
             with self.lock:
                 if not self._is_void(attempt):
-                    self._running.discard(attempt)
                     now_s = time.monotonic()
-                    self.board.attempt_failed(attempt.task, error, now_s)
+                    self._failed(attempt, error, now_s)
                     self._alarm(self.board.wake_rested(now_s))
             return
         with self.lock:
             if self._is_void(attempt):
                 return
+            self._running.won(attempt, time.monotonic())
             self.recorder.fetch_count += 1
             self.recorder.fetched_bytes += fetch.length
             # Verifying and delivering get as long again, so that a full disk queue is no failure.
             attempt.is_landing = True
             attempt.deadline_s = time.monotonic() + self._attempt_deadline_s
-        whole = memoryview(data)
+        whole = attempt.buffer
         corrupt: list[Flight] = []
         for flight in attempt.flights:
             chunk = flight.chunk
@@ -249,7 +234,7 @@ class Engine:
                 self.board.chunk_corrupt(flight, damage, now_s)
             self._alarm(self.board.wake_rested(now_s))
 
-    def _deliver(self, attempt: _Attempt, flight: Flight, piece: memoryview) -> bool:
+    def _deliver(self, attempt: Reading, flight: Flight, piece: memoryview) -> bool:
         """Hand `piece` to everybody who asked, also to who asks meanwhile, then wake them. False:
         the attempt was given up. Takes the lock; never raises."""
         done_count = 0
@@ -278,23 +263,43 @@ class Engine:
         with self.lock:
             while not self._is_closed:
                 now_s = time.monotonic()
-                for attempt in [a for a in self._running if a.deadline_s <= now_s]:
+                for attempt in self._running.overdue(now_s):
                     self._give_up(attempt, now_s)
+                for attempt in self._running.newly_late(now_s):
+                    self._ask_again(attempt)
                 rested_at_s = self.board.wake_rested(now_s)
                 if self._fill_at_s <= now_s:
                     self._fill_at_s = math.inf
                     self._wake(Priority.FILL)
                 stalled_at_s = self._fail_stalled(now_s)
                 self._clock_due_s = min(
-                    [rested_at_s, self._fill_at_s, stalled_at_s]
-                    + [attempt.deadline_s for attempt in self._running]
+                    rested_at_s, self._fill_at_s, stalled_at_s, self._running.due_s(now_s)
                 )
                 idle = self._clock_due_s == math.inf
                 self._clock_alarm.wait(
                     None if idle else max(0.0, self._clock_due_s - time.monotonic())
                 )
 
-    def _give_up(self, attempt: _Attempt, now_s: float) -> None:
+    def _ask_again(self, attempt: Reading) -> None:
+        """The attempt is late: have another thread, by another connection, bring what it lacks."""
+        logger.debug("asking again for %s, which is late", attempt.fetch.key)
+        self.recorder.retry_count += 1
+        attempt.worker.lane.abandon(attempt.worker)
+        self._wake(attempt.task.priority)
+
+    def _failed(self, attempt: Reading, error: BaseException, now_s: float) -> None:
+        """The attempt brought an error; the task goes on, with the bytes that came."""
+        self._running.discard(attempt)
+        if isinstance(error, CorruptError):
+            attempt.task.earlier = None
+        else:
+            attempt.task.earlier = attempt
+            if attempt.has_progressed:
+                attempt.task.attempts_made = 0
+        if not self._running.beside(attempt):
+            self.board.attempt_failed(attempt.task, error, now_s)
+
+    def _give_up(self, attempt: Reading, now_s: float) -> None:
         """The attempt outlived its deadline: replace its thread, and try elsewhere."""
         self._running.discard(attempt)
         self.recorder.hung_count += 1
@@ -303,14 +308,15 @@ class Engine:
         doing = "keeping" if attempt.is_landing else "reading"
         error = DeadlineError(
             f"{doing} bytes {fetch.offset} to {fetch.offset + fetch.length} of {fetch.key} "
-            f"did not end within {self._attempt_deadline_s:g} s"
+            f"did not go on for {self._attempt_deadline_s:g} s"
         )
         logger.warning("%s", error)
         if attempt.is_landing:
             # The callback may still be at it: the same bytes must not reach it a second time.
             self.board.fail(attempt.task.flights.values(), error)
         else:
-            self.board.attempt_failed(attempt.task, error, now_s)
+            attempt.attempt.give_up()
+            self._failed(attempt, error, now_s)
         # The abandoned thread may be replaced, by one that comes for what waits.
         for priority in Priority:
             if self.board.queue.peek(priority) is not None:

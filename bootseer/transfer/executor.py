@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from bootseer.base.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.transfer.engine import Engine, Reader
-from bootseer.transfer.flight import Deliver, Ticket
+from bootseer.transfer.engine import Engine
+from bootseer.transfer.flight import Deliver, Reader, Ticket
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
-from bootseer.transfer.retry import RetryPolicy, fresh_copy
+from bootseer.transfer.policy import REQUEST, Policy, fresh_copy
 from bootseer.transfer.statistics import Statistics
 
 __all__ = ["Batch", "Deliver", "Executor", "Reader"]
@@ -71,25 +71,30 @@ class Executor(Closing):
         demand_workers: int = 4,
         deadline_s: float = 30.0,
         attempt_deadline_s: float | None = None,
-        attempts: int = 4,
-        retry_base_s: float = 0.05,
+        policy: Policy = REQUEST,
+        take_buffer: Callable[[int], memoryview] = lambda length: memoryview(bytearray(length)),
         fill_bytes_per_s: float | None = None,
         is_cached: Callable[[Chunk], bool] | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         """`deadline_s` covers all attempts at one read, from the first on; `attempt_deadline_s`
-        (default: a third of it) one attempt, after which its thread is given up and replaced.
+        (default: a third of it) is how long one attempt may make no progress; then its thread is
+        given up and replaced.
 
-        `retry_base_s`: the wait after the first failure; it doubles. `fill_bytes_per_s` caps what
-        FILL reads take. `is_cached` closes the gap between a caller's look into its cache and its
-        request: it is asked under the executor's lock, so it must be quick. `on_progress` gets the
-        bytes of each delivered chunk, from worker threads.
+        `policy` says when a read that failed is tried again. One that is late (`pace`) is asked for
+        again on another thread, and so on another connection; the first that ends brings the bytes,
+        and each goes on behind those that came. `take_buffer` gives memory for a read of so many
+        bytes, which is delivered in it. `fill_bytes_per_s` caps what FILL reads take. `is_cached`
+        closes the gap between a caller's look into its cache and its request: it is asked under the
+        executor's lock, so it must be quick. `on_progress` gets the bytes of each delivered chunk,
+        from worker threads.
         """
         self._deadline_s = deadline_s
         self._is_cached = is_cached
         self._engine = Engine(
             read,
-            RetryPolicy(attempts=attempts, base_s=retry_base_s),
+            policy,
+            take_buffer,
             workers=workers,
             demand_workers=demand_workers,
             deadline_s=deadline_s,

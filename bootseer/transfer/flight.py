@@ -1,6 +1,6 @@
 """The model of what is under way: chunks, who waits for them, and the reads that bring them.
 
-Plain state without behaviour of its own. Not thread-safe: the executor's lock guards all of it,
+State, which the board and the engine change. Not thread-safe: the executor's lock guards all of it,
 except that anybody may wait for a `Ticket`.
 """
 
@@ -12,10 +12,16 @@ from typing import TypeAlias
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.lanes import Worker
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
 from bootseer.transfer.plan import Chunk, Fetch, Priority
 
 Deliver: TypeAlias = Callable[[Chunk, memoryview], None]
 """Called once per chunk with its verified bytes, from a worker thread, before any waiter wakes."""
+Reader: TypeAlias = Callable[[str, int, memoryview, Attempt], int]
+"""`read(key, offset, buffer, attempt)` fills the buffer and returns the count, tells `attempt` how
+much has come, and may stop where that was given up; or it raises."""
 
 
 class Phase(Enum):
@@ -135,3 +141,91 @@ class Task(Struct, eq=False):
     """Monotonic; no attempt starts or lasts beyond. Set when the first attempt starts."""
     resume_at_s: float = 0.0
     """While resting: when the next attempt is due."""
+    earlier: "Reading | None" = None
+    """The last attempt, which failed or is late: the next one goes on behind the bytes that it
+    brought, if it is at the same fetch still."""
+
+
+class Reading:
+    """One worker carrying out one task once. Void as soon as it is not among those that run."""
+
+    __slots__ = (
+        "_patience_s",
+        "_progress",
+        "attempt",
+        "buffer",
+        "deadline_s",
+        "earlier",
+        "fetch",
+        "flights",
+        "is_landing",
+        "start_bytes",
+        "started_s",
+        "task",
+        "was_late",
+        "worker",
+    )
+
+    def __init__(self, worker: Worker, task: Task, patience_s: float, now_s: float) -> None:
+        """After `patience_s` without progress it is given up."""
+        self.worker = worker
+        self.task = task
+        self._patience_s = patience_s
+        self.is_landing = False
+        self.was_late = False
+        # Copies: when the attempt is given up, the task goes on without it.
+        self.fetch = task.fetch
+        self.flights = tuple(task.flights.values())
+        self.attempt = Attempt()
+        self.attempt.is_second = task.earlier is not None
+        self.buffer = memoryview(b"")
+        earlier = task.earlier
+        self.earlier = earlier if earlier is not None and earlier.fetch is self.fetch else None
+        self.start_bytes = 0
+        """How much of it an earlier attempt has brought."""
+        self.started_s = now_s
+        self._progress = Progress(now_s)
+        self.deadline_s = 0.0
+        """Monotonic; no later than the task's."""
+        self.is_overdue(now_s)
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether it has outlived its deadline, which moves on as long as bytes come."""
+        if not self.is_landing:
+            self._progress.silent_s(self.attempt.done_bytes, now_s)
+            ends_s = self._progress.seen_s + self._patience_s
+            self.deadline_s = min(ends_s, self.task.deadline_s or ends_s)
+        return self.deadline_s <= now_s
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it brought more than a trickle does before it is given up."""
+        return self.attempt.done_bytes >= FLOOR_BYTES_PER_S * STALL_S
+
+    def fill(self, read: Reader, buffer: memoryview) -> int:
+        """Read all into `buffer`, but for what an earlier attempt has brought; returns the count.
+        Raises whatever `read` raises."""
+        if self.earlier is not None:
+            start = self.earlier.done_bytes
+            buffer[:start] = self.earlier.buffer[:start]
+            self.start_bytes = start
+            self.earlier = None
+        self.buffer = buffer
+        start = self.start_bytes
+        if start == len(buffer):
+            return start
+        return start + read(self.fetch.key, self.fetch.offset + start, buffer[start:], self.attempt)
+
+    @property
+    def done_bytes(self) -> int:
+        """How much is in the buffer."""
+        return min(self.start_bytes + self.attempt.done_bytes, len(self.buffer))
+
+    def is_late(self, pace: Pace, now_s: float) -> bool:
+        """Whether somebody waits, or will, and should not for this attempt alone."""
+        if self.was_late or self.is_landing or self.task.priority is Priority.FILL:
+            return False
+        done = self.attempt.done_bytes
+        silent_s = self._progress.silent_s(done, now_s)
+        length = self.fetch.length - self.start_bytes
+        return pace.is_late_alike(length, done, now_s - self.started_s, silent_s)

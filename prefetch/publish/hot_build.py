@@ -157,7 +157,7 @@ def _publish_bundle(
     """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
     streams = BlobStreams(
         tree.blobs,
-        store.read,
+        store.read_into,
         NodeCache(settings.cache_dir),
         deadline_s=settings.deadline_s,
         workers=2,

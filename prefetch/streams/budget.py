@@ -14,11 +14,10 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.transfer.executor import Deliver, Executor
 from bootseer.transfer.plan import Fetch
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
 _AGAIN_S = 1.0
 """The kernel's second request comes within milliseconds; a program that tries again comes later."""
-_PAUSE_S = 0.25
-_PAUSE_S_MAX = 2.0
 _RANGES_MAX = 64
 """No more than the server threads can have under way at once, several times over."""
 
@@ -59,16 +58,16 @@ class Patience:
         Raises: as it does; DeadlineError when the time is used up; UnavailableError where there is
         a second source, and when this is closed.
         """
-        pause_s = _PAUSE_S
+        attempts = Attempts(UNTIL_DEADLINE, budget.left_s)
         while True:
             try:
                 return executor.demand_all(fetches, deliver, deadline_s=budget.left_s)
             except UnavailableError as error:
-                if self._has_other or self._closing.wait(min(pause_s, budget.left_s)):
+                pause_s = attempts.pause_s(error)
+                if self._has_other or self._closing.wait(pause_s or 0.0):
                     raise
-                if not budget.left_s:
+                if pause_s is None:
                     raise DeadlineError(f"{error}; it was asked until the deadline") from error
-            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
 class _Late(Struct, frozen=True):

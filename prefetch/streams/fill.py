@@ -22,6 +22,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.cache.files import lock_file
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ QUIET_S = 5.0
 """Without a fault for so long, a job computes and does not load."""
 _TURN_S = 1.0
 """Between two looks whether it is our turn."""
-FAILED_PAUSE_S = 5.0
-_FAILED_PAUSE_S_MAX = 300.0
+_PAUSES = Policy(base_s=5.0, cap_s=300.0)
+"""After failures: nobody waits for a fill."""
 WINDOW_BYTES = 64 * 2**20
 """Planned at a time: an image may have millions of frames."""
 _ROOM_BYTES = 64 * 2**20
@@ -47,10 +48,12 @@ class Fill:
         make_room: Callable[[int], bool],
         *,
         quiet_s: float = QUIET_S,
+        pauses: Policy = _PAUSES,
         lock: Path | None = None,
     ) -> None:
-        """`make_room(count)` says whether the cache may take so many bytes more. `lock`: whoever
-        holds this file fills for all servers of the image on this node."""
+        """`make_room(count)` says whether the cache may take so many bytes more. `pauses`: after
+        each failure in a row. `lock`: whoever holds this file fills for all servers of the image
+        on this node."""
         self.state = "waiting"
         """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
         "no room", "failing" (it tries again), "stopped"."""
@@ -58,6 +61,7 @@ class Fill:
         self._may_begin = may_begin
         self._make_room = make_room
         self._quiet_s = quiet_s
+        self._pauses = pauses
         self._lock_path = lock
         self._lock_fd = -1
         self._stopping = threading.Event()
@@ -198,9 +202,8 @@ class Fill:
         self.state = "failing"
         if self._failures == 0:
             _log.warning("the background fill will try again later: %s", error)
-        pause_s = min(FAILED_PAUSE_S * 2**self._failures, _FAILED_PAUSE_S_MAX)
-        self._failures = min(self._failures + 1, 10)
-        if self._stopping.wait(pause_s):
+        self._failures += 1
+        if self._stopping.wait(self._pauses.delay_s(self._failures, dice())):
             self.state = "stopped"
             return False
         return True

@@ -11,7 +11,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
 
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
@@ -26,11 +25,9 @@ from bootseer.prefetch.streams.frame_memory import FrameMemory
 from bootseer.prefetch.streams.readahead import ReadAhead
 from bootseer.prefetch.streams.repairs import Repair, Repairs
 from bootseer.transfer.executor import Executor
+from bootseer.transfer.flight import Reader
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 from bootseer.transfer.statistics import Statistics
-
-ReadObject: TypeAlias = Callable[[str, int, int], bytes]
-"""`read(key, offset, length)` of the store."""
 
 _MEMORY_BYTES = 64 * 2**20
 """Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
@@ -50,7 +47,7 @@ class BlobStreams:
     def __init__(
         self,
         blobs: Sequence[Blob],
-        read_object: ReadObject,
+        read_object: Reader,
         cache: NodeCache,
         *,
         deadline_s: float = 30.0,
@@ -63,11 +60,12 @@ class BlobStreams:
         is_local: bool = False,
         on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
     ) -> None:
-        """`fill_bytes_per_s` caps what is fetched at the lowest priority. `on_progress` gets the
-        stored bytes of each part that came. `repair` is asked when a frame of a blob cannot be
-        had. `on_damage` gets chunks of which one at least came damaged, whatever happens then; it
-        must be quick. `claimant` and `is_local`: see `NodeCache.open_image`; without the first,
-        all that is read is proven. `on_refuted`: see `Claims`.
+        """`read_object`: `Store.read_into`. `fill_bytes_per_s` caps what is fetched at the lowest
+        priority. `on_progress` gets the stored bytes of each part that came. `repair` is asked when
+        a frame of a blob cannot be had. `on_damage` gets chunks of which one at least came damaged,
+        whatever happens then; it must be quick. `claimant` and `is_local`: see
+        `NodeCache.open_image`; without the first, all that is read is proven. `on_refuted`: see
+        `Claims`.
         Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None

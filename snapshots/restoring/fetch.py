@@ -23,7 +23,8 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
 from bootseer.store import Store
-from bootseer.store.abilities.opened import Attempt, Reader, open_reader
+from bootseer.store.abilities.opened import Reader, open_reader
+from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering
 
@@ -147,7 +148,11 @@ class FrameSource(Closing):
         # Blobs of which something came damaged, or not at all.
         self._doubted: set[str] = set()
         self._executor = Executor(
-            self._fetch, deadline_s=deadline_s, is_cached=self._has, on_progress=on_progress
+            self._fetch,
+            deadline_s=deadline_s,
+            take_buffer=self._take_buffer,
+            is_cached=self._has,
+            on_progress=on_progress,
         )
         self._advance()
 
@@ -238,19 +243,21 @@ class FrameSource(Closing):
         with self._lock:
             self._here[number] = data
 
-    def _fetch(self, key: str, offset: int, length: int) -> bytes | memoryview:
-        """The executor's reader. What it returns nobody else writes to."""
-        if key in self._doubted:
-            return self._store.read(key, offset, length)
+    def _take_buffer(self, length: int) -> memoryview:
+        """Memory for one of the executor's reads, which nobody else writes to."""
         buffer = None
         with self._lock:
             if length <= _FETCH_BYTES and self._spare:
                 buffer = self._spare.pop()
-        data = memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
-        attempt = Attempt()
+        return memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
+
+    def _fetch(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """The executor's reader."""
+        if key in self._doubted:
+            return self._store.read_into(key, offset, buffer, attempt)
         attempt.is_checked = True
         try:
-            return data[: self._reader(key).read_into(offset, data, attempt)]
+            return self._reader(key).read_into(offset, buffer, attempt)
         except BaseException:
             self._doubted.add(key)
             raise

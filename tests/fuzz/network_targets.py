@@ -16,13 +16,13 @@ from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_object
 from bootseer.registry.hosts import parse_hosts
 from bootseer.registry.login.challenge import parse_challenges
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.direct.datanode import DataNodes, _Connection, _headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
 from bootseer.store.hdfs.rpc.frames import result_of
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from bootseer.store.hdfs.rpc.protobuf import delimited
+from bootseer.transfer.attempt import Attempt
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes

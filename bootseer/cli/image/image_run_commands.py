@@ -256,7 +256,7 @@ def fetch(reference: str, as_json: bool) -> None:
         ):
             streams = BlobStreams(
                 tree.blobs,
-                store.read,
+                store.read_into,
                 NodeCache(settings.cache_dir),
                 deadline_s=settings.deadline_s,
                 on_progress=progress.advance,

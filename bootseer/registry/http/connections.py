@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import urllib3
 
-from bootseer.registry.http.retry import STALL_S
+from bootseer.transfer.pace import STALL_S
 
 CONNECT_S = 10.0
 """A TCP handshake takes three packets; two of them may be lost (1 s and 2 s) and more."""

@@ -55,6 +55,12 @@ class Response:
         self.status = raw.status
         self.headers: Mapping[str, str] = raw.headers
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Have each wait for bytes of the body end after so long."""
+        sock = getattr(self._raw.connection, "sock", None)
+        if sock is not None:
+            sock.settimeout(seconds)
+
     def read(self, size_bytes: int) -> bytes:
         """What has arrived, at most so much; b"" at the end.
 

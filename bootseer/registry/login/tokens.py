@@ -25,7 +25,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.retry import TransientError, is_transient
+from bootseer.registry.http.status import is_transient
 from bootseer.registry.http.transport import Response, Transport
 from bootseer.registry.login.challenge import Challenge, parse_challenges
 from bootseer.registry.login.credentials import Credential
@@ -172,7 +172,7 @@ class Authorizer:
             if response.status != 200:
                 message = f"the token server {response.server} answered {response.status}"
                 if is_transient(response.status):
-                    raise TransientError(message)
+                    raise UnavailableError(message)
                 raise UnavailableError(message)
             data = response.read_all(_ANSWER_BYTES_MAX, self._deadline_s)
         finally:

@@ -5,38 +5,10 @@ in many pieces and opens it once. Backends that have nothing to keep open are se
 `open_reader`, too. Thread-safe.
 """
 
-import threading
 from typing import Protocol, runtime_checkable
 
 from bootseer.store.backend import Backend, FileInfo
-
-
-class Attempt:
-    """One try to fill a buffer, which its owner may give up at any moment."""
-
-    __slots__ = ("done_bytes", "is_checked", "is_given_up", "lock", "server")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Held by the reader while it writes into the buffer."""
-        self.is_given_up = False
-        self.done_bytes = 0
-        """How much is in the buffer; grows while the reader is at work."""
-        self.is_checked = False
-        """Whether its owner checks the bytes, and asks again where they are wrong: a reader may
-        leave out checks of its own."""
-        self.server = ""
-        """Where the bytes come from, as HOST:PORT; as far as the reader knows."""
-
-    def give_up(self) -> None:
-        """Let the reader stop as soon as it can."""
-        self.is_given_up = True
-
-    def stop(self) -> None:
-        """As `give_up`; when this returns, a reader that can stop writes no more."""
-        self.is_given_up = True
-        with self.lock:
-            pass
+from bootseer.transfer.attempt import Attempt
 
 
 class Reader(Protocol):
@@ -101,8 +73,7 @@ class _PathReader:
         self._path = path
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        attempt.done_bytes = self._backend.read_into(self._path, offset, buffer)
-        return attempt.done_bytes
+        return self._backend.read_into(self._path, offset, buffer, attempt)
 
     def current(self) -> FileInfo:
         return self._backend.stat(self._path)

@@ -26,8 +26,10 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.store.backend import FileInfo, Space
+from bootseer.store.generic.ranged import comes_in_pieces, read_pieces
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
+from bootseer.transfer.attempt import Attempt
 
 _PIECE_BYTES = 8 << 20
 # Where an object appears whole, or not at all, under its name: others write files as they come.
@@ -73,6 +75,7 @@ class FsspecBackend(Folder):
             reason = redact(str(error)) or type(error).__name__
             raise InvalidInputError(f"cannot {what}: {reason}") from error
         self._root = str(root).rstrip("/")
+        self._comes_in_pieces = comes_in_pieces(self._fs)
         memory = protocol == "memory"
         self.has_atomic_put = self._is_object_store or memory
         self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
@@ -88,23 +91,35 @@ class FsspecBackend(Folder):
         full = self._full(path)
         end = None if length is None else offset + length
         with self._guard, self._errors("read", path):
-            try:
-                if length != 0:
+            if length != 0:
+                with self._nothing_behind_end(full, offset):
                     return bytes(self._fs.cat_file(full, start=offset, end=end))
-            except FileNotFoundError:
-                raise
-            except Exception:
-                # Some answer a range behind the end with an error ("416 Range Not Satisfiable").
-                if not offset or offset < self._fs.info(full)["size"]:
-                    raise
             if self._fs.info(full)["type"] == "directory":
                 raise FileNotFoundError(full)
             return b""
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        data = self.read(path, offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        if attempt is None or not buffer or not self._comes_in_pieces or offset < 0:
+            data = self.read(path, offset, len(buffer))
+            (attempt or Attempt()).put(0, buffer, data)
+            return len(data)
+        full = self._full(path)
+        with self._errors("read", path), self._nothing_behind_end(full, offset):
+            return read_pieces(self._fs, full, offset, buffer, attempt)
+        return 0
+
+    @contextlib.contextmanager
+    def _nothing_behind_end(self, full: str, offset: int) -> Iterator[None]:
+        """Some answer a range behind the end with an error ("416 Range Not Satisfiable")."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception:
+            if not offset or offset < self._fs.info(full)["size"]:
+                raise
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
         full = self._full(path, file=True)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError, UnavailableError
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.connection import HdfsConnection
@@ -23,6 +22,8 @@ from bootseer.store.hdfs.joining import join_files
 from bootseer.store.hdfs.reader import HdfsReader, info_of
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, StoredBlock
 from bootseer.store.hdfs.writer import HdfsWriter
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.policy import Attempts
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileReader
@@ -35,7 +36,6 @@ _LOCATED_BYTES = 1000 << 20
 # A NameNode that has just become active may not have heard yet who has the latest blocks. Hadoop's
 # own client asks again for some seconds, hdfs-native does not.
 _UNPLACED = "All DataNodes failed: []"
-_UNPLACED_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 class HdfsBackend(HdfsConnection):
@@ -67,18 +67,21 @@ class HdfsBackend(HdfsConnection):
             # One copy; a bytearray turned into bytes would be two.
             return b"".join(chunks)
 
-        for pause_s in _UNPLACED_PAUSES_S:
+        attempts = Attempts()
+        while True:
             try:
                 return self.run(work, "read", path, is_question=True)
             except UnavailableError as error:
-                if _UNPLACED not in str(error):
+                pause_s = attempts.pause_s(error)
+                if _UNPLACED not in str(error) or pause_s is None:
                     raise
             time.sleep(pause_s)
-        return self.run(work, "read", path, is_question=True)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        full = self.full(path)
-        return self.fill(lambda: self.client().read(full), path, offset, buffer, Attempt())
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        full, attempt = self.full(path), attempt or Attempt()
+        return self.fill(lambda: self.client().read(full), path, offset, buffer, attempt)
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
         """As `OpensReaders.open_reader`: the NameNode is asked once for all reads, and again for

@@ -27,6 +27,7 @@ from bootseer.store.hdfs.folder import HdfsFolder
 from bootseer.store.hdfs.options import HdfsOptions
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace
+from bootseer.transfer.policy import SOON, Attempts
 
 if TYPE_CHECKING:
     from hdfs_native import Client
@@ -41,10 +42,6 @@ _THREADS_MAX = 128
 # hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
 _CONNECTION_KEPT_S = 3.1
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
-# Between two questions whether a recovery is done: at first a block's report is all it waits for,
-# later a DataNode, and each question may make the NameNode begin anew.
-_PAUSE_S = 0.02
-_PAUSE_MAX_S = 1.0
 
 
 class HdfsConnection(HdfsFolder):
@@ -206,16 +203,18 @@ class HdfsConnection(HdfsFolder):
         Raises: DeadlineError and other BootseerErrors.
         """
         full = self.full(path)
-        end_s = time.monotonic() + self.deadline_s
-        pause_s = _PAUSE_S
+        # At first a block's report is all it waits for, later a DataNode, and each question may
+        # make the NameNode begin anew.
+        attempts = Attempts(SOON, self.deadline_s)
+        late = DeadlineError(
+            f"cannot write {self.name(path)}: no DataNode gave its last block within "
+            f"{self.deadline_s:g} s"
+        )
         while not self.call(lambda client: client.recover_lease(full), "write", path):
-            if time.monotonic() > end_s:
-                raise DeadlineError(
-                    f"cannot write {self.name(path)}: no DataNode gave its last block within "
-                    f"{self.deadline_s:g} s"
-                )
+            pause_s = attempts.pause_s(late)
+            if pause_s is None:
+                raise late
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def close(self) -> None:
         """Release connections and threads. Idempotent."""

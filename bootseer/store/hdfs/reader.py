@@ -5,9 +5,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.backend import FileInfo
 from bootseer.store.hdfs.rpc.calls import StoredBlock
+from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
     from hdfs_native import FileReader, FileStatus

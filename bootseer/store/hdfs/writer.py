@@ -32,6 +32,7 @@ from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
 from bootseer.store.hdfs.direct.direct_files import begin_straight
 from bootseer.store.hdfs.direct.direct_writer import StraightFile
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
+from bootseer.transfer.policy import PATIENT, Attempts
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,9 @@ _PIECE_BYTES = 2 << 20
 _TAIL_MAX_BYTES = 8 << 20
 # Such a file is complete 20 ms after it was closed; hdfs-native takes half a second.
 _SMALL_MAX_BYTES = 64 << 10
-# Pauses of ten seconds in all: the NameNode goes on offering a DataNode that has just died, and a
-# block may not be reported yet. Six attempts, in 1.3 s, were seen to be too few.
-_ATTEMPTS_MAX = 9
 # From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
 # would spoil all others. The wanted number is asked for again at the end.
 _SINGLE_REPLICA_ATTEMPT = 2
-_PAUSE_S = 0.02
 # Of the deadline: where a dead DataNode is the second of a pipeline, hdfs-native was seen to wait
 # for ever (in one write of seven beside one, on a busy machine). A new pipeline does not.
 _STALL_SHARE = 0.25
@@ -162,30 +159,35 @@ class HdfsWriter(Writer):
 
     def _try_again(self, cause: UnavailableError, *, close: bool) -> None:
         """Bring the file to where it should be, and close it or leave it open."""
+        # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
+        # not be reported yet.
+        attempts = Attempts(PATIENT)
         end_s = time.monotonic() + self._connection.deadline_s
-        attempt = kept_bytes = 0
-        while attempt < _ATTEMPTS_MAX:
+        kept_bytes = 0
+        while True:
             if isinstance(cause.__cause__, NotFoundError):
                 raise cause  # deleted or replaced by somebody else: not ours any more
             if isinstance(cause.__cause__, DeadlineError) and time.monotonic() > end_s:
                 raise cause.__cause__
-            logger.debug("%s: attempt %d after %s", self._path, attempt, cause)
-            time.sleep(_PAUSE_S * 2**attempt)
+            pause_s = attempts.pause_s(cause)
+            if pause_s is None:
+                raise cause
+            logger.debug("%s: attempt %d after %s", self._path, attempts.failures_count, cause)
+            time.sleep(pause_s)
             try:
                 waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
-                single = attempt >= _SINGLE_REPLICA_ATTEMPT and not waiting
+                single = attempts.failures_count > _SINGLE_REPLICA_ATTEMPT and not waiting
                 size_bytes = self._reopen(single=single, is_kept=waiting)
                 if size_bytes > kept_bytes:
                     # Of a file of many blocks each may have to wait.
-                    attempt, kept_bytes = 0, size_bytes
+                    attempts.progressed()
+                    kept_bytes = size_bytes
                 self._send_again(self._missing(size_bytes))
                 if close:
                     self._close_raw()
                 return
             except UnavailableError as error:
                 cause = error
-            attempt += 1
-        raise cause
 
     def _reopen(self, *, single: bool, is_kept: bool) -> int:
         """Have the file open for writing, and return its size; `single`: with one replica;

@@ -12,7 +12,6 @@ Every method is thread-safe.
 from collections.abc import Iterator, Sequence
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.java import file_system as java_fs
@@ -20,6 +19,7 @@ from bootseer.store.java.calls import Java, JavaError
 from bootseer.store.java.connection import JavaHdfsConnection
 from bootseer.store.java.reader import JavaHdfsReader, fill
 from bootseer.store.java.writer import JavaHdfsWriter
+from bootseer.transfer.attempt import Attempt
 
 
 class JavaHdfsBackend(JavaHdfsConnection):
@@ -54,8 +54,10 @@ class JavaHdfsBackend(JavaHdfsConnection):
 
         return self.run(work, "read", path)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        return JavaHdfsReader(self, path).read_into(offset, buffer, Attempt())
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        return JavaHdfsReader(self, path).read_into(offset, buffer, attempt or Attempt())
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> JavaHdfsReader:
         """As `OpensReaders.open_reader`; Hadoop's client checks HDFS's own checksums always."""

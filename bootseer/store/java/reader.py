@@ -6,12 +6,12 @@ Thread-safe: that client reads at positions from many threads at once.
 import os
 import weakref
 
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.backend import FileInfo
 from bootseer.store.deadline import Call, Result
 from bootseer.store.java import file_system as java_fs
 from bootseer.store.java.calls import Java, address_of
 from bootseer.store.java.connection import JavaHdfsConnection
+from bootseer.transfer.attempt import Attempt
 
 # Copied through an array of Java's. A call is a request to a DataNode, which takes a fraction of a
 # millisecond.

@@ -33,6 +33,7 @@ from bootseer.store.local.marked_folder import is_marked
 from bootseer.store.local.reader import LocalReader
 from bootseer.store.local.writer import CALL_BYTES_MAX, LocalWriter
 from bootseer.store.paths import Folder, local_root, split_path
+from bootseer.transfer.attempt import Attempt
 
 # O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -80,35 +81,31 @@ class LocalBackend(Folder):
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         _check_range(offset, length)
         fd, size = self._open(path)
-        try:
-            wanted = max(0, size - offset)
-            if length is not None:
-                wanted = min(wanted, length)
-            if wanted <= CALL_BYTES_MAX:
+        reader = self._reader(path, fd)
+        wanted = max(0, size - offset)
+        if length is not None:
+            wanted = min(wanted, length)
+        if wanted <= CALL_BYTES_MAX:
+            try:
                 data = os.pread(fd, wanted, offset)
-                if len(data) == wanted:
-                    return data
-            buffer = bytearray(wanted)
-            count = _read_fully(fd, memoryview(buffer), offset)
-        except OSError as error:
-            raise self._error(error, "read", path) from error
-        finally:
-            os.close(fd)
-        return bytes(memoryview(buffer)[:count])
+            except OSError as error:
+                raise self._error(error, "read", path) from error
+            if len(data) == wanted:
+                return data
+        buffer = memoryview(bytearray(wanted))
+        return bytes(buffer[: reader.read_into(offset, buffer, Attempt())])
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
         _check_range(offset, None)
-        fd, _ = self._open(path)
-        try:
-            return _read_fully(fd, buffer, offset)
-        except OSError as error:
-            raise self._error(error, "read", path) from error
-        finally:
-            os.close(fd)
+        return self.open_reader(path).read_into(offset, buffer, attempt or Attempt())
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> LocalReader:
         """The file, kept open whatever happens to its name."""
-        fd, _ = self._open(path)
+        return self._reader(path, self._open(path)[0])
+
+    def _reader(self, path: str, fd: int) -> LocalReader:
         return LocalReader(path, fd, lambda error: self._error(error, "read", path))
 
     def create(self, path: str, *, overwrite: bool = False) -> LocalWriter:
@@ -292,16 +289,6 @@ def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
                 continue  # deleted meanwhile
             if stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode):
                 yield _info(prefix + entry.name, info)
-
-
-def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done : done + CALL_BYTES_MAX]], offset + done)
-        if not count:
-            break
-        done += count
-    return done
 
 
 def _check_range(offset: int, length: int | None) -> None:

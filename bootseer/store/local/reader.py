@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.backend import FileInfo
+from bootseer.transfer.attempt import Attempt
 
 # A read that can be given up is made in calls of this size.
 _STEP_BYTES = 8 << 20

@@ -21,6 +21,7 @@ from bootseer.store.objects.clock import storage_time_ns
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
 from bootseer.store.objects.publish import TEMPORARY, publish_object
 from bootseer.store.paths import split_path
+from bootseer.transfer.attempt import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,12 @@ class Store(Closing):
             remember(self._root, self._memory)
         return data
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset`; the count is short only at the end of the object."""
-        return self.backend.read_into(check_key(key), offset, buffer)
+    def read_into(
+        self, key: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        """Fill `buffer` from `offset`; the count is short only at the end of the object, or when
+        `attempt` was given up."""
+        return self.backend.read_into(check_key(key), offset, buffer, attempt)
 
     def info(self, key: str) -> FileInfo:
         """Size and time of an object. Raises: NotFoundError."""

@@ -30,6 +30,7 @@ from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
 from bootseer.store.oci.objects import StoredObject
 from bootseer.store.paths import Folder, split_path
+from bootseer.transfer.attempt import Attempt
 
 PREFIX = "oci://"
 _PIECE_BYTES = 4 << 20
@@ -62,23 +63,35 @@ class OciBackend(Folder):
         raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        stored = self._stored(path, offset, length or 0)
+        end = stored.size_bytes if length is None else min(offset + length, stored.size_bytes)
+        if offset >= end:
+            return b""
+        return self._client.blobs.read(stored.digest, stored.size_bytes, offset, end)
+
+    def _stored(self, path: str, offset: int, length: int = 0) -> StoredObject:
+        """Raises: as `read`."""
         split_path(path)
-        if offset < 0 or (length is not None and length < 0):
+        if offset < 0 or length < 0:
             raise InvalidInputError(f"the range ({offset}, {length}) is negative")
         stored = self._listed.find(path)
         if stored is None:
             if any(key.startswith(f"{path}/") for key in self._listed.known()):
                 raise InvalidInputError(f"cannot read {self._name(path)}: it is a folder")
             raise NotFoundError(f"cannot read {self._name(path)}: it does not exist")
-        end = stored.size_bytes if length is None else min(offset + length, stored.size_bytes)
-        if offset >= end:
-            return b""
-        return self._client.blobs.read(stored.digest, stored.size_bytes, offset, end)
+        return stored
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        data = self.read(path, offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        if attempt is None:
+            data = self.read(path, offset, len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+        stored = self._stored(path, offset)
+        return self._client.blobs.read_into(
+            stored.digest, stored.size_bytes, offset, buffer, attempt
+        )
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
         self._names_of_file(path)

@@ -6,7 +6,6 @@ other agree. Thread-safe.
 """
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from bootseer.store.oci.objects import (
     objects_by_key,
 )
 from bootseer.store.oci.subject import describe_subject
+from bootseer.transfer.policy import SOON, dice
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class ObjectList:
                 return
             kept = [e for e in entries if not (isinstance(e, dict) and e.get("digest") in gone)]
             if attempt:
-                time.sleep(random.uniform(0.0, 0.05 * attempt))
+                time.sleep(SOON.delay_s(attempt, dice()))
             try:
                 self._client.tag_referrers(subject_digest, [*kept, *missing])
             except InvalidInputError:

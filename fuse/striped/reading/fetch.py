@@ -18,6 +18,7 @@ class Fetch:
     __slots__ = (
         "buffer",
         "data",
+        "earlier",
         "error",
         "file",
         "is_decided",
@@ -47,6 +48,8 @@ class Fetch:
         self.lock = threading.Lock()
         self.runs: list[AnyRun[Fetch]] = []
         self.tried: set[int] = set()
+        self.earlier: AnyRun[Fetch] | None = None
+        """The last attempt, which failed or is late: the next one goes on behind its bytes."""
         self.is_decided = False
         self.data: memoryview | None = None
         self.error: BaseException | None = None
@@ -71,7 +74,7 @@ class Fetch:
 
     def _end(self) -> None:
         self.is_decided = True
-        self.buffer = None
+        self.buffer = self.earlier = None
         for run in self.runs:
             run.attempt.give_up()
             if run.buffer is self.target:

@@ -21,15 +21,12 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import Span
 from bootseer.store.abilities.opened import Reader
 from bootseer.store.backend import Backend
+from bootseer.transfer.policy import PATIENT, REQUEST, Attempts
 
 _log = logging.getLogger(__name__)
 
-# A NameNode or DataNode that is restarted is away for a while; the deadline ends it in any case.
-_RETRY_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-_MISSING_PAUSES_S = (0.1, 0.5)
-_REFETCH_PAUSES_S = (0.0, 0.0, 0.0)
-# Each one has a new chance of a replica that is not slow.
-_ATTEMPTS_MAX = 6
+# What is missing may be seen a moment later, where several servers answer for the storage.
+_MISSING_ATTEMPTS = 3
 
 
 class Fetcher:
@@ -59,34 +56,27 @@ class Fetcher:
     def run(self, fetch: Fetch, *, is_second: bool = False) -> None:
         """Carry out `fetch`, and try again what may pass: a mismatch elsewhere, an outage later.
         Never raises."""
-        stop_s = time.monotonic() + self._deadline_s
-        pauses, missing_pauses = iter(_RETRY_PAUSES_S), iter(_MISSING_PAUSES_S)
-        refetches = iter(_REFETCH_PAUSES_S)
-        is_first = True
+        attempts = Attempts(PATIENT, self._deadline_s)
         error: BaseException
         while not fetch.is_decided:
             try:
-                self._try(fetch, is_second, is_first)
+                self._try(fetch, is_second, is_first=not attempts.failures_count)
                 return
-            except CorruptError as corrupt:
-                self._counters.add(corrupt_count=1)
-                error, pause_s = corrupt, next(refetches, None)
-            except NotFoundError as missing:
-                error, pause_s = missing, next(missing_pauses, None)
-            except UnavailableError as lost:
-                error, pause_s = lost, next(pauses, None)
             except BaseException as failure:
                 # hdfs-native panics with exceptions that are no `Exception`; a waiter gets them.
-                error, pause_s = failure, None
-            if pause_s is None or time.monotonic() + pause_s >= stop_s:
+                error = failure
+            self._counters.add(corrupt_count=isinstance(error, CorruptError))
+            is_missing = isinstance(error, NotFoundError)
+            may_appear = is_missing and attempts.failures_count + 1 < _MISSING_ATTEMPTS
+            pause_s = attempts.pause_s(UnavailableError(str(error)) if may_appear else error)
+            if pause_s is None:
                 self._fail(fetch, error)
                 return
             _log.warning("%s; trying again", error)
             self._counters.add(read_retry_count=1)
-            is_first = False
             time.sleep(pause_s)
 
-    def _try(self, fetch: Fetch, is_second: bool, is_first: bool) -> None:
+    def _try(self, fetch: Fetch, is_second: bool, *, is_first: bool) -> None:
         """One attempt; `is_first` of those that are made one after another."""
         view = fetch.file.view
         path, offset = view.source(fetch.span)
@@ -96,15 +86,19 @@ class Fetcher:
         if run is None:
             return
         try:
-            with self._late.watching(run):
-                count = reader.read_into(offset, run.buffer, run.attempt)
+            count = start = run.start_bytes
+            if start < len(run.buffer):
+                with self._late.watching(run):
+                    count += reader.read_into(offset + start, run.buffer[start:], run.attempt)
             if run.attempt.is_given_up:
                 self._end(fetch, run)
                 return
             view.verify(fetch.span, run.buffer[:count])
-            is_same = view.layout is not None or view.is_in(reader.current())
-        except BaseException:
-            self._end(fetch, run, keep_buffer=True)
+            is_same = view.layout is not None or all(
+                view.is_in(each.current()) for each in run.readers
+            )
+        except BaseException as failure:
+            self._end(fetch, run, failure=failure)
             if fetch.is_decided:
                 return  # it was only cut off
             source.drop(number)
@@ -124,6 +118,7 @@ class Fetcher:
         """The attempt, with memory to read into; None if it is not needed any more."""
         with fetch.lock:
             buffer, fetch.buffer = fetch.buffer, None
+            earlier, fetch.earlier = fetch.earlier, None
             may_use_target = (
                 fetch.target is not None
                 and reader.can_stop
@@ -135,7 +130,7 @@ class Fetcher:
             buffer = self._buffers.take(
                 fetch.span.length, self._deadline_s, lambda: fetch.is_decided
             )
-        run = Run(fetch, buffer, number, reader.has_replicas, is_second)
+        run = Run(fetch, buffer, number, reader, is_second=is_second, earlier=earlier)
         # What failed needs the storage's own checks, which find a replica that is well. What is
         # late is read in the same way from another one; where there is none, another way may help.
         run.attempt.is_checked = (
@@ -150,11 +145,14 @@ class Fetcher:
             fetch.tried.add(number)
         return run
 
-    def _end(self, fetch: Fetch, run: Run, *, keep_buffer: bool = False) -> None:
+    def _end(self, fetch: Fetch, run: Run, *, failure: BaseException | None = None) -> None:
         with fetch.lock:
             fetch.runs.remove(run)
-            if keep_buffer and not fetch.is_decided and run.buffer is not fetch.target:
-                fetch.buffer = fetch.buffer or run.buffer  # for the next attempt
+            if failure is not None and not fetch.is_decided:
+                if run.buffer is not fetch.target:
+                    fetch.buffer = fetch.buffer or run.buffer  # for the next attempt
+                if not isinstance(failure, CorruptError):
+                    fetch.earlier = run
         if run.was_late:
             self._pool.give_back()
 
@@ -203,11 +201,11 @@ class Fetcher:
         """`run` is late: have the same bytes read by somebody else, too."""
         fetch = run.fetch
         with fetch.lock:
-            if fetch.is_decided or len(fetch.tried) >= _ATTEMPTS_MAX:
+            if fetch.is_decided or len(fetch.tried) >= REQUEST.attempts:
                 return
         view = fetch.file.view
         path, offset = view.source(fetch.span)
-        fetch.file.sources.source(self._backend, path).was_late(run.reader, offset)
+        fetch.file.sources.source(self._backend, path).was_late(run.number, offset)
         buffer = self._buffers.try_take(fetch.span.length)
         if buffer is None or not self._late.may_ask_again() or not self._pool.lend():
             return
@@ -217,9 +215,9 @@ class Fetcher:
                 late = [other for other in fetch.runs if other.was_late]
                 if late:
                     # Two that are late share what one slow DataNode has: the better one stays.
-                    min((*late, run), key=lambda one: one.attempt.done_bytes).attempt.give_up()
+                    min((*late, run), key=lambda one: one.done_bytes).attempt.give_up()
                 run.was_late = True
-                fetch.buffer = buffer
+                fetch.buffer, fetch.earlier = buffer, run
         if is_needed:
             self._counters.add(late_count=1)
             self._counters.add_for(_place(run), late_count=1)

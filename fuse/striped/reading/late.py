@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from bootseer.fuse.striped.reading.pace import Pace
-from bootseer.store.abilities.opened import Attempt
+from bootseer.store.abilities.opened import Reader
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import LOOK_S, Pace, Progress
 
 _log = logging.getLogger(__name__)
 
-_TICK_S = 0.1
 _IDLE_TICKS = 50
 
 Wanted = TypeVar("Wanted")
@@ -31,26 +31,48 @@ class Run(Generic[Wanted]):
         "has_replicas",
         "is_second",
         "length",
-        "reader",
-        "seen_bytes",
-        "seen_s",
+        "number",
+        "progress",
+        "readers",
+        "start_bytes",
         "started_s",
         "was_late",
     )
 
     def __init__(
-        self, fetch: Wanted, buffer: memoryview, reader: int, has_replicas: bool, is_second: bool
+        self,
+        fetch: Wanted,
+        buffer: memoryview,
+        number: int,
+        reader: Reader,
+        *,
+        is_second: bool,
+        earlier: "Run[Wanted] | None" = None,
     ) -> None:
+        """`number`: the reader's. It goes on behind the bytes that `earlier` has brought."""
         self.fetch = fetch
         self.attempt = Attempt()
         self.buffer = buffer
-        self.length = len(buffer)
-        self.reader = reader
-        self.has_replicas = has_replicas
+        self.start_bytes = 0
+        self.readers = [reader]
+        """Those whose bytes are in the buffer."""
+        if earlier is not None:
+            start = self.start_bytes = earlier.done_bytes
+            self.readers += earlier.readers
+            if buffer is not earlier.buffer:
+                buffer[:start] = earlier.buffer[:start]
+        self.length = len(buffer) - self.start_bytes
+        self.number = number
+        self.has_replicas = reader.has_replicas
         self.is_second = is_second
-        self.started_s = self.seen_s = time.monotonic()
-        self.seen_bytes = 0
+        self.started_s = time.monotonic()
+        self.progress = Progress(self.started_s)
         self.was_late = False
+
+    @property
+    def done_bytes(self) -> int:
+        """How much is in the buffer."""
+        return self.start_bytes + self.attempt.done_bytes
 
 
 class LateWatch(Generic[Wanted]):
@@ -68,14 +90,12 @@ class LateWatch(Generic[Wanted]):
     def won(self, run: Run[Wanted]) -> float:
         """`run` brought what was wanted, before any other; returns how long it took, in seconds."""
         seconds = time.monotonic() - run.started_s
-        with self._lock:
-            self._pace.note(run.length, seconds, is_second=run.is_second)
+        self._pace.note(run.length, seconds, is_second=run.is_second)
         return seconds
 
     def may_ask_again(self) -> bool:
         """Whether there is credit for one more second request; counts it."""
-        with self._lock:
-            return self._pace.spend()
+        return self._pace.spend()
 
     @contextlib.contextmanager
     def watching(self, run: Run[Wanted]) -> Iterator[None]:
@@ -95,7 +115,7 @@ class LateWatch(Generic[Wanted]):
     def _work(self) -> None:
         idle_ticks = 0
         while True:
-            time.sleep(_TICK_S)
+            time.sleep(LOOK_S)
             now_s = time.monotonic()
             with self._lock:
                 idle_ticks = 0 if self._runs else idle_ticks + 1
@@ -112,8 +132,7 @@ class LateWatch(Generic[Wanted]):
 
     def _is_late(self, run: Run[Wanted], now_s: float) -> bool:
         done = run.attempt.done_bytes
-        if done != run.seen_bytes:
-            run.seen_bytes, run.seen_s = done, now_s
+        silent_s = run.progress.silent_s(done, now_s)
         return self._pace.is_late(
-            run.length, done, now_s - run.started_s, now_s - run.seen_s, run.has_replicas
+            run.length, done, now_s - run.started_s, silent_s, run.has_replicas
         )

@@ -10,7 +10,8 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.store import Store
-from bootseer.store.abilities.opened import Attempt, HasDescriptor, open_reader
+from bootseer.store.abilities.opened import HasDescriptor, open_reader
+from bootseer.transfer.attempt import Attempt
 
 # File systems of one disk, whose device numbers files show; any other is taken for a remote one.
 LOCAL_KINDS = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs", b"xfs"})

@@ -10,13 +10,8 @@ import pytest
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.hosts import Host
 from bootseer.registry.login.credentials import Credential
+from bootseer.transfer.policy import Policy
 from tests.support.servers.registry import Registry, running_registry
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the waits between attempts: their length is tested by itself."""
-    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
 
 
 @pytest.fixture(scope="package")
@@ -52,7 +47,11 @@ def connect(repository: str, tmp_path: Path) -> Iterator[Connect]:
                 for server in servers
             ]
             client = RegistryClient(
-                repository, hosts, find_login=lambda host, name: login, deadline_s=deadline_s
+                repository,
+                hosts,
+                find_login=lambda host, name: login,
+                deadline_s=deadline_s,
+                policy=Policy(base_s=0.01),
             )
             return stack.enter_context(client)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.registry.http.retry import FLOOR_BYTES_PER_S, Floor, backoff_s, retry_after_s
+from bootseer.registry.http.status import retry_after_s
 from bootseer.registry.login.challenge import parse_challenges
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -57,18 +57,3 @@ def test_any_challenge_is_read(text: str) -> None:
 )
 def test_retry_after_in_seconds_or_as_a_date(header: str | None, seconds: float) -> None:
     assert retry_after_s(header, NOW) == seconds
-
-
-def test_waits_grow_up_to_a_limit() -> None:
-    assert 0.01 <= backoff_s(1) <= 0.02
-    assert 0.04 <= backoff_s(3) <= 0.08
-    assert 5 <= backoff_s(1000) <= 10
-
-
-def test_the_floor_counts_only_waits() -> None:
-    floor = Floor(10.0)
-    assert not floor.is_dead(1, 9.9)
-    assert floor.is_dead(1, 0.2)
-    # A new window begins.
-    assert not floor.is_dead(1, 5.0)
-    assert not floor.is_dead(FLOOR_BYTES_PER_S * 20, 5.0)

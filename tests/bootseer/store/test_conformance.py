@@ -16,6 +16,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.store import Backend, open_backend
+from bootseer.transfer.attempt import Attempt
 from tests.bootseer.store.conftest import ALL, JAVA_HDFS
 from tests.bootseer.store.using import put, race
 
@@ -50,10 +51,11 @@ def test_reads_nothing_behind_the_end(backend: Backend) -> None:
     assert backend.read("file", 3, 10) == b""
     assert backend.read("file", 4000, 10) == b""
     assert backend.read("file", 4000) == b""
-    buffer = bytearray(b"_____")
-    assert backend.read_into("file", 1, memoryview(buffer)) == 2
-    assert buffer == b"bc___"
-    assert backend.read_into("file", 99, memoryview(buffer)) == 0
+    for attempt in (None, Attempt()):
+        buffer = bytearray(b"_____")
+        assert backend.read_into("file", 1, memoryview(buffer), attempt) == 2
+        assert buffer == b"bc___"
+        assert backend.read_into("file", 99, memoryview(buffer), Attempt()) == 0
 
 
 def test_refuses_a_negative_range(backend: Backend) -> None:
@@ -78,9 +80,14 @@ def test_keeps_a_large_file_written_in_odd_pieces(backend: Backend) -> None:
             writer.write(data[start : start + 5_000_011])
     assert backend.stat("large").size_bytes == len(data)
     assert backend.read("large") == data
-    buffer = bytearray(20 << 20)
-    assert backend.read_into("large", 12_345_678, memoryview(buffer)) == len(buffer)
-    assert buffer == data[12_345_678 : 12_345_678 + len(buffer)]
+    attempt = Attempt()
+    for told in (None, attempt):
+        buffer = bytearray(20 << 20)
+        assert backend.read_into("large", 12_345_678, memoryview(buffer), told) == len(buffer)
+        assert buffer == data[12_345_678 : 12_345_678 + len(buffer)]
+    assert attempt.done_bytes == len(buffer)
+    attempt.give_up()
+    assert backend.read_into("large", 0, memoryview(buffer), attempt) <= len(buffer)
 
 
 def test_what_is_missing_is_not_found(backend: Backend) -> None:
@@ -92,6 +99,8 @@ def test_what_is_missing_is_not_found(backend: Backend) -> None:
             backend.read(path)
         with pytest.raises(NotFoundError):
             backend.read_into(path, 0, memoryview(bytearray(1)))
+        with pytest.raises(NotFoundError):
+            backend.read_into(path, 0, memoryview(bytearray(1)), Attempt())
         with pytest.raises(NotFoundError):
             list(backend.list(path))
         with pytest.raises(NotFoundError):

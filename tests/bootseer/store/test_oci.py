@@ -27,11 +27,6 @@ from tests.support.servers.registry import Registry
 SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
-
-
 @pytest.fixture
 def image(registry: Registry) -> str:
     """HOST/REPOSITORY@DIGEST."""

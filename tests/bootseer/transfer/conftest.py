@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from bootseer.transfer.executor import Executor
-from tests.bootseer.transfer.faults import LONG_S, Cache, FaultyReader
+from tests.bootseer.transfer.faults import FAST, LONG_S, Cache, FaultyReader
+from tests.support.servers.ranged import into
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., 
     before = set(threading.enumerate())
 
     def build(**options: object) -> Executor:
-        settings: dict[str, object] = {"retry_base_s": 0.001, "deadline_s": LONG_S, **options}
-        made.append(Executor(reader, **settings))  # type: ignore[arg-type]
+        settings: dict[str, object] = {"policy": FAST, "deadline_s": LONG_S, **options}
+        made.append(Executor(into(reader), **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield build

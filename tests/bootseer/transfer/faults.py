@@ -8,12 +8,14 @@ from collections.abc import Callable
 from bootseer.base.content_digest import content_digest
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
+from bootseer.transfer.policy import Policy
 from tests.support.waiting import wait_for
 
 CHUNK_BYTES = 64
 COUNT = 64
 # What must happen happens long before, also on a machine that does much else.
 LONG_S = 60.0
+FAST = Policy(base_s=0.001)
 CONTENT = b"".join(hashlib.sha512(bytes([n])).digest() for n in range(COUNT))
 
 Fault = Callable[[bytes], bytes]

@@ -8,6 +8,7 @@ import pytest
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Priority
+from bootseer.transfer.policy import Policy
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import (
     COUNT,
@@ -108,7 +109,7 @@ def test_demand_waits_for_a_chunk_in_flight(
 def test_several_chunks_are_demanded_at_once(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache
 ) -> None:
-    executor = make(attempts=1)
+    executor = make(policy=Policy(attempts=1))
     executor.demand_all([fetch(0, 1, priority=Priority.FILL), fetch(9)], cache.deliver)
     assert sorted(cache.arrived) == [0, 1, 9]
     assert len(reader.reads) == 2

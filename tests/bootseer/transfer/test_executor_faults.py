@@ -77,9 +77,9 @@ def test_a_passing_fault_is_retried(
 @pytest.mark.parametrize(
     ("fault", "error", "reads"),
     [
-        (faults.raising(UnavailableError("down")), UnavailableError, 4),
-        (faults.raising(ConnectionResetError("reset")), UnavailableError, 4),
-        (faults.raising(TimeoutError("slow")), DeadlineError, 4),
+        (faults.raising(UnavailableError("down")), UnavailableError, 6),
+        (faults.raising(ConnectionResetError("reset")), UnavailableError, 6),
+        (faults.raising(TimeoutError("slow")), DeadlineError, 6),
         (faults.corrupt, CorruptError, 4),
         (faults.short, CorruptError, 4),
         (faults.raising(NotFoundError("no such blob")), NotFoundError, 1),
@@ -145,12 +145,12 @@ def test_hung_threads_are_replaced(
     # Each lane hangs once. Which of two lanes the next of a row of hangs hits is a matter of luck,
     # and a lane has but one thread to spare.
     reader.always = faults.blocking_first(gate)
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=1.5)
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
     batch = executor.submit([fetch(0, 1)], cache.deliver)
     executor.demand(chunk(5), cache.deliver)
     batch.wait(LONG_S)
     assert sorted(cache.arrived) == [0, 1, 5]
-    assert executor.statistics().hung_count == 2
+    assert executor.statistics().hung_count >= 2
 
 
 def test_a_store_that_hangs_for_good_fails_everything_and_may_come_back(

@@ -16,8 +16,10 @@ from bootseer.errors import (
 )
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Priority
+from bootseer.transfer.policy import Policy
 from tests.bootseer.transfer import faults
-from tests.bootseer.transfer.faults import COUNT, LONG_S, Cache, FaultyReader, chunk, fetch
+from tests.bootseer.transfer.faults import COUNT, FAST, LONG_S, Cache, FaultyReader, chunk, fetch
+from tests.support.servers.ranged import into
 
 
 def test_fifty_threads_read_each_chunk_once(
@@ -74,7 +76,9 @@ def test_every_request_ends_and_success_means_delivered(
 ) -> None:
     reader = FaultyReader()
     reader.script.extend(FAULTS[name] for name in script)
-    with Executor(reader, workers=2, demand_workers=1, retry_base_s=0.0005) as executor:
+    with Executor(
+        into(reader), workers=2, demand_workers=1, policy=Policy(base_s=0.0005)
+    ) as executor:
         submitted: list[tuple[Batch, set[int], Cache]] = []
         cancelled: list[Batch] = []
         for listed, is_cancelled in batches:
@@ -124,7 +128,7 @@ def test_stress_with_faults_and_cancellation(
         return data
 
     reader.always = sometimes
-    executor = make(workers=3, demand_workers=2, attempts=6)
+    executor = make(workers=3, demand_workers=2, policy=FAST)
     unexpected: list[BaseException] = []
     cache = Cache()
 

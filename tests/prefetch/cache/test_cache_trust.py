@@ -41,7 +41,7 @@ def read_code(blobs: Sequence[Blob], tree: Tree, store: Store, cache: Path) -> b
     number = tree.resolve(b"code")
     assert number is not None
     (extent,) = tree.inode(number).extents
-    streams = BlobStreams(blobs, store.read, NodeCache(cache), deadline_s=10)
+    streams = BlobStreams(blobs, store.read_into, NodeCache(cache), deadline_s=10)
     try:
         return bytes(streams.read(0, extent.blob_offset, extent.length))
     finally:
@@ -90,7 +90,7 @@ def test_a_wrong_length_keeps_no_other_image_from_starting(
 ) -> None:
     length = honest[0].blobs[0].stream_length
     blobs = [replace(lying(hostile[0], honest[0])[0], stream_length=2 * length)]
-    streams = BlobStreams(blobs, hostile[1].read, NodeCache(tmp_path / "cache"))
+    streams = BlobStreams(blobs, hostile[1].read_into, NodeCache(tmp_path / "cache"))
     try:
         assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
     finally:
@@ -111,7 +111,7 @@ def fetched_bytes(node: Node, layout: Layout) -> int:
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
         tree = load_tree(store, record, node.settings.cache_dir)
-        streams = BlobStreams(tree.blobs, store.read, NodeCache(node.settings.cache_dir))
+        streams = BlobStreams(tree.blobs, store.read_into, NodeCache(node.settings.cache_dir))
         try:
             assert all(len(blob.frames) for blob in tree.blobs)
             streams.fill()
@@ -191,7 +191,7 @@ def test_a_wrong_bundle_serves_its_own_image_alone(
     wait_for(lambda: replay.is_over)
     assert replay.error is None
     # As another image with the same layer, and whoever builds a bundle, read it.
-    others = BlobStreams(image.tree.blobs, image.store.read, NodeCache(tmp_path / "cache"))
+    others = BlobStreams(image.tree.blobs, image.store.read_into, NodeCache(tmp_path / "cache"))
     for offset, length in HOT:
         right = image.contents["big"][offset : offset + length]
         assert read_big(image, others, offset, length) == right

@@ -26,7 +26,6 @@ echo '{{"Username": "{USER}", "Secret": "{PASSWORD}"}}'
 def test_a_token_expires_while_layers_are_pulled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
     helper = tmp_path / "docker-credential-tests"
     helper.write_text(HELPER)
     helper.chmod(0o755)

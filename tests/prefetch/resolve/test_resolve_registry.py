@@ -28,11 +28,6 @@ print(len(node.start(sys.argv[3])[1]))
 """
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
-
-
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     made = Node(tmp_path / "node", tmp_path / "store")

@@ -42,7 +42,6 @@ RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "Use
 def _without_logins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-logins"))
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
-    monkeypatch.setattr("bootseer.registry.http.retry.BASE_S", 0.02)
 
 
 def name() -> str:

@@ -21,6 +21,7 @@ from bootseer.prefetch.streams import fill as fill_module
 from bootseer.prefetch.streams.fill import Fill
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
+from bootseer.transfer.policy import Policy
 from tests.support.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
@@ -30,6 +31,7 @@ from tests.support.mounts.image_mounts import (
     skip_unless_fuse,
     sweep_everything,
 )
+from tests.support.servers.ranged import into
 from tests.support.waiting import wait_for
 
 SIZE_BYTES = 12 * 2**20
@@ -56,7 +58,7 @@ def store(tmp_path: Path, tree: Tree) -> Store:
 def streams(tmp_path: Path, tree: Tree, store: Store) -> Iterator[BlobStreams]:
     opened = BlobStreams(
         tree.blobs,
-        store.read,
+        store.read_into,
         NodeCache(tmp_path / "cache"),
         deadline_s=30,
         fill_bytes_per_s=10**10,
@@ -128,12 +130,9 @@ def test_it_stops_where_there_is_no_room(streams: BlobStreams) -> None:
     assert streams.cached_bytes == 0
 
 
-def test_it_outlives_an_outage_of_the_store(
-    streams: BlobStreams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fill_module, "FAILED_PAUSE_S", 0.05)
+def test_it_outlives_an_outage_of_the_store(streams: BlobStreams, tmp_path: Path) -> None:
     (tmp_path / "store").rename(tmp_path / "elsewhere")
-    fill = Fill(streams, yes, yes, quiet_s=QUIET_S)
+    fill = Fill(streams, yes, yes, quiet_s=QUIET_S, pauses=Policy(base_s=0.05))
     fill.start()
     wait_for(lambda: fill.state == "failing")
     (tmp_path / "elsewhere").rename(tmp_path / "store")
@@ -149,7 +148,7 @@ def test_it_stops_when_told_also_while_the_store_hangs(tree: Tree, tmp_path: Pat
         release.wait(60)
         raise UnavailableError("gone")
 
-    opened = BlobStreams(tree.blobs, read, NodeCache(tmp_path / "cache"), deadline_s=60)
+    opened = BlobStreams(tree.blobs, into(read), NodeCache(tmp_path / "cache"), deadline_s=60)
     fill = Fill(opened, yes, yes, quiet_s=QUIET_S)
     fill.start()
     assert hanging.wait(60)
@@ -169,7 +168,7 @@ def test_it_goes_on_where_the_last_one_stopped(
     here = streams.cached_bytes
     assert 0 < here < streams.image_bytes
     streams.close()
-    again = BlobStreams(tree.blobs, store.read, NodeCache(tmp_path / "cache"))
+    again = BlobStreams(tree.blobs, store.read_into, NodeCache(tmp_path / "cache"))
     fill = Fill(again, yes, yes, quiet_s=QUIET_S)
     fill.start()
     wait_for(lambda: fill.state == "complete")
@@ -190,7 +189,7 @@ def test_of_the_servers_of_a_node_one_fills_and_the_next_takes_over(
         reads.append(length)
         return store.read(key, offset, length)
 
-    opened = [BlobStreams(tree.blobs, read, cache, deadline_s=60) for _ in range(8)]
+    opened = [BlobStreams(tree.blobs, into(read), cache, deadline_s=60) for _ in range(8)]
     fills = [Fill(one, yes, yes, quiet_s=QUIET_S, lock=lock) for one in opened]
     for fill in fills:
         fill.start()
@@ -217,7 +216,7 @@ def test_it_pauses_while_another_server_of_the_image_has_faults(
     cache = NodeCache(tmp_path / "cache")
     lock = cache.fill_lock(tree.blobs[0].stream_digest)
     filler, other = (
-        BlobStreams(tree.blobs, store.read, cache, deadline_s=60, fill_bytes_per_s=2**20)
+        BlobStreams(tree.blobs, store.read_into, cache, deadline_s=60, fill_bytes_per_s=2**20)
         for _ in range(2)
     )
     first = Fill(filler, yes, yes, quiet_s=0.3, lock=lock)
@@ -290,7 +289,11 @@ def test_it_ends_where_frames_share_sectors_which_are_never_kept(tmp_path: Path)
     store = open_store((tmp_path / "store").as_uri())
     store.publish(blob_key(blob.digest), tmp_path / "blob")
     streams = BlobStreams(
-        [blob], store.read, NodeCache(tmp_path / "cache"), deadline_s=30, fill_bytes_per_s=10**10
+        [blob],
+        store.read_into,
+        NodeCache(tmp_path / "cache"),
+        deadline_s=30,
+        fill_bytes_per_s=10**10,
     )
     try:
         fill = Fill(streams, yes, yes, quiet_s=QUIET_S)

@@ -16,6 +16,7 @@ from bootseer.prefetch.cache.stream_keys import claimed_key
 from bootseer.prefetch.streams.repairs import Came
 from bootseer.prefetch.streams.streams import BlobStreams
 from tests.support.images.stored_image import INDEX, Image, stored_image
+from tests.support.servers.ranged import into
 from tests.support.waiting import TIMEOUT_S, wait_for
 
 
@@ -27,9 +28,9 @@ def image(tmp_path: Path) -> Image:
 def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
     local = replace(image.tree.blobs[0], frames=())
     with pytest.raises(CorruptError, match="stored nowhere"):
-        BlobStreams([local], image.read_object, NodeCache(tmp_path / "cache"))
+        BlobStreams([local], into(image.read_object), NodeCache(tmp_path / "cache"))
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams([local], image.read_object, cache, is_local=True)
+    streams = BlobStreams([local], into(image.read_object), cache, is_local=True)
     streams.caches[0].proven.write(0, bytes(512))
     assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
     for _ in range(2):
@@ -68,7 +69,7 @@ def test_a_second_source_brings_what_the_store_cannot(
 
     streams = BlobStreams(
         [blob],
-        image.read_object,
+        into(image.read_object),
         cache,
         deadline_s=10,
         repair=repair,
@@ -90,7 +91,7 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
 
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams([local], image.read_object, cache, repair=repair, is_local=True)
+    streams = BlobStreams([local], into(image.read_object), cache, repair=repair, is_local=True)
     for _ in range(3):
         with pytest.raises(CorruptError, match="stored nowhere"):
             streams.read(0, 512, 512)
@@ -118,7 +119,7 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
         return image.read_object(key, offset, length)
 
     streams = BlobStreams(
-        image.tree.blobs, hang, NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
+        image.tree.blobs, into(hang), NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
     )
     with pytest.raises(DeadlineError):
         streams.read(0, 0, 128 * 1024)
@@ -153,7 +154,7 @@ def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
     streams = BlobStreams(
-        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+        [local], into(image.read_object), cache, deadline_s=0.5, repair=repair, is_local=True
     )
     failed: list[BaseException] = []
 
@@ -193,7 +194,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
 
     local = replace(blob, frames=())
     streams = BlobStreams(
-        [local], image.read_object, cache, deadline_s=0.5, repair=repair, is_local=True
+        [local], into(image.read_object), cache, deadline_s=0.5, repair=repair, is_local=True
     )
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
@@ -218,6 +219,6 @@ def test_the_store_leaves_time_for_the_second_source(
             new.append(whole)
             new.commit(claimed_key(INDEX, lost)).close()
 
-    streams = BlobStreams([blob], hang, cache, deadline_s=3, repair=repair, claimant=INDEX)
+    streams = BlobStreams([blob], into(hang), cache, deadline_s=3, repair=repair, claimant=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()

@@ -20,6 +20,7 @@ from bootseer.snapshots.restoring.linking import local_blobs
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend
+from bootseer.transfer.attempt import Attempt
 from tests.bootseer.blob.trees import state
 from tests.snapshots.conftest import MakeNode
 
@@ -43,10 +44,14 @@ class _DamagingBackend:
             _damage(memoryview(data))
         return bytes(data)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        self.unchecked_count += 1
-        count = self._backend.read_into(path, offset, buffer)
-        _damage(buffer)
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        count = self._backend.read_into(path, offset, buffer, attempt)
+        is_checked = attempt is not None and attempt.is_checked
+        self.unchecked_count += is_checked
+        if is_checked or self._always:
+            _damage(buffer)
         return count
 
 

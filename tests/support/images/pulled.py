@@ -48,7 +48,7 @@ class Node:
         with open_store(self.settings.store_url) as store:
             streams = BlobStreams(
                 tree.blobs,
-                store.read,
+                store.read_into,
                 NodeCache(self.settings.cache_dir),
                 deadline_s=30,
                 is_local=not resolved.image.is_published,

@@ -16,6 +16,7 @@ from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
+from tests.support.servers.ranged import into
 
 INDEX = "sha256:" + "77" * 32
 SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
@@ -45,7 +46,7 @@ class Image:
     def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
         return BlobStreams(
             self.tree.blobs,
-            self.read_object,
+            into(self.read_object),
             NodeCache(cache_dir),
             deadline_s=deadline_s,
             claimant=INDEX,

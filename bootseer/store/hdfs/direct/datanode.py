@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.direct.replicas import Address, Replicas
 from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.calls import StoredBlock
 from bootseer.store.hdfs.rpc.protobuf import take_delimited
+from bootseer.transfer.attempt import Attempt
 
 _CLIENT = "bootseer"
 _RESPONSE_MAX_BYTES = 4096

@@ -20,6 +20,7 @@ from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.calls import AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.frames import RpcError
 from bootseer.store.hdfs.rpc.protobuf import take_delimited, zigzag
+from bootseer.transfer.policy import SOON, Attempts
 
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
@@ -27,8 +28,6 @@ _MESSAGE_MAX_BYTES = 64 << 10
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
-_PAUSE_S = 0.01
-_PAUSE_MAX_S = 0.5
 
 
 class Placed(Struct, frozen=True):
@@ -94,14 +93,14 @@ class StraightFile:
         placed = self._placed
         self._send_waiting()
         block = self._block.finish()
-        end_s = time.monotonic() + self._silence_max_s
-        pause_s = _PAUSE_S
+        attempts = Attempts(SOON, self._silence_max_s)
+        unknown = TimeoutError("the NameNode does not know the last block")
         while not placed.name_node.complete(placed.path, placed.holder, block):
             # The DataNodes' reports are on their way.
-            if time.monotonic() > end_s:
-                raise TimeoutError("the NameNode does not know the last block")
+            pause_s = attempts.pause_s(unknown)
+            if pause_s is None:
+                raise unknown
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def drop(self) -> None:
         """Let go of the DataNodes. Idempotent."""
@@ -112,7 +111,7 @@ class StraightFile:
         placed = self._placed
         previous = self._block.finish()
         self._block.drop()
-        end_s = time.monotonic() + self._silence_max_s
+        attempts = Attempts(SOON, self._silence_max_s)
         while True:
             try:
                 added = placed.name_node.add_block(
@@ -120,9 +119,10 @@ class StraightFile:
                 )
                 break
             except RpcError as error:
-                if "NotReplicatedYet" not in str(error) or time.monotonic() > end_s:
+                pause_s = attempts.pause_s(ConnectionError(str(error)))
+                if "NotReplicatedYet" not in str(error) or pause_s is None:
                     raise
-                time.sleep(_PAUSE_S)
+                time.sleep(pause_s)
         self._block = _Block(added, placed.holder, self._silence_max_s, self._kind)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from bootseer.store.abilities.opened import Attempt
+from bootseer.transfer.attempt import Attempt
 
 Address = tuple[str, int]
 

@@ -5,7 +5,6 @@ connection), and who is asked. The call is repeated under the same identity afte
 connection, and the NameNode's retry cache makes it happen once. Thread-safe.
 """
 
-import itertools
 import os
 import socket
 import struct
@@ -29,9 +28,8 @@ from bootseer.store.hdfs.rpc.frames import (
     result_of,
 )
 from bootseer.store.hdfs.rpc.protobuf import Value, arguments
+from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE, Attempts, Policy
 
-_ATTEMPTS_MAX = 5
-_PAUSE_S = 0.3
 _CONTEXT_CALL_ID = -3
 
 UNANSWERED = (RpcError, OSError, ValueError)
@@ -186,12 +184,15 @@ class NameNode(Struct, frozen=True):
         sooner or later; one that refuses goes on doing so."""
         client = os.urandom(16)
         end_s = time.monotonic() + self.deadline_s
+        policy = UNTIL_DEADLINE if len(self.addresses) > 1 else REQUEST
+        if attempts_max is not None:
+            policy = Policy(attempts=attempts_max)
+        attempts = Attempts(policy, self.deadline_s)
         cause: Exception = UnsupportedError("no NameNode is known")
         count = len(self.addresses)
-        if attempts_max is None and count < 2:
-            attempts_max = _ATTEMPTS_MAX
-        for attempt in itertools.count():
-            is_last = attempt + 1 == attempts_max
+        while True:
+            attempt = attempts.failures_count
+            is_last = attempt + 1 == policy.attempts
             for index, until_s in self.turns.shares(count, end_s, is_last=is_last):
                 try:
                     answer = self._call_one(
@@ -207,12 +208,12 @@ class NameNode(Struct, frozen=True):
                 else:
                     self.turns.first = index
                     return answer
+            pause_s = attempts.pause_s(UnavailableError(str(cause)))
             if is_last:
-                break
-            if time.monotonic() + _PAUSE_S > end_s:
+                raise UnavailableError(f"no NameNode answers: {cause}") from cause
+            if pause_s is None:
                 raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s: {cause}")
-            time.sleep(_PAUSE_S)
-        raise UnavailableError(f"no NameNode answers: {cause}") from cause
+            time.sleep(pause_s)
 
     def _call_one(
         self,

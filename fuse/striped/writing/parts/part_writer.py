@@ -28,12 +28,12 @@ from bootseer.fuse.striped.writing.kept_units import Unit
 from bootseer.fuse.striped.writing.parts.part_group import PartGroup
 from bootseer.store.abilities.placing import PlacesFiles
 from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
+from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
 
-# A part is begun at most this often: two servers may die under one save.
-_ATTEMPTS_MAX = 4
-_PAUSE_S = 0.02
+# A part is begun at most so often: two servers may die under one save.
+_POLICY = Policy(attempts=4)
 # No other server would answer differently, or the caller's patience is used up already.
 _FINAL = (
     AlreadyExistsError,
@@ -134,7 +134,7 @@ class PartWriter:
             except BaseException as error:
                 if self._group.failed or isinstance(error, _FINAL):
                     raise
-                if len(self._failed_names) + 1 >= _ATTEMPTS_MAX:
+                if len(self._failed_names) + 1 >= _POLICY.attempts:
                     raise
                 _log.warning(
                     "writing part %s of %s again, after: %s", self._label, self._group.folder, error
@@ -158,7 +158,7 @@ class PartWriter:
         self._failed_names.append(self.name)
         self.name = f"{self._label}.{len(self._failed_names)}"
         self._sent_count = 0
-        time.sleep(_PAUSE_S * 2 ** len(self._failed_names))
+        time.sleep(_POLICY.delay_s(len(self._failed_names), dice()))
 
     def _send(self) -> None:
         """Write all that is not in the file yet."""

@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.direct.datanode import DataNodes, _headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import StoredBlock
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock
+from bootseer.transfer.attempt import Attempt
 from tests.support.bounded import run_bounded
 from tests.support.servers.answering import answering
 

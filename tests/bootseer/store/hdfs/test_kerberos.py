@@ -26,11 +26,11 @@ from bootseer.errors import (
 from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.settings.config import load_config
 from bootseer.store import Store
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs import kerberos as hdfs_kerberos
 from bootseer.store.hdfs import reader as hdfs_reader
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.errors import translate
+from bootseer.transfer.attempt import Attempt
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.java_client import java_client_environment
 from tests.hdfs.kdc import NoKdcError

@@ -11,9 +11,9 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
-from bootseer.store.abilities.opened import Attempt
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.rpc.failover import Turns
+from bootseer.transfer.attempt import Attempt
 from tests.bootseer.store.using import put
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.name_node_relay import NameNodeRelay

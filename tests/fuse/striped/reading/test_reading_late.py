@@ -10,12 +10,13 @@ from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.buffers import BufferPool
-from bootseer.fuse.striped.reading.pace import Pace
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.store.abilities.opened import Attempt, Reader
+from bootseer.store.abilities.opened import Reader
 from bootseer.store.backend import FileInfo
 from bootseer.store.local.backend import LocalBackend
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import Pace
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 
@@ -39,6 +40,7 @@ class SlowReplica:
             return self._inner.read_into(offset, buffer, attempt)
         with attempt.lock:
             buffer[:] = bytes(len(buffer))
+            self._inner.read_into(offset, buffer[:1], Attempt())
             attempt.done_bytes = 1
         self._world.released.wait(60)
         with attempt.lock:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
+from bootseer.transfer.attempt import Attempt
 
 Rule = Callable[[str, str], None]
 """Called with (operation, path) before it; raises, waits, or does nothing."""
@@ -39,9 +40,11 @@ class FaultyBackend:
         self.corrupt(path, offset, memoryview(data))
         return bytes(data)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
         self.note("read", path)
-        count = self.inner.read_into(path, offset, buffer)
+        count = self.inner.read_into(path, offset, buffer, attempt)
         self.corrupt(path, offset, buffer[:count])
         return count
 

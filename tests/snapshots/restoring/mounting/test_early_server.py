@@ -50,7 +50,11 @@ _UNWANTED = (
         "bootseer.prefetch.serve.worker",
         "bootseer.snapshots.capture.capture",
     ),
-    *("bootseer.snapshots.relocation", "bootseer.snapshots.setup.execute", "bootseer.transfer"),
+    *(
+        "bootseer.snapshots.relocation",
+        "bootseer.snapshots.setup.execute",
+        "bootseer.transfer.engine",
+    ),
 )
 _TELLING = """
 import sys

@@ -1,0 +1,151 @@
+"""How fast reads are: which one is late, and what the background may take of the network.
+
+`Pace` is the part of the policy of attempts that looks at a read while it lasts: it judges by the
+read's peers, and by its silence. No clock: the
+caller brings the time (monotonic seconds).
+"""
+
+import threading
+from collections import deque
+
+_PEERS = 64
+# So few say nothing yet about what is usual.
+_PEERS_MIN = 4
+# Shorter than this, anything can be the cause: a collection of garbage in a DataNode, for one.
+_FLOOR_S = 0.3
+# A server's disk is asked for the first byte, and a lost packet is sent again, in less.
+_SILENT_FLOOR_S = 1.0
+_RATIO = 4.0
+# Second requests cost what they ask for. Those that come first pay for more; of those that do not,
+# there is one for every ten reads.
+_CREDIT_MAX = 8.0
+_CREDIT_PER_READ = 0.1
+_CREDIT_PER_WIN = 2.0
+
+LOOK_S = 0.1
+"""How often a read that lasts is looked at, from `LOOK_AFTER_S` on."""
+LOOK_AFTER_S = _FLOOR_S
+FLOOR_BYTES_PER_S = 8 * 1024
+"""What comes slower counts as silence: a twentieth of what the slowest line gives over which
+anybody starts jobs."""
+STALL_S = 15.0
+"""A connection that was silent for so long is given up, whatever its peers do and whether or not
+there is credit: TCP's fourth repetition of a lost packet has come by then."""
+
+
+class Progress:
+    """How far one attempt has come, and since when it is silent."""
+
+    __slots__ = ("_seen_bytes", "seen_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.seen_s = now_s
+        """When it was seen last that it goes on."""
+        self._seen_bytes = 0
+
+    def silent_s(self, done_bytes: int, now_s: float) -> float:
+        """For how long nothing has come, or only a trickle, when `done_bytes` are here."""
+        if done_bytes - self._seen_bytes > FLOOR_BYTES_PER_S * (now_s - self.seen_s):
+            self._seen_bytes, self.seen_s = done_bytes, now_s
+        return now_s - self.seen_s
+
+
+class Pace:
+    """How fast the reads of one storage were lately. Thread-safe."""
+
+    def __init__(self, credit: float = _CREDIT_MAX) -> None:
+        """`credit`: how many second requests there may be before any read has ended."""
+        self._lock = threading.Lock()
+        self._rates: deque[float] = deque(maxlen=_PEERS)
+        self._median: float | None = None
+        self._credit = credit
+
+    def spend(self) -> bool:
+        """Whether a second request may be made now; counts it."""
+        with self._lock:
+            if not self.has_credit:
+                return False
+            self._credit -= 1.0
+            return True
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether a second request could be made now."""
+        return self._credit >= 1.0
+
+    def note(self, count: int, seconds: float, *, is_second: bool = False) -> None:
+        """A read of `count` bytes took so long; `is_second`: the second request came first."""
+        gain = _CREDIT_PER_WIN if is_second else _CREDIT_PER_READ
+        with self._lock:
+            self._credit = min(self._credit + gain, _CREDIT_MAX)
+            self._rates.append(count / max(seconds, 1e-6))
+            self._median = None
+
+    def usual_bytes_per_s(self) -> float | None:
+        """The median of the latest reads; None while there are too few."""
+        with self._lock:
+            if len(self._rates) < _PEERS_MIN:
+                return None
+            if self._median is None:
+                # The module `statistics` would load all of `random` and `decimal`.
+                ordered, half = sorted(self._rates), len(self._rates) // 2
+                self._median = (ordered[half] + ordered[-1 - half]) / 2
+            return self._median
+
+    def silent_limit_s(self, length: int) -> float:
+        """After how long a silence a read of `length` bytes is late."""
+        usual = self.usual_bytes_per_s()
+        return max(_SILENT_FLOOR_S, _RATIO * length / usual if usual else 0.0)
+
+    def is_late(
+        self, length: int, done_bytes: int, elapsed_s: float, silent_s: float, has_replicas: bool
+    ) -> bool:
+        """Whether a read of `length` bytes, of which `done_bytes` came in `elapsed_s` and nothing
+        in the last `silent_s`, should be asked for again. `has_replicas`: it may be served by
+        another disk or connection then, so that it helps against more than silence."""
+        if done_bytes >= length:
+            return False
+        if silent_s >= self.silent_limit_s(length):
+            return True
+        usual = self.usual_bytes_per_s()
+        if usual is None or not has_replicas or elapsed_s < max(_FLOOR_S, length / usual):
+            return False
+        # Measured by what has come so far: it shows much earlier than at the end.
+        return done_bytes / elapsed_s < usual / _RATIO
+
+    def is_late_alike(
+        self, length: int, done_bytes: int, elapsed_s: float, silent_s: float
+    ) -> bool:
+        """As `is_late`, where another connection may share what makes this one slow: only once it
+        has taken as long as a silence may last."""
+        is_over = elapsed_s >= self.silent_limit_s(length)
+        return self.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=is_over)
+
+
+class TokenBucket:
+    """Lets `bytes_per_s` through on average. Not thread-safe."""
+
+    def __init__(self, bytes_per_s: float, *, now_s: float, burst_s: float = 0.25) -> None:
+        """`burst_s`: how many seconds' worth may go at once after a pause."""
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = bytes_per_s * burst_s
+        self._level_bytes = self._burst_bytes
+        self._updated_s = now_s
+
+    def ready_at_s(self, now_s: float) -> float:
+        """When the next take is allowed; `now_s` or earlier: now."""
+        self._refill(now_s)
+        if self._level_bytes >= 0:
+            return now_s
+        return now_s - self._level_bytes / self._bytes_per_s
+
+    def take(self, count_bytes: int, now_s: float) -> None:
+        """Account for `count_bytes`. The level may go below zero: one read is never split, the
+        ones after it wait longer."""
+        self._refill(now_s)
+        self._level_bytes -= count_bytes
+
+    def _refill(self, now_s: float) -> None:
+        gained_bytes = max(0.0, now_s - self._updated_s) * self._bytes_per_s
+        self._level_bytes = min(self._burst_bytes, self._level_bytes + gained_bytes)
+        self._updated_s = max(self._updated_s, now_s)
