@@ -1,6 +1,5 @@
 """What is closed at the end of a `with`. As thread-safe as the `close` of its class."""
 
-from types import TracebackType
 from typing import Self
 
 
@@ -16,10 +15,5 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

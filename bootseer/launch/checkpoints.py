@@ -29,7 +29,7 @@ from bootseer.errors import (
 )
 from bootseer.launch.signals import STOPS
 from bootseer.linux.private_files import make_directory
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.served.json_errors import Failure, error_of, failure_of
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline

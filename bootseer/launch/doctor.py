@@ -23,6 +23,7 @@ from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, PermissionDeniedError
 from bootseer.linux.ownership import parse_owners
 from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.processes import has_capability
 from bootseer.settings.config import Settings
 from bootseer.settings.trusted_folders import TRUSTED, fault_of_setting
 from bootseer.store.paths import local_root, split_scheme
@@ -76,11 +77,6 @@ def _kernel(settings: Settings) -> Iterator[Finding]:
         yield Finding("kernel", Status.OK, release)
 
 
-def _is_privileged() -> bool:
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.M)
-    return bool(match and int(match[1], 16) >> _CAP_SYS_ADMIN & 1)
-
-
 def _fuse(settings: Settings) -> Iterator[Finding]:
     device = Path("/dev/fuse")
     if not device.exists():
@@ -92,7 +88,7 @@ def _fuse(settings: Settings) -> Iterator[Finding]:
         yield Finding("/dev/fuse", Status.FAIL, "no permission", advice)
         return
     yield Finding("/dev/fuse", Status.OK, "usable")
-    if _is_privileged():
+    if has_capability(_CAP_SYS_ADMIN):
         yield Finding("mount", Status.OK, "CAP_SYS_ADMIN: mounts directly")
     elif shutil.which("fusermount3") or shutil.which("fusermount"):
         seen = "through fusermount3: no passthrough; containers need user namespaces"

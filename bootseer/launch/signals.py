@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Python ignores these from its start on, and exec would hand that on.
@@ -58,12 +58,7 @@ class StopSignals:
         _end_descendants(number)
         raise StoppedError(number)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

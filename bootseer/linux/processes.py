@@ -1,21 +1,50 @@
-"""Notes in a folder of which processes of this node use something.
+"""What the kernel says of processes, and notes in a folder of which of them use something.
 
-Alone owns their names: `PID-STARTED`, which names one process for ever; whether it lives, only the
-kernel says. Stateless; any thread, and every process of the node.
+Alone reads /proc/PID/stat and status, and owns the names of notes: `PID-STARTED`, which names one
+process for ever. Stateless; any thread, and every process of the node.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator
+import select
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bootseer.linux.private_files import private_directory
 
 
+def boot_id() -> str:
+    """Changes with every boot of this kernel; "" where it does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability, as capabilities(7) numbers them, in effect."""
+    return bool(int(status_line("self", "CapEff") or "0", 16) >> number & 1)
+
+
+def status_line(pid: int | str, name: str) -> str:
+    """What proc_pid_status(5) has under `name`; "" where it is gone or has no such line."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def is_in_user_namespace() -> bool:
+    """Whether root's rights end at a user namespace. Raises: OSError."""
+    # user_namespaces(7): the initial one maps everything to itself.
+    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
+
+
 def start_time(pid: int) -> str:
     """Of a process, in ticks since the boot: with its id it names the process for ever. "" if it
     has ended."""
-    fields = _status(pid)
+    fields = stat_fields(pid)
     return "" if not fields or fields[0] in ("Z", "X") else fields[19]
 
 
@@ -23,13 +52,13 @@ def own_line() -> set[int]:
     """This process and those that it descends from, as far as this PID namespace shows."""
     found = set()
     pid = os.getpid()
-    while pid and pid not in found and (fields := _status(pid)):
+    while pid and pid not in found and (fields := stat_fields(pid)):
         found.add(pid)
         pid = int(fields[1])
     return found
 
 
-def _status(pid: int) -> list[str]:
+def stat_fields(pid: int | str) -> list[str]:
     """Of a process, what proc_pid_stat(5) has from the state on; nothing where it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -66,3 +95,23 @@ def living_processes(folder: Path) -> Iterator[int]:
         pid, _, started = name.partition("-")
         if pid.isdigit() and started and start_time(int(pid)) == started:
             yield int(pid)
+
+
+def wait_readable(descriptors: Iterable[int], timeout_s: float | None) -> list[int]:
+    """Those that can be read, or whose other end is gone; [] after `timeout_s` (None: never)."""
+    # Not select(2), which fails for descriptors above 1023.
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    timeout_ms = None if timeout_s is None else max(0.0, timeout_s * 1000)
+    return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
+
+
+def wait_ended(pid: int, timeout_s: float | None) -> bool:
+    """Whether a child ended in time, at once when it does; `subprocess` looks every 50 ms. It is
+    left to be waited for. Raises: OSError."""
+    process = os.pidfd_open(pid)
+    try:
+        return bool(wait_readable([process], timeout_s))
+    finally:
+        os.close(process)

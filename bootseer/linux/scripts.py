@@ -4,13 +4,25 @@ interpreter, which the kernel refuses. Stateless; any thread.
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypedDict
 
 from bootseer.errors import SetupFailedError
 
 _LOOK_BYTES = 256
+
+
+class RunOptions(TypedDict, total=False):
+    """What whoever runs programs for a set-up takes, as `subprocess.run` does."""
+
+    stdin: int | None
+    stdout: int | None
+    stderr: int | None
+    cwd: str | None
+    env: Mapping[str, str] | None
+    timeout: float | None
+    pass_fds: Sequence[int]
 
 
 def execute(command: Sequence[str]) -> NoReturn:

@@ -26,7 +26,7 @@ import bootseer
 from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_directory, private_opener
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.served.forked import Forked, fork_into, may_fork
 from bootseer.served.json_errors import Failure, error_of, failure_of
 

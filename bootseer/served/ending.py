@@ -17,9 +17,8 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, fro
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import is_own
-from bootseer.linux.processes import start_time
+from bootseer.linux.processes import start_time, wait_readable
 from bootseer.linux.removal import remove_tree
-from bootseer.linux.waiting import wait_readable
 from bootseer.served.covering.cover_users import serves_itself
 from bootseer.served.covering.covers import covers, uncover_all
 from bootseer.served.folders import (

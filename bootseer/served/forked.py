@@ -14,10 +14,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, NoReturn
 
-from bootseer.linux.waiting import wait_ended
+from bootseer.linux.processes import stat_fields, wait_ended
 
 _FAILED = 70  # EX_SOFTWARE of sysexits.h
 # Of /proc/self/stat, behind the name: arg_start and arg_end of proc_pid_stat(5).
@@ -133,7 +132,7 @@ def _forget_handlers() -> None:
 
 def _show_as(command: Sequence[str]) -> None:
     """Have `ps` show this command. Raises: OSError where the kernel does not let us."""
-    fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = stat_fields("self")
     start, end = (int(field) for field in fields[_ARGUMENTS])
     if start == 0:
         raise PermissionError

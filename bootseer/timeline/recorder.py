@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from bootseer.base.redact import redact
 from bootseer.linux.private_files import open_private_directory
+from bootseer.linux.processes import boot_id
 from bootseer.served.ready_socket import tell_ready
 from bootseer.timeline.figures import difference, sample
 from bootseer.timeline.otlp import (
@@ -82,12 +82,7 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error=error)
 
 
@@ -204,13 +199,6 @@ class Timeline:
                 _log.warning("no timeline for this start: cannot write %s: %s", self.path, error)
 
 
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _number(*variables: str) -> int:
     """The number that the first of these variables has which is set; 0 where that is none."""
     text = next((os.environ[name] for name in variables if os.environ.get(name)), "")
@@ -224,7 +212,7 @@ def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> 
         "bootseer.attempt": attempt,
         "host.name": node,
         "bootseer.rank": rank,
-        "bootseer.boot_id": _boot_id(),
+        "bootseer.boot_id": boot_id(),
     }
     if submission:
         resource["bootseer.submission"] = submission

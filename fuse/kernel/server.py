@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
-from types import TracebackType
 
 from msgspec import Struct
 
@@ -24,7 +23,7 @@ from bootseer.fuse.kernel.mounting.mount import mount, set_readahead
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Buffer, Operations
 from bootseer.fuse.kernel.session import Session
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 log = logging.getLogger(__name__)
 
@@ -164,12 +163,7 @@ class Server:
         self.mount()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.unmount()
 
     # ---- facts ------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bootseer.errors import BootseerError
+from bootseer.linux.locks import lock_file
 from bootseer.prefetch.bundle.disk_warming import disk_runs
 from bootseer.prefetch.bundle.format import Bundle, BundleFrame, Placement, decode_frame
 from bootseer.prefetch.bundle.hot_store import part_key
-from bootseer.prefetch.cache.files import lock_file
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan

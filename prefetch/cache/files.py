@@ -6,16 +6,14 @@ Stateless; any thread.
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from bootseer.errors import DeadlineError, from_oserror
-from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.locks import lock_file
 
 SECTOR_BYTES = 512
 """Tar's own unit: every file in a tar stream begins on a multiple of it."""
@@ -37,18 +35,11 @@ NO_DISK = (*FULL, errno.EROFS)
 
 LOCK_S = 60.0
 """An fsync of gigabytes takes that long on a slow disk."""
-_POLL_S = 0.005
 
 
 def sectors_of(offset: int, length: int) -> tuple[int, int]:
     """The half-open range of sectors that `[offset, offset + length)` touches."""
     return offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES)
-
-
-def boot_id() -> bytes:
-    """16 bytes that change with every boot of this kernel."""
-    text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    return bytes.fromhex(text.strip().replace("-", ""))
 
 
 class Header(NamedTuple):
@@ -76,38 +67,6 @@ def decode_header(data: bytes) -> Header | None:
     if magic != _MAGIC or version != _VERSION:
         return None
     return Header(clean == 1, boot, length, suspect != 0)
-
-
-def flock_within(fd: int, timeout_s: float) -> None:
-    """Lock `fd` for us alone. Raises: TimeoutError, OSError."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked") from None
-            time.sleep(_POLL_S)
-
-
-def lock_file(path: Path, timeout_s: float) -> int:
-    """A descriptor that alone holds the lock file `path`, which is made if needed, until closed.
-
-    The holder may remove the file: whoever waited for it then makes a new one.
-    Raises: TimeoutError, OSError.
-    """
-    while True:
-        make_private_directory(path.parent)
-        fd = os.open(path, OPEN_FLAGS, 0o600)
-        try:
-            flock_within(fd, timeout_s)
-            if os.fstat(fd).st_nlink:
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
 
 
 @contextlib.contextmanager

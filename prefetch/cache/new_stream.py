@@ -9,16 +9,15 @@ Threading: one thread per `NewStream`.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
+from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.cache.files import (
     FULL,
@@ -27,8 +26,6 @@ from bootseer.prefetch.cache.files import (
     OPEN_FLAGS,
     SECTOR_BYTES,
     Header,
-    flock_within,
-    lock_file,
     write_all,
 )
 from bootseer.prefetch.cache.presence import PRESENT
@@ -81,7 +78,7 @@ class NewStream:
             self._sums_fd = os.open(self._directory / "sums", flags, 0o600)
             self._fds.append(self._sums_fd)
             # As every user of a stream has it: from its commit on, `trim` must leave it alone.
-            fcntl.flock(self._data_fd, fcntl.LOCK_SH)
+            lock_within(self._data_fd, LOCK_S, is_shared=True)
         except OSError as error:
             self.abort()
             raise from_oserror(error, f"keep a new stream in {streams}") from error
@@ -199,12 +196,7 @@ class NewStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
@@ -225,7 +217,7 @@ def _alone(streams: Path) -> Iterator[None]:
     make_private_directory(streams)
     fd = os.open(streams, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        flock_within(fd, LOCK_S)
+        lock_within(fd, LOCK_S)
         yield
     finally:
         os.close(fd)

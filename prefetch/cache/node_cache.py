@@ -8,7 +8,6 @@ Threading: every method from any thread at once.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -21,12 +20,13 @@ from msgspec import Struct
 
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, from_oserror
+from bootseer.linux.locks import try_lock
 from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.files import (
     HEADER_BYTES,
     SECTOR_BYTES,
     alone,
-    boot_id,
     decode_header,
     locked,
     sectors_of,
@@ -78,7 +78,7 @@ class NodeCache:
     def __init__(self, cache_dir: Path) -> None:
         self._directory = cache_dir / STREAMS
         self._older = cache_dir / _OLDER
-        self._boot = boot_id()
+        self._boot = bytes.fromhex(boot_id().replace("-", "")) or os.urandom(16)
 
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
@@ -270,11 +270,7 @@ class NodeCache:
                 header = decode_header(file.read(HEADER_BYTES))
                 present = count_present(file.fileno(), header.stream_length) if header else 0
             with (path / "data").open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_used = False
-                except BlockingIOError:
-                    is_used = True
+                is_used = not try_lock(file.fileno())
         except OSError:
             return None
         if header is None:
@@ -329,7 +325,8 @@ class NodeCache:
             with locked(directory):
                 fd = os.open(directory / "data", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not try_lock(fd):
+                        return False
                     shutil.rmtree(directory)
                 finally:
                     os.close(fd)

@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.errors import CorruptError, from_oserror
+from bootseer.linux.locks import lock_within, try_lock, unlock
 from bootseer.prefetch.cache.files import (
     HEADER_BYTES,
+    LOCK_S,
     NO_DISK,
     OPEN_FLAGS,
     SECTOR_BYTES,
@@ -60,7 +62,7 @@ class StreamCache:
                 self._sums_fd = os.open(directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
                 self._present, self._check = self._open_present(boot)
                 # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
-                fcntl.flock(self._data_fd, fcntl.LOCK_SH)
+                lock_within(self._data_fd, LOCK_S, is_shared=True)
         except OSError as error:
             self._close_files()
             if error.errno not in NO_DISK:
@@ -289,7 +291,7 @@ class StreamCache:
     def _make_durable(self) -> None:
         self._alone()
         # The long part. Who opens the stream meanwhile waits for none of it.
-        fcntl.flock(self._data_fd, fcntl.LOCK_UN)
+        unlock(self._data_fd)
         self._sync()
         if os.fstat(self._data_fd).st_nlink:
             with locked(self.directory):
@@ -299,7 +301,8 @@ class StreamCache:
 
     def _alone(self) -> None:
         """Raises: BlockingIOError when another process uses the stream."""
-        fcntl.flock(self._data_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(self._data_fd):
+            raise BlockingIOError
 
     def _sync(self) -> None:
         os.fsync(self._data_fd)

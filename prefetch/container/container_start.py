@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from bootseer.fuse.kernel.mounting.mount import can_mount_directly
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory, private_directory
 from bootseer.linux.root_paths import resolve_in_root
+from bootseer.linux.scripts import RunOptions
 from bootseer.prefetch.cache.files import NO_DISK
 from bootseer.prefetch.container.container_root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.container.process_spec import (
@@ -155,24 +156,14 @@ class Container(Struct):
         return ProcessSpec(arguments, variables, self.config.working_dir or "/", resolved)
 
     def run(
-        self,
-        args: Sequence[str],
-        /,
-        *,
-        stdin: int | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        pass_fds: Sequence[int] = (),
+        self, args: Sequence[str], /, **options: Unpack[RunOptions]
     ) -> "subprocess.CompletedProcess[bytes]":
         """`subprocess.run` of a program of the container, as its root user; enters it first.
 
         Raises: as `enter`; OSError where the program cannot be started; TimeoutExpired.
         """
         self.enter()
-        working_dir = cwd or self.config.working_dir or "/"
+        working_dir = options.pop("cwd", None) or self.config.working_dir or "/"
 
         def into_root() -> None:
             os.chroot(self.root)
@@ -180,17 +171,9 @@ class Container(Struct):
             os.chdir("/")
             os.chdir(working_dir)
 
-        return subprocess.run(
-            args,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=self.job_environment(os.environ) if env is None else env,
-            timeout=timeout,
-            pass_fds=pass_fds,
-            check=False,
-            preexec_fn=into_root,
-        )
+        if options.get("env") is None:
+            options["env"] = self.job_environment(os.environ)
+        return subprocess.run(args, check=False, preexec_fn=into_root, **options)
 
     def exec(
         self,

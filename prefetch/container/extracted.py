@@ -11,7 +11,6 @@ part, whoever is killed.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -30,8 +29,9 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.private_files import private_directory
-from bootseer.prefetch.cache.files import boot_id
+from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
 from bootseer.prefetch.container.container_root import parse_bind
@@ -50,6 +50,8 @@ _CONTAINER_PREFIX = "container-"
 _GONE_PREFIX = "removed-"
 YOUNG_S = 60.0
 """An extraction that nobody has locked may be about to be."""
+_LOCK_S = 60.0
+"""A directory is locked for somebody alone for moments: while it is renamed, or once extracted."""
 _ATTEMPTS_MAX = 5
 """Each fails only when another start removes what this one has just made or found."""
 
@@ -113,7 +115,7 @@ def _locked_tree(settings: Settings, resolved: ResolvedImage, base: Path) -> Pat
 
 
 def _name_of(index_digest: str) -> str:
-    return f"{index_digest.partition(':')[2]}-{boot_id().hex()}"
+    return f"{index_digest.partition(':')[2]}-{boot_id().replace('-', '')}"
 
 
 def _before_published(settings: Settings, index_digest: str, base: Path) -> Path | None:
@@ -176,7 +178,7 @@ def _lock(directory: Path) -> bool:
         return False
     try:
         # Locked for somebody else alone only while it is renamed, or has just been extracted.
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        lock_within(fd, _LOCK_S, is_shared=True)
         if os.path.samestat(os.fstat(fd), os.stat(directory, follow_symlinks=False)):
             os.set_inheritable(fd, True)
             return True
@@ -196,15 +198,14 @@ def _remove_unused(base: Path, keep: Path) -> None:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not try_lock(fd):
+                    continue
                 # Hidden: what is being extracted, or was when its process was killed.
                 if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < YOUNG_S:
                     continue
                 gone = base / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
                 # At once: whoever is killed meanwhile leaves nothing that looks like an image.
                 path.rename(gone)
-            except BlockingIOError:
-                continue
             finally:
                 os.close(fd)
             remove_scratch(gone)

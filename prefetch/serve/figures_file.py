@@ -11,7 +11,6 @@ at once do no harm.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 from bootseer.base.closing import Closing
+from bootseer.linux.locks import lock_file
 from bootseer.prefetch.serve.launch_figures import LaunchFigures
 from bootseer.prefetch.serve.prometheus import render
 
@@ -89,24 +89,10 @@ class FiguresFile(Closing):
 def _free_slot(folder: int, name: str) -> tuple[int, int]:
     """The lowest slot that no process has, and the descriptor that holds it. Raises: OSError."""
     for slot in range(_SLOTS_MAX):
-        with contextlib.suppress(PermissionError, BlockingIOError):
+        with contextlib.suppress(PermissionError, TimeoutError):
             # Of another user, or in use.
-            return slot, _locked(folder, f"{name}-{slot}{_LOCK}")
+            return slot, lock_file(Path(f"{name}-{slot}{_LOCK}"), 0, folder=folder)
     raise BlockingIOError(None, "too many mounts of one image at once")
-
-
-def _locked(folder: int, name: str) -> int:
-    while True:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # Removed before we had it.
 
 
 def _remove_old(metrics_dir: Path) -> None:
@@ -119,7 +105,7 @@ def _remove_old(metrics_dir: Path) -> None:
                     continue
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime >= before_s:
                     continue
-                held = _locked(folder, name) if name.endswith(_LOCK) else -1
+                held = lock_file(Path(name), 0, folder=folder) if name.endswith(_LOCK) else -1
                 os.unlink(name, dir_fd=folder)
                 if held >= 0:
                     os.close(held)

@@ -10,7 +10,6 @@ Alone makes and removes what is in there. Edge module; any thread.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from bootseer.errors import BusyError, UnavailableError, from_oserror
 from bootseer.linux.disk_usage import statuses_below
+from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot, Usage
@@ -45,9 +45,8 @@ class Directories:
             # of a container, whatever its user, only ever sees that mount.
             for path in (root, self.trees, self._snapshots, self._removed):
                 path.chmod(0o700)
-            self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self._lock = lock_file(root / "lock", 0)
+        except TimeoutError as error:
             raise BusyError(f"another snapshotter works in {root}") from error
         except OSError as error:
             raise from_oserror(error, f"prepare the folder {root}") from error

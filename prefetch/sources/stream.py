@@ -16,7 +16,6 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from msgspec import Struct
@@ -157,12 +156,7 @@ class TarStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ahead.close()
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.errors import BootseerError, CorruptError
-from bootseer.prefetch.cache.files import lock_file
+from bootseer.linux.locks import lock_file
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.transfer.policy import Policy, dice
 

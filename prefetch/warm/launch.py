@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
+from bootseer.linux.locks import lock_file
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import WarmRecord, read_record
 from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
-from bootseer.prefetch.warm.state import node_paths, read_state, take_lock
+from bootseer.prefetch.warm.state import node_paths, read_state
 from bootseer.served.background import begin
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import new_ready_name
@@ -46,11 +47,11 @@ def start_warming(request: WarmRequest) -> str:
 
 def _start(request: WarmRequest) -> str:
     paths = node_paths(Path(request.run_dir), request.identity, request.workload)
-    lock = take_lock(paths.lock)
-    if lock is None:
+    try:
+        os.close(lock_file(paths.lock, 0))
+    except TimeoutError:
         # Another rank of this node does it. Not worth a process, nor a word.
         return ""
-    os.close(lock)
     with contextlib.suppress(OSError):
         if paths.log.stat().st_size > _LOG_BYTES_MAX:
             paths.log.unlink()

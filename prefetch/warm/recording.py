@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bootseer.errors import BootseerError, UnsupportedError
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.warm.beneath import Beneath
 from bootseer.prefetch.warm.opens import FanotifyWatch, InotifyWatch, OpenWatch, directories
 from bootseer.prefetch.warm.plan import GAP_BYTES

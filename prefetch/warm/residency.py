@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bootseer.linux.processes import has_capability, is_in_user_namespace
 from bootseer.prefetch.warm.record import Range
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -53,8 +54,7 @@ def unmapped_owner() -> int | None:
     A capability of the namespace says nothing about those (capable_wrt_inode_uidgid).
     """
     try:
-        mapped = Path("/proc/self/uid_map").read_text().split()
-        if mapped == ["0", "0", "4294967295"]:
+        if not is_in_user_namespace():
             return None
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -64,12 +64,7 @@ def unmapped_owner() -> int | None:
 @cache
 def has_fowner() -> bool:
     """Whether this process has CAP_FOWNER, which counts as owning every file."""
-    try:
-        lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    capabilities = next((line for line in lines if line.startswith("CapEff:")), "CapEff: 0")
-    return bool(int(capabilities.split()[1], 16) >> _CAP_FOWNER & 1)
+    return has_capability(_CAP_FOWNER)
 
 
 def cached_ranges(fd: int) -> tuple[Range, ...] | None:

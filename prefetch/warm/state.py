@@ -6,7 +6,6 @@ module; any thread.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import Form
+from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.warm.record import key_of
 
@@ -39,20 +39,6 @@ def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
     return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", folder / f"{name}.log")
 
 
-def take_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None while another process does. Raises: OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Replace the state; readers see the old or the new one. Never raises: it only informs."""
     with contextlib.suppress(OSError):
@@ -69,9 +55,10 @@ def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     for path in sorted((run_dir / "warm").glob("*.json")):
         if not path.with_suffix(".lock").exists():
             continue
-        with contextlib.suppress(OSError):
-            lock = take_lock(path.with_suffix(".lock"))
-            if lock is not None:
-                os.close(lock)
-            elif state := read_state(path):
+        try:
+            os.close(lock_file(path.with_suffix(".lock"), 0))
+        except TimeoutError:
+            if state := read_state(path):
                 yield state, path.with_suffix(".log")
+        except OSError:
+            continue

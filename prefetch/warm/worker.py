@@ -17,7 +17,8 @@ from typing import Any
 
 from bootseer.base.documents import from_line, to_builtins
 from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.locks import lock_file
+from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import (
     WarmRecord,
@@ -28,7 +29,7 @@ from bootseer.prefetch.warm.record import (
 )
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
-from bootseer.prefetch.warm.state import NodePaths, node_paths, take_lock, write_state
+from bootseer.prefetch.warm.state import NodePaths, node_paths, write_state
 from bootseer.served.background import Report
 from bootseer.served.life import run_server
 from bootseer.served.ready_socket import ReadySocket
@@ -67,8 +68,9 @@ class _Node:
 def warm(request: WarmRequest, report: Report) -> None:
     """Do what the request wants, then return. Raises: BootseerError, OSError."""
     paths = node_paths(Path(request.run_dir), request.identity, request.workload)
-    lock = take_lock(paths.lock)
-    if lock is None:
+    try:
+        lock = lock_file(paths.lock, 0)
+    except TimeoutError:
         _log.info("another process of this node warms %s already", request.directory)
         report.send_ready()
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
+from bootseer.linux.processes import is_in_user_namespace
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.host_paths import is_entered
@@ -26,7 +27,7 @@ def find_facts(
     paths = [item.path for item in placed]
     places = [existing_parent(path) for path in paths]
     return Facts(
-        may_mount=can_mount_directly() and not _is_user_namespace(),
+        may_mount=can_mount_directly() and not is_in_user_namespace(),
         has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
         is_container=is_container,
         is_throwaway=all(_kind_of(place, table) == b"overlay" for place in places),
@@ -42,12 +43,6 @@ def find_facts(
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,
     )
-
-
-def _is_user_namespace() -> bool:
-    """Whether root's rights end at a user namespace: owners and overlays are restricted there."""
-    # user_namespaces(7): the initial one maps everything to itself.
-    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
 
 
 def existing_parent(path: Path) -> Path:

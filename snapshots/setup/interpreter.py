@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bootseer.base.documents import Form
 from bootseer.errors import CorruptError
 from bootseer.linux.root_paths import find_program
+from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.inputs import Place
 
@@ -48,17 +49,7 @@ class Runner(Protocol):
     """Runs a command where the job runs; `subprocess.run` is one."""
 
     def __call__(
-        self,
-        args: Sequence[str],
-        /,
-        *,
-        stdin: int | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        pass_fds: Sequence[int] = (),
+        self, args: Sequence[str], /, **options: Unpack[RunOptions]
     ) -> "subprocess.CompletedProcess[bytes]":
         """Raises: OSError where the program cannot be started; TimeoutExpired."""
         ...

@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.root_paths import find_program
-from bootseer.linux.scripts import as_script
+from bootseer.linux.scripts import RunOptions, as_script
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     base_part_name,
@@ -51,40 +52,18 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def run_plainly(
-    args: Sequence[str],
-    /,
-    *,
-    stdin: int | None = None,
-    stdout: int | None = None,
-    stderr: int | None = None,
-    cwd: str | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-    pass_fds: Sequence[int] = (),
+    args: Sequence[str], /, **options: Unpack[RunOptions]
 ) -> "subprocess.CompletedProcess[bytes]":
     """The runner of a set-up on this host itself."""
-
-    def run(words: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
-        return subprocess.run(
-            words,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=cwd,
-            env=env,
-            timeout=timeout,
-            pass_fds=pass_fds,
-            check=False,
-        )
-
     try:
-        return run(args)
+        return subprocess.run(args, check=False, **options)
     except OSError as error:
+        env = options.get("env")
         path = None if env is None else env.get("PATH")
-        script = as_script(error, args, search_path=path, directory=cwd or "")
+        script = as_script(error, args, search_path=path, directory=options.get("cwd") or "")
         if script is None:
             raise
-        return run(script)
+        return subprocess.run(script, check=False, **options)
 
 
 class Request(Struct, frozen=True):

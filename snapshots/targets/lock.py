@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bootseer.errors import BusyError, from_oserror
+from bootseer.linux.locks import try_lock, unlock
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import own_line
 
@@ -57,43 +58,45 @@ def locked(
         above = {parent for target in targets for parent in target.parents}
         # Always in the same order, so that two with overlapping targets cannot wait in a circle.
         for target in sorted(above.union(targets)):
-            kind = fcntl.LOCK_EX if target in targets else fcntl.LOCK_SH
+            is_shared = target not in targets
             path = record_path(run_dir, target).with_suffix(".lock")
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise from_oserror(error, f"open the lock {path}") from error
             stack.callback(os.close, fd)
-            _take(fd, kind, path, target, end, report)
+            _take(fd, path, target, end, report, is_shared=is_shared)
             # For all copies of the descriptor, in whatever process: flock(2).
-            stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
+            stack.callback(unlock, fd)
             fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
             stack.callback(os.close, fds[-1])
         yield tuple(fds)
 
 
 def _take(
-    fd: int, kind: int, path: Path, target: Path, end: float, report: Callable[[str], None]
+    fd: int,
+    path: Path,
+    target: Path,
+    end: float,
+    report: Callable[[str], None],
+    *,
+    is_shared: bool,
 ) -> None:
     pause = _POLL_FIRST_S
     tell_at = time.monotonic() + _TELL_S
-    while True:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            what = f"{target}, or what lies in it" if kind == fcntl.LOCK_EX else str(target)
-            if time.monotonic() >= end:
-                raise BusyError(
-                    f"{_name(_holders(path))} on this node is still setting up {what}; "
-                    "wait for it, or end it"
-                ) from None
-            if time.monotonic() >= tell_at:
-                tell_at = end
-                holders = _holders(path)
-                if own_line().intersection(holders):
-                    raise BusyError(f"this set-up runs within the set-up of {what}") from None
-                report(f"{_name(holders)} on this node is setting up {what}; waiting")
+    what = str(target) if is_shared else f"{target}, or what lies in it"
+    while not try_lock(fd, is_shared=is_shared):
+        if time.monotonic() >= end:
+            raise BusyError(
+                f"{_name(_holders(path))} on this node is still setting up {what}; "
+                "wait for it, or end it"
+            )
+        if time.monotonic() >= tell_at:
+            tell_at = end
+            holders = _holders(path)
+            if own_line().intersection(holders):
+                raise BusyError(f"this set-up runs within the set-up of {what}")
+            report(f"{_name(holders)} on this node is setting up {what}; waiting")
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX_S)
 

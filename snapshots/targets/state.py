@@ -16,6 +16,7 @@ from msgspec import Struct
 from bootseer.base.documents import Form
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import read_private_file, write_private_file
+from bootseer.linux.processes import boot_id
 from bootseer.settings.config import Settings
 from bootseer.snapshots.targets.scan import NOTHING, Scan, scan
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
@@ -38,12 +39,6 @@ class State(Struct, frozen=True):
 _FORM: Form[State] = Form(type=State, versions=(2,), size_max=64 * 1024)
 
 
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
 def _file(cache_dir: Path, target: Path) -> Path:
     name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
     return cache_dir / "snapshots" / "state" / f"{name}.json"
@@ -52,7 +47,7 @@ def _file(cache_dir: Path, target: Path) -> Path:
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     """What `target` (a host path) holds, or None where it is not known or was touched."""
     state = read_private_file(_file(cache_dir, target), _FORM)
-    if state is None or state.boot_id != _boot_id() or state.exact != fingerprint_of_scan(scanned):
+    if state is None or state.boot_id != boot_id() or state.exact != fingerprint_of_scan(scanned):
         return None
     return state
 
@@ -73,7 +68,7 @@ def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
         if root == Path("/"):
             present = tree_fingerprint or fingerprint_of_scan(scan(target))
-            _save_state(settings.cache_dir, target, State(fingerprint, base, present, _boot_id()))
+            _save_state(settings.cache_dir, target, State(fingerprint, base, present, boot_id()))
 
     return save
 

@@ -23,8 +23,9 @@ from bootseer.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
+from bootseer.linux.processes import boot_id
 from bootseer.prefetch.bundle import format as bundle
-from bootseer.prefetch.cache.files import SECTOR_BYTES, Header, boot_id
+from bootseer.prefetch.cache.files import SECTOR_BYTES, Header
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.cache.sums import encode_sums
 from bootseer.prefetch.record import hints, hotset, trace
@@ -183,7 +184,7 @@ _SECTORS = -(-len(_STREAM) // SECTOR_BYTES)
 def _cached(draw: st.DrawFn) -> bytes:
     """The map and the log of a stream, with the map's length in front."""
     marks = bytes([1, 2, 0] * _SECTORS)[:_SECTORS]
-    boot = draw(st.sampled_from((boot_id(), bytes(16))))
+    boot = draw(st.sampled_from((bytes.fromhex(boot_id().replace("-", "")), bytes(16))))
     present = Header(draw(st.booleans()), boot, len(_STREAM), True).encode() + marks
     if draw(st.booleans()):
         present = draw(mutated((present,)))

@@ -9,7 +9,6 @@ caller's `read` is called from one other thread.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import tempfile
@@ -36,6 +35,8 @@ from bootseer.errors import (
     NoSpaceError,
     from_oserror,
 )
+from bootseer.linux.locks import lock_within, try_lock
+from bootseer.linux.processes import status_line
 from bootseer.linux.removal import empty_directory, remove_tree
 
 _log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def extract(
     try:
         root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not in_place:
-            fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_within(root_fd, 0)
         settings = Settings(
             owners=os.geteuid() == 0 if owners is None else owners,
             umask=_umask(),
@@ -233,9 +234,8 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A young one may belong to somebody who has not locked it yet.
-            if time.time() - os.fstat(fd).st_ctime > ABANDONED_AFTER_S:
+            if try_lock(fd) and time.time() - os.fstat(fd).st_ctime > ABANDONED_AFTER_S:
                 _log.warning("removing %s, left by an extraction that was killed", path)
                 remove_tree(path)
         except OSError:
@@ -246,10 +246,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 def _umask() -> int:
     """Reading it with umask(2) would change it for other threads for a moment."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o777
+    return int(status_line("self", "Umask") or "777", 8)
 
 
 def _created_gid(directory: int) -> int:

@@ -12,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
 
 import zstandard
@@ -102,12 +101,7 @@ class FrameWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._hash_pool.shutdown(wait=True, cancel_futures=True)
 

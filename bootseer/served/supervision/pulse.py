@@ -11,7 +11,7 @@ Two processes, one thread in each: made before the fork, then `answer_until` the
 import os
 import time
 
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 LOOK_S = 2.0
 """Between two looks at a worker: so long may readers wait for one that was killed and is stuck."""

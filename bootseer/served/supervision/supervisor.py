@@ -36,7 +36,7 @@ from bootseer.fuse.kernel.mounting import control, mounts
 from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, attach
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.served.background import Report
 from bootseer.served.supervision.pulse import Pulse
 from bootseer.served.supervision.worker import (

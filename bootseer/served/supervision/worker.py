@@ -5,7 +5,6 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from bootseer.errors import BootseerError
@@ -13,7 +12,7 @@ from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Attached, Server
-from bootseer.linux.waiting import wait_ended
+from bootseer.linux.processes import stat_fields, wait_ended
 from bootseer.served.background import Report
 from bootseer.served.supervision.pulse import Pulse
 
@@ -114,11 +113,7 @@ def is_stuck(pid: int) -> bool:
     So does one that stores a page (`Server.notify_store`) which the process itself was to bring:
     its successor will. No descriptor tells, since Linux 6.15 also none of PIDFD_THREAD.
     """
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-    except OSError:
-        return False
-    return state == b"Z" and len(os.listdir(f"/proc/{pid}/task")) > 1
+    return stat_fields(pid)[:1] == ["Z"] and len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
 def code_of(worker: int) -> int | None:

@@ -8,7 +8,6 @@ Function Table"), so nothing is compiled.
 
 import ctypes
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from bootseer.errors import UnsupportedError
@@ -91,12 +90,7 @@ class Java:
         self._do("PushLocalFrame", _LOCAL_OBJECTS)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._raw("PopLocalFrame", None)
 
     def new(self, class_name: str, arguments: str, *values: object) -> int:

@@ -26,7 +26,6 @@ import logging
 import os
 import threading
 import time
-from types import TracebackType
 from typing import Annotated, Self
 
 from msgspec import Meta, Struct, to_builtins
@@ -153,12 +152,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

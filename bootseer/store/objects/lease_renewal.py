@@ -6,7 +6,6 @@ cost time, never correctness.
 
 import logging
 import threading
-from types import TracebackType
 from typing import Self
 
 from bootseer.errors import BootseerError, BusyError
@@ -41,12 +40,7 @@ class LeaseRenewal:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(_JOIN_S)
         try:

@@ -7,12 +7,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Server
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -34,12 +34,7 @@ class StopSignal:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         event, self._event = self._event, -1

@@ -24,6 +24,7 @@ from bootseer.errors import (
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.linux import namespaces
+from bootseer.linux.processes import has_capability
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,7 @@ _HELPER_DEADLINE_S = 20.0
 
 def can_mount_directly() -> bool:
     """Whether this process has CAP_SYS_ADMIN (in its user namespace)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
-    return False
+    return has_capability(_CAP_SYS_ADMIN)
 
 
 def mount(mountpoint: Path, options: MountOptions) -> int:

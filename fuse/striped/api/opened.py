@@ -214,12 +214,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is not None:
             self.discard()
         self.close()

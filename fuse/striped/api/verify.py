@@ -16,9 +16,6 @@ from bootseer.fuse.striped.layout import Segment, block_checksum
 from bootseer.fuse.striped.view import FileView, generation_folder, pieces
 from bootseer.store.backend import Backend
 
-_STEP_BYTES = 4 * 2**20
-_AT_ONCE = 64
-
 
 class Damage(Struct, frozen=True):
     """A run of bytes of a file that cannot be read as it was written."""
@@ -32,6 +29,10 @@ class Damage(Struct, frozen=True):
     """Bytes of the file that are concerned; for a part that is missing, all of the part."""
     reason: str
     """`checksum`, `missing`, `short` or `unreadable`."""
+
+
+_STEP_BYTES = 4 * 2**20
+_AT_ONCE = 64
 
 
 class _Run(Struct, frozen=True):

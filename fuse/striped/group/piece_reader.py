@@ -7,7 +7,6 @@ for one thread, and takes the pieces in order.
 import queue
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from bootseer.errors import CorruptError
@@ -60,12 +59,7 @@ class PieceReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop, after the read that is under way, which has a deadline of its own."""
         self._stopped = True
         self._free.put(None)

@@ -7,16 +7,15 @@ at, file by file, before each use: one that somebody has written to is made anew
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
+from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.removal import remove_tree
 from bootseer.settings.config import Settings
@@ -25,7 +24,6 @@ from bootseer.snapshots.targets.scan import scan
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
 _GONE = ".gone-"
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KIND = stat.S_IFMT(0o177777)
@@ -69,7 +67,7 @@ class NodeTrees:
         take = take or (lambda path: is_whole(path, tree))
         try:
             make_private_directory(self.directory)
-            lock = self._lock(path, fcntl.LOCK_SH)
+            lock = self._lock(path, is_shared=True)
         except OSError as error:
             raise from_oserror(error, f"lock the extracted snapshot {path}") from error
         try:
@@ -77,12 +75,12 @@ class NodeTrees:
                 # Alone: nobody else is using it, or making it.
                 os.close(lock)
                 lock = -1
-                lock = self._lock(path, fcntl.LOCK_EX)
+                lock = self._lock(path)
                 if not is_whole(path, tree):
                     self._remove(path)
                     self.trim(keep=path)
                     build(path)
-                fcntl.flock(lock, fcntl.LOCK_SH)
+                lock_within(lock, self._deadline_s, is_shared=True)
             os.utime(lock)
             yield path, lock
         except OSError as error:
@@ -96,7 +94,7 @@ class NodeTrees:
         """Keep a tree that is here from being removed. Raises: BusyError, NotFoundError."""
         path = self.path(index_digest)
         try:
-            lock = self._lock(path, fcntl.LOCK_SH)
+            lock = self._lock(path, is_shared=True)
         except OSError as error:
             raise from_oserror(error, f"lock the extracted snapshot {path}") from error
         try:
@@ -106,27 +104,13 @@ class NodeTrees:
         finally:
             os.close(lock)
 
-    def _lock(self, path: Path, kind: int, *, wait: bool = True) -> int:
+    def _lock(self, path: Path, *, is_shared: bool = False, wait: bool = True) -> int:
         """A descriptor of the lock file of `path`, locked. Raises: BusyError, OSError."""
-        name = path.with_suffix(".lock")
-        end = time.monotonic() + (self._deadline_s if wait else 0)
-        while True:
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    # Else it was removed with its tree while we waited for it.
-                    if os.stat(name).st_ino == os.fstat(fd).st_ino:
-                        return fd
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    os.close(fd)
-                    raise BusyError(f"the extracted snapshot {path} is in use") from None
-                time.sleep(_POLL_S)
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
+        name, timeout_s = path.with_suffix(".lock"), self._deadline_s if wait else 0.0
+        try:
+            return lock_file(name, timeout_s, is_shared=is_shared)
+        except TimeoutError:
+            raise BusyError(f"the extracted snapshot {path} is in use") from None
 
     def _remove(self, path: Path) -> None:
         """Never half visible: renamed first. Raises: OSError."""
@@ -156,7 +140,7 @@ class NodeTrees:
             if total <= limit_bytes:
                 break
             try:
-                lock = self._lock(path, fcntl.LOCK_EX, wait=False)
+                lock = self._lock(path, wait=False)
             except (BusyError, OSError):
                 continue
             try:

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 _NOBODY = 65534
 _NOT_IMPORTED = (

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # Its modules are compiled when they are first imported, which takes a slow machine a minute.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.worker import RestartPolicy
 from tests.support.freezing import freezers, frozen
 from tests.support.mounts import fuse_mount

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer.linux.waiting import wait_ended
+from bootseer.linux.processes import wait_ended
 from bootseer.served.supervision.pulse import LOOK_S, Pulse, silence_for
 from tests.support.waiting import wait_for
 

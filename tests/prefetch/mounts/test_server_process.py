@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.folders import log_path, mounts_dir, read_state

@@ -11,9 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.cli import main
+from bootseer.linux.locks import lock_file
 from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
 from bootseer.prefetch.warm.residency import cached_ranges
-from bootseer.prefetch.warm.state import node_paths, take_lock
+from bootseer.prefetch.warm.state import node_paths
 from tests.bootseer.cli.json_page import agree
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
 from tests.support.mounts.fuse_mount import mounted, short_options
@@ -253,8 +254,7 @@ def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
         assert "is not warmed: warming was not ready in 6 s" in done.err
     # Whatever was started for it is gone: the lock is free.
     paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
-    lock = take_lock(paths.lock)
-    assert lock is not None
+    lock = lock_file(paths.lock, 0)
     os.close(lock)
 
 
@@ -282,8 +282,7 @@ def test_names_that_are_not_utf8(tree: Path, node: Node) -> None:
 
 def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
     paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
-    lock = take_lock(paths.lock)
-    assert lock is not None
+    lock = lock_file(paths.lock, 0)
     try:
         done = node.warm_import(tree)
         assert (done.code, done.out, done.err) == (0, "194", "")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bootseer.linux.waiting import wait_readable
+from bootseer.linux.processes import wait_readable
 
 _DEADLINE_S = 30.0
 

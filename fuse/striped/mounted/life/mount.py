@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from msgspec import Struct
@@ -86,12 +85,7 @@ class MountedCheckpoints(Struct, frozen=True):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(NotFoundError):
             self.close()
 

@@ -5,9 +5,9 @@ Owns the reading of those files, nothing else. A process in a pid namespace out 
 """
 
 import signal
-from pathlib import Path
 
 from bootseer.fuse.kernel.operations import Caller
+from bootseer.linux.processes import stat_fields, status_line
 
 _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 _PF_EXITING = 0x4
@@ -25,14 +25,8 @@ def is_dying(caller: Caller) -> bool:
     """
     if not caller.is_interrupted or not caller.pid:
         return False
-    try:
-        status = Path(f"/proc/{caller.pid}/status").read_text(encoding="ascii", errors="replace")
-        for line in status.splitlines():
-            if line.startswith(("SigPnd:", "ShdPnd:")) and int(line[7:], 16) & _SIGKILL_BIT:
-                return True
-    except (OSError, ValueError):
-        pass
-    return False
+    pending = (status_line(caller.pid, name) or "0" for name in ("SigPnd", "ShdPnd"))
+    return any(int(signals, 16) & _SIGKILL_BIT for signals in pending)
 
 
 def was_killed(caller: Caller) -> bool:
@@ -43,10 +37,7 @@ def was_killed(caller: Caller) -> bool:
     """
     if not caller.pid:
         return False
-    try:
-        text = Path(f"/proc/{caller.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()
-        exiting = int(fields[_FLAGS_FIELD]) & _PF_EXITING
-        return bool(exiting and int(fields[_EXIT_CODE_FIELD]) & 0x7F)
-    except (OSError, ValueError, IndexError):
+    fields = stat_fields(caller.pid)
+    if len(fields) <= _EXIT_CODE_FIELD:
         return False
+    return bool(int(fields[_FLAGS_FIELD]) & _PF_EXITING and int(fields[_EXIT_CODE_FIELD]) & 0x7F)

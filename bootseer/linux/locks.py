@@ -1,0 +1,67 @@
+"""Locks of files (flock(2)): they hold until the last copy of the descriptor is closed, in whatever
+process, and so end with a holder that is killed. Stateless; any thread.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from bootseer.linux.private_files import make_private_directory
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+# flock(2) has no time-out. Most locks are held for milliseconds, some for a pull.
+_POLL_S = 0.005
+_POLL_S_MAX = 0.05
+
+
+def try_lock(fd: int, *, is_shared: bool = False) -> bool:
+    """Lock an open file for us alone, or with others that share it; False: somebody does not let
+    us. Raises: OSError."""
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Let go of the lock in all copies of the descriptor. Raises: OSError."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:
+    """As `try_lock`, again and again. Raises: TimeoutError, OSError."""
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _POLL_S
+    while not try_lock(fd, is_shared=is_shared):
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked")
+        time.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
+        pause_s = min(2 * pause_s, _POLL_S_MAX)
+
+
+def lock_file(
+    path: Path, timeout_s: float, *, is_shared: bool = False, folder: int | None = None
+) -> int:
+    """A descriptor that holds the lock file `path` (in the open `folder`), which is made if needed,
+    as its folder is.
+
+    The holder may remove the file: whoever waited for it then makes a new one.
+    Raises: TimeoutError, OSError.
+    """
+    while True:
+        if folder is None:
+            # The holder may have removed it, too.
+            make_private_directory(path.parent)
+        fd = os.open(path, _FLAGS, 0o600, dir_fd=folder)
+        try:
+            lock_within(fd, timeout_s, is_shared=is_shared)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
