@@ -15,7 +15,9 @@ from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
 from bootseer.profile.breakdown import break_down
-from bootseer.profile.views.chrome_trace import to_chrome_trace
+from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.tracks import tracks_of
+from bootseer.profile.views.document import analysis_document
 from bootseer.snapshots.catalogue import manifest_codec
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.catalogue.manifest import Target as SnapshotTarget
@@ -201,7 +203,8 @@ def _read_timeline(data: bytes) -> None:
     stages = otlp.decode(data)
     breakdown = break_down(stages)
     assert (breakdown is None) == (not stages)
-    found = [msgspec.to_builtins(breakdown), to_chrome_trace(stages)]
+    analysis = StartModel(tracks_of(stages, 0)).analyse()
+    found = [msgspec.to_builtins(breakdown), analysis_document(analysis)]
     json.dumps(found, allow_nan=False)
 
 

@@ -1,6 +1,5 @@
 """`bootseer report`: where the time of a start went, and how starts differ."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,19 +17,28 @@ from bootseer.cli.report.report_output import (
     start_document,
     title_of,
 )
-from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.profile.files import find_start, list_starts
-from bootseer.profile.views.chrome_trace import to_chrome_trace
 from bootseer.profile.views.page import imports_of, to_page
+from bootseer.profile.views.perfetto_trace import to_perfetto
 from bootseer.timeline.otlp import IMPORTS_EVENT
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PREVIOUS = "previous"
 
 
-def _write(path: Path, text: str) -> None:
+def _trace(start: Explained) -> bytes:
     try:
-        path.write_text(text, encoding="utf-8")
+        return to_perfetto(start.model.graph)
+    except ImportError as error:
+        raise UnsupportedError(
+            "--trace needs the package perfetto: pip install 'bootseer[profile]'"
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
     except OSError as error:
         raise from_oserror(error, f"write {path}") from error
 
@@ -51,7 +59,7 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
 )
 @click.option("--list", "lists", is_flag=True, help="List the last starts instead.")
 @click.option("--history", is_flag=True, help="Say what the last starts have in common instead.")
-@_file_option("--trace", "trace_file", "Also write a Chrome trace, to open in Perfetto.")
+@_file_option("--trace", "trace_file", "Also write a trace to open in Perfetto.")
 @_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
 @json_option
 def report(
@@ -86,10 +94,11 @@ def report(
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(settings.timeline_dir, job, start, compare) if compare else None
     if trace_file is not None:
-        _write(trace_file, json.dumps(to_chrome_trace(start.stages)))
+        _write(trace_file, _trace(start))
     if page_file is not None:
         imports = imports_of(files.events(IMPORTS_EVENT))
-        _write(page_file, to_page(title_of(start), start.model, start.analysis, imports))
+        page = to_page(title_of(start), start.model, start.analysis, imports)
+        _write(page_file, page.encode("utf-8"))
     if as_json:
         emit_json({**start_document(start), **(comparison_document(other, start) if other else {})})
         return

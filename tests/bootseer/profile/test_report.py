@@ -5,15 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bootseer.profile.breakdown import break_down
 from bootseer.profile.files import read_start
-from bootseer.profile.views.chrome_trace import to_chrome_trace, tracks
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage
 
@@ -127,48 +122,6 @@ def test_no_stages_no_breakdown() -> None:
     assert break_down([]) is None
 
 
-def test_chrome_trace_has_a_process_per_node() -> None:
-    trace = to_chrome_trace([_stage("image", "a", 1, 2), _stage("image", "b", 1, None)])
-    assert [event["ph"] for event in trace["traceEvents"]] == ["M", "M", "M", "M", "X", "B"]
-    assert trace["traceEvents"][4]["dur"] == 1e6
-
-
-def test_overlapping_stages_of_a_rank_have_tracks_of_their_own() -> None:
-    stages = [
-        _stage("start", "a", 0, 10),
-        _stage("checkpoint", "a", 1, 6),
-        _stage("image", "a", 1, 3),
-        _stage("environment", "a", 3, 8),
-        _stage("load", "a", 11, 12, rank=1),
-    ]
-    trace = to_chrome_trace(stages)
-    events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
-    assert events["start"]["tid"] == events["checkpoint"]["tid"] == events["image"]["tid"]
-    threads = {events[name]["tid"] for name in ("start", "environment", "load")}
-    assert len(threads) == 3
-    titles = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert titles == ["a", "rank 0", "rank 0, beside (1)", "rank 1"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20))))
-def test_on_a_track_stages_lie_within_each_other_or_follow(
-    spans: list[tuple[int, int | None]],
-) -> None:
-    stages = [
-        _stage("s", "a", begin, None if length is None else begin + length)
-        for begin, length in spans
-    ]
-    found = tracks(stages)
-    assert sorted(map(repr, stages)) == sorted(repr(stage) for track in found for stage in track)
-    for track in found:
-        for one, other in pairwise(track):
-            assert one.start_ns <= other.start_ns
-        for number, one in enumerate(track):
-            for other in track[number + 1 :]:
-                ends = [10**30 if x.end_ns is None else x.end_ns for x in (one, other)]
-                assert ends[0] <= other.start_ns or ends[1] <= ends[0]
-
-
 def _report(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "bootseer", "--timeline-dir", str(directory), "report", *arguments],
@@ -198,12 +151,12 @@ _start.count = 0  # type: ignore[attr-defined]
 def test_the_command_shows_the_last_start(tmp_path: Path) -> None:
     for attempt in (0, 1):
         _start(tmp_path, "", attempt, f"image{attempt}")
-    trace = tmp_path / "trace.json"
+    trace = tmp_path / "start.pftrace"
     shown = _report(tmp_path, "j", "--trace", str(trace))
     assert shown.returncode == 0, shown.stderr
     assert "image1" in shown.stdout
     assert "image0" not in shown.stdout
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert b"launcher" in trace.read_bytes()
     encoded = json.loads(_report(tmp_path, "j", "--attempt", "0", "--json").stdout)
     assert encoded["attempt"] == 0
     assert encoded["stages"][0]["name"] == "image0"
