@@ -5,7 +5,6 @@ the image's layers and the checkpoints are reached through a rate limit that sta
 network. Alone knows the demo's folders.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from urllib.parse import urlencode
 
 from msgspec import Struct
 
+from bootseer.base.documents import from_line
 from bootseer.demo import image, limited, root_file_system, wheels
 from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
@@ -217,7 +217,7 @@ class World:
             raise BootseerError(f"launch {number} failed with code {result.returncode}: {tail}")
         return Launch(
             stages=tuple(read_start(timeline, "demo", number)),
-            trainer=json.loads(lines[-1]),
+            trainer=from_line(lines[-1], dict[str, Any]),
             bytes_read=after.bytes_read - before.bytes_read,
             wall_s=wall_s,
             machine_cpu_s=cpu_s,

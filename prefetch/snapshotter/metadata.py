@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bootseer.base.documents import from_line
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -299,7 +300,7 @@ def _snapshot(row: tuple[int, str, str, str, str, int, int, str, int, int]) -> S
         key,
         parent,
         Kind(kind),
-        json.loads(labels),
+        from_line(labels, dict[str, str]),
         created_ns,
         updated_ns,
         chain_id,

@@ -7,7 +7,6 @@ a second one, of its own, brings what tasks need.
 
 import contextlib
 import fcntl
-import json
 import os
 import queue
 import select
@@ -23,6 +22,7 @@ import blake3
 import zstandard
 
 import bootseer
+from bootseer.base.documents import from_line
 from bootseer.blob.extract import process as worker
 from bootseer.errors import UnavailableError
 
@@ -157,7 +157,7 @@ class Pool:
                 if len(data) < end:
                     break
                 body, data = data[worker.RESULT.size : end], data[end:]
-                yield task, json.loads(body) if body else {}
+                yield task, from_line(body, dict[str, Any]) if body else {}
 
     def close(self) -> None:
         """Nothing is written any more when this returns. Idempotent."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bootseer.base.documents import Form
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.layout import decode_layout, encode_layout
 from bootseer.fuse.striped.view import FileView
@@ -109,6 +110,9 @@ class Journal:
             self._path.unlink(missing_ok=True)
 
 
+_FORM: Form[Record] = Form(type=dict[str, Any], what="a journal", size_max=2**30)
+
+
 def read_journal(path: Path) -> list[Record]:
     """What a predecessor wrote; nothing where there was none.
 
@@ -124,13 +128,7 @@ def read_journal(path: Path) -> list[Record]:
     records: list[Record] = []
     # What follows the last newline was cut short.
     for line in lines[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise CorruptError(f"{path} is damaged: {error}") from error
-        if not isinstance(record, dict):
-            raise CorruptError(f"{path} is damaged")
-        records.append(record)
+        records.append(_FORM.decode(line, str(path)))
     if not records or records[0].get("version") != VERSION:
         raise CorruptError(f"{path} is of another version")
     return records[1:]
