@@ -188,7 +188,7 @@ def foreign_entries(known: Iterable[Known], run_dir: Path) -> Iterator[Entry]:
         if str(mount.path) not in directories:
             kind, command = "image", "image unmount"
             if mount.subtype.endswith("-stripe"):
-                kind, command = "checkpoints", "unmount"
+                kind, command = "checkpoints", "checkpoint unmount"
             yield _foreign(kind, mount.name, mount.path, mount.user, run_dir, command)
     ids = {one.state.id for one in servers}
     for cover in covers():

@@ -31,6 +31,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import Struct, field
+
 from bootseer.errors import InvalidInputError, UnavailableError
 from bootseer.fuse.kernel.mounting import control, mounts
 from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
@@ -113,31 +115,20 @@ def supervise(
             os.close(attached.device)
 
 
-class _Supervisor:
+class _Supervisor(Struct):
     """The loop of one supervised mount."""
 
-    def __init__(
-        self,
-        factory: Factory,
-        options: MountOptions,
-        attached: Attached,
-        connection: control.Connection | None,
-        stop: StopSignal,
-        restart: RestartPolicy,
-        hand_over: Callable[[Attached], None] | None,
-        report: Report | None,
-    ) -> None:
-        self._report = report
-        self._hand_over = hand_over
-        self._factory = factory
-        self._options = options
-        self._attached = attached
-        self._connection = connection
-        self._stop = stop
-        self._restart = restart
-        self._pulse: Pulse | None = None
-        self._dying: set[int] = set()
-        """Workers that were killed and could not end yet."""
+    factory: Factory
+    options: MountOptions
+    attached: Attached
+    connection: control.Connection | None
+    stop: StopSignal
+    restart: RestartPolicy
+    hand_over: Callable[[Attached], None] | None
+    report: Report | None
+    pulse: Pulse | None = None
+    dying: set[int] = field(default_factory=set)
+    """Workers that were killed and could not end yet."""
 
     def run(self, on_ready: Callable[[], None], is_taken_over: bool) -> None:
         """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
@@ -149,8 +140,8 @@ class _Supervisor:
                 os.close(ready)
             elif not self._await_ready(ready):
                 return
-            if self._report is not None and not self._report.send_ready():
-                path = self._attached.path
+            if self.report is not None and not self.report.send_ready():
+                path = self.attached.path
                 raise UnavailableError(f"nobody waits for the mount on {path} any more")
             on_ready()
             while True:
@@ -158,7 +149,7 @@ class _Supervisor:
                     return
                 code = code_of(worker)
                 if code is None:
-                    self._dying.add(worker)
+                    self.dying.add(worker)
                     code = -signal.SIGKILL
                 worker = -1
                 if code == 0:
@@ -172,8 +163,8 @@ class _Supervisor:
     def _start(self, *, resend: bool) -> tuple[int, int]:
         """Fork a worker; its pid, and a pipe on which it says that it serves."""
         ready, tell = os.pipe2(os.O_CLOEXEC)
-        silence_s = self._options.worker_silence_s
-        if not self._attached.connection.resend:
+        silence_s = self.options.worker_silence_s
+        if not self.attached.connection.resend:
             silence_s *= _CANNOT_REPLACE_FACTOR
         pulse = Pulse(max(_READY_DEADLINE_S, silence_s), silence_s)
         # A signal between the fork and the worker's own handlers would reach ours in the worker.
@@ -182,10 +173,10 @@ class _Supervisor:
             pid = os.fork()
             if pid == 0:
                 work(
-                    self._factory,
-                    self._options,
-                    self._attached,
-                    self._report,
+                    self.factory,
+                    self.options,
+                    self.attached,
+                    self.report,
                     tell,
                     resend,
                     pulse,
@@ -194,20 +185,20 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.close(tell)
         pulse.keep_asking()
-        if self._pulse is not None:
-            self._pulse.close()
-        self._pulse = pulse
+        if self.pulse is not None:
+            self.pulse.close()
+        self.pulse = pulse
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
         """Until the first worker serves; False if told to stop before."""
         try:
-            stop = self._stop.fileno()
+            stop = self.stop.fileno()
             readable = wait_readable([ready, stop], _READY_DEADLINE_S)
             said = os.read(ready, 1) if ready in readable else b""
         finally:
             os.close(ready)
-        path = self._attached.path
+        path = self.attached.path
         if said or stop in readable:
             return bool(said)
         if not readable:
@@ -218,23 +209,23 @@ class _Supervisor:
 
     def _await_death(self, worker: int) -> bool:
         """Until the worker ends (False) or we are told to stop (True)."""
-        assert self._pulse is not None
+        assert self.pulse is not None
         pidfd = os.pidfd_open(worker)
         try:
             readable: list[int] = []
             # This is the life of the mount.
             while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self._stop.fileno()], self._pulse.look_s)
-                reap_ended(self._dying)
-                if not readable and not self._sees_to(worker, self._pulse.look()):
+                readable = wait_readable([pidfd, self.stop.fileno()], self.pulse.look_s)
+                reap_ended(self.dying)
+                if not readable and not self._sees_to(worker, self.pulse.look()):
                     break
         finally:
             os.close(pidfd)
-        return self._stop.fileno() in readable and pidfd not in readable
+        return self.stop.fileno() in readable and pidfd not in readable
 
     def _sees_to(self, worker: int, silence: float) -> bool:
         """Act on a worker's silence; False when it was killed."""
-        path = self._attached.path
+        path = self.attached.path
         if silence >= 1:
             log.warning("process %d, which serves %s, does not answer: killing it", worker, path)
             # Frozen with its cgroup it may die later; its successor need not wait for that.
@@ -247,24 +238,24 @@ class _Supervisor:
 
     def _replace(self, code: int) -> int:
         """Start the successor of a worker that died; -1 if told to stop meanwhile."""
-        path = self._attached.path
-        if code == HANDED_OVER and self._hand_over is not None:
-            self._try_to_hand_over(self._hand_over)
+        path = self.attached.path
+        if code == HANDED_OVER and self.hand_over is not None:
+            self._try_to_hand_over(self.hand_over)
             worker, ready = self._start(resend=True)
             os.close(ready)
             return worker
-        if not self._attached.connection.resend:
+        if not self.attached.connection.resend:
             raise UnavailableError(
                 f"the process that served {path} died ({died_of(code)}), and this kernel cannot "
                 "hand its requests to another (Linux 6.9 can): unmounted"
             )
-        pause_s = self._restart.pause_s(time.monotonic())
+        pause_s = self.restart.pause_s(time.monotonic())
         if pause_s is None:
             raise UnavailableError(
                 f"the processes that serve {path} keep dying ({died_of(code)}): unmounted"
             )
         log.warning("the process that served %s died (%s): restarting", path, died_of(code))
-        if pause_s and wait_readable([self._stop.fileno()], pause_s):
+        if pause_s and wait_readable([self.stop.fileno()], pause_s):
             return -1
         worker, ready = self._start(resend=True)
         os.close(ready)
@@ -273,19 +264,19 @@ class _Supervisor:
     def _try_to_hand_over(self, hand_over: Callable[[Attached], None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            hand_over(self._attached)
+            hand_over(self.attached)
         except Exception:
-            log.exception("cannot hand %s over: serving on", self._attached.path)
+            log.exception("cannot hand %s over: serving on", self.attached.path)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _clean_up(self, worker: int) -> None:
         """End the worker within its time, and see that no reader is left waiting."""
-        attached = self._attached
+        attached = self.attached
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGCONT)  # a stopped one would not see it
-        if worker >= 0 and not ends_within(worker, self._options.shutdown_s + _STOP_GRACE_S):
+        if worker >= 0 and not ends_within(worker, self.options.shutdown_s + _STOP_GRACE_S):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
             reap(worker)
@@ -293,5 +284,5 @@ class _Supervisor:
         if mounted is not None and mounted.device_minor == attached.device_minor:
             mounts.abort_connection(attached.device_minor, attached.path)
             mounts.detach(attached.path, lazy=True)
-        elif self._connection is not None:
-            self._connection.abort()
+        elif self.connection is not None:
+            self.connection.abort()

@@ -21,7 +21,15 @@ from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_sp
 from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
 from bootseer.linux import namespaces
 from bootseer.prefetch.resolve.mount import mount_image
-from bootseer.served.folders import PUBLISH, MountState, new_mount_dir, take_lock, write_state
+from bootseer.served.covering.cover_users import add_user
+from bootseer.served.folders import (
+    PUBLISH,
+    MountState,
+    mounts_dir,
+    new_mount_dir,
+    take_lock,
+    write_state,
+)
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from tests.support.mounts.fuse_mount import clear_mount
@@ -186,6 +194,23 @@ def test_a_worker_that_nobody_would_replace(node: Settings, tmp_path: Path) -> N
     assert "replace" in after["problem"]
     assert after["remedy"]
     _bootseer(node, "image", "unmount", state.directory)
+
+
+def test_a_linked_environment_whose_keeper_was_killed(node: Settings, tmp_path: Path) -> None:
+    """It is used all the same."""
+    target = tmp_path / "linked"
+    target.mkdir()
+    (target / "file").write_text("content")
+    key = create_snapshot(node, [str(target)]).fingerprint
+    (target / "file").unlink()
+    _bootseer(node, "snapshot", "restore", key, "--mode", "link")
+    (before,) = _status(node)
+    add_user(mounts_dir(node.run_dir) / Path(before["log"]).stem, os.getpid())
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: _status(node)[0]["health"] == "degraded", "what is wrong")
+    (after,) = _status(node)
+    assert (after["kind"], after["users"]) == ("linked tree", [os.getpid()])
+    assert (target / "file").read_text() == "content"
 
 
 def _forked(code: Callable[[], object], user: int) -> int:
