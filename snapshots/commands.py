@@ -68,7 +68,7 @@ def restore_snapshot(
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
     returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen
-    and why. `process`: see `restoring.early.server_ahead`.
+    and why. `process`: see `early_server.early_server`.
 
     Raises: InvalidInputError where a target is of the system (`restoring.system_folders`) and
     `allows_system` is not set; NotFoundError, AlreadyExistsError where something else is there

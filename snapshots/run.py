@@ -29,7 +29,7 @@ from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
 from bootseer.snapshots.restoring import own_view, staging
 from bootseer.snapshots.restoring.mounting import mounted
-from bootseer.snapshots.restoring.mounting.early import server_ahead
+from bootseer.snapshots.restoring.mounting.early_server import early_server
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_instead, restore_stored
 from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
@@ -71,7 +71,7 @@ def run_setup(
     long a node that died holds the others up. `until_exit`: what is mounted goes when
     this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
     has just waited for the store in vain; it is asked briefly whether it answers by now.
-    `forks`: a server may begin as a copy of this process (see `restoring.early`).
+    `forks`: a server may begin as a copy of this process (see `early_server`).
     `before_own_view`: called before this process enters a mount namespace of its own, which it does
     only with `until_exit`, where another job runs on a target (see `restoring.own_view`).
 
@@ -235,7 +235,7 @@ class _Run:
             bases = {target: base_digest(before[target]) for target in attempt.targets}
         # In a container this interpreter's files are not there.
         if self.forks and attempt.request.root == Path("/"):
-            attempt.process = stack.enter_context(server_ahead(self.settings))
+            attempt.process = stack.enter_context(early_server(self.settings))
         key = attempt.key = resolved.key(bases)
         pause = _POLL_FIRST_S
         watch = LeaseWatch()

@@ -4,7 +4,7 @@ Alone owns that exchange, both sides of it. `begin` runs `python -m MODULE REPOR
 clear that there will be such a process, which loads its code beside whatever else a start has to
 do; `ServerProcess.serve` hands it its plan, on its standard input and never on a command line: it
 may hold credentials. A program of ours may do the first before it knows its settings:
-`begin_ahead`. The process (`life.run_server`) goes on as nobody's child, makes a `Report` of the
+`begin_early`. The process (`life.run_server`) goes on as nobody's child, makes a `Report` of the
 descriptor, and says "ready" or why not. Light, since whoever starts a server waits for what is
 loaded here. Edge module; one thread for each object.
 """
@@ -35,7 +35,7 @@ _REPORT_BYTES_MAX = 1 << 16
 _LOG_TAIL_BYTES = 2000
 _DEVICE = "/dev/fuse"
 _ahead: "tuple[str, ServerProcess] | None" = None
-"""The module, and the process, of what `begin_ahead` has begun."""
+"""The module, and the process, of what `begin_early` has begun."""
 
 
 class _Message(Struct, frozen=True):
@@ -195,7 +195,7 @@ def begin_server(
     run_dir: Path, module: str, what: str, *, identity: str | None = None, forks: bool = False
 ) -> ServerProcess:
     """`begin` a process that will serve a mount, by default one that nobody has named yet. What
-    `begin_ahead` began is as good as a new one. Raises: BootseerError."""
+    `begin_early` began is as good as a new one. Raises: BootseerError."""
     global _ahead
     from bootseer.served.folders import log_path, new_identity
 
@@ -212,7 +212,7 @@ def begin_server(
     return process
 
 
-def begin_ahead(module: str, load: Callable[[], object]) -> None:
+def begin_early(module: str, load: Callable[[], object]) -> None:
     """Begin the server of `module` that `begin_server` will give first: a copy of this process,
     which loads its code while this one finds out what it was asked for. `load` brings what both
     need. Nothing where that cannot be.
@@ -231,7 +231,7 @@ def is_begun_ahead() -> bool:
     return _ahead is not None
 
 
-def end_ahead() -> None:
+def end_early() -> None:
     """Nobody will begin a server. Idempotent."""
     global _ahead
     ahead, _ahead = _ahead, None

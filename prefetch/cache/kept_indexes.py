@@ -55,7 +55,7 @@ def keep_index(cache_dir: Path, digest: str, data: bytes, *, run_dir: Path | Non
         raise from_oserror(error, f"keep an index in {path}") from error
 
 
-def remove_held(run_dir: Path) -> None:
+def remove_spare_indexes(run_dir: Path) -> None:
     """Remove the indexes that a full disk did not take and that no start needs any more. Never
     raises."""
     oldest_s = time.time() - _SPARE_S

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.fuse.kernel.mounting.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.server import Attached
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_held
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_spare_indexes
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.serve_plan import SUBTYPE, ServePlan
@@ -46,7 +46,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
     with living(plan.state_dir, plan.state) as life:
         plan = replace(plan, state=life.state)
         state = plan.state
-        remove_held(plan.settings.run_dir)
+        remove_spare_indexes(plan.settings.run_dir)
         await_index()
         tree = read_kept_tree(
             plan.settings.cache_dir,

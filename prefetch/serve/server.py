@@ -6,7 +6,7 @@ JSON; then it is `serve_image`'s. Light: whoever starts one waits for what is lo
 import os
 import sys
 
-from bootseer.served.background import Report, ServerProcess, begin_ahead, begin_server, write_to
+from bootseer.served.background import Report, ServerProcess, begin_early, begin_server, write_to
 from bootseer.settings.config import Settings
 
 _MODULE = "bootseer.prefetch.serve.server"
@@ -21,8 +21,8 @@ def begin_tree_server(
 
 
 def begin_tree_server_ahead() -> None:
-    """Before this program knows its settings. See `background.begin_ahead`."""
-    begin_ahead(_MODULE, _load_what_both_need)
+    """Before this program knows its settings. See `background.begin_early`."""
+    begin_early(_MODULE, _load_what_both_need)
 
 
 def _load_what_both_need() -> None:

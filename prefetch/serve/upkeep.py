@@ -26,7 +26,7 @@ _NOTE_USE_S = 6 * 3600.0
 """A note that fails is tried again long before a garbage collector would miss it."""
 
 
-class Keeper:
+class Upkeep:
     """Runs beside one image's streams. Start it once, close it before them."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Keeper:
             lock = NodeCache(settings.cache_dir).fill_lock(index_digest)
             self._fill = Fill(streams, start_is_over, self._room.make, lock=lock)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
         self._figures: Callable[[], LaunchFigures] | None = None
 
     def start(self, figures: Callable[[], LaunchFigures]) -> None:

@@ -36,7 +36,7 @@ from bootseer.prefetch.serve.launch_figures import (
 )
 from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServePlan
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
-from bootseer.prefetch.serve.upkeep import Keeper
+from bootseer.prefetch.serve.upkeep import Upkeep
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served.control import ControlServer
@@ -84,7 +84,7 @@ class ImageServer:
             on_refuted=self._refuted,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
-        self._keeper = Keeper(
+        self._upkeep = Upkeep(
             plan.settings,
             plan.state.index_digest,
             self._streams,
@@ -124,7 +124,7 @@ class ImageServer:
         # Before the mount is announced, so that the bundle is on its way before the first read.
         if self._plan.options.prefetch:
             self._bundle.begin(self.operations.store_pages)
-        self._keeper.start(self._figures)
+        self._upkeep.start(self._figures)
 
     def _destroyed(self) -> None:
         try:
@@ -133,9 +133,9 @@ class ImageServer:
             _log.warning("the record of this start is lost: %s", error)
         self._bundle.stop()
         self._control.close()
-        self._keeper.close()
+        self._upkeep.close()
         self._is_mounted = False
-        self._keeper.write_figures()
+        self._upkeep.write_figures()
         # The process around us makes the cache durable when nobody waits for it any more.
         self._streams.close(durable=False)
         self._store.close()
@@ -283,7 +283,7 @@ class ImageServer:
             sources=streams.sources(),
             moved=streams.statistics(),
             prefetch=self._prefetch_figures(),
-            fill=self._keeper.fill_figures(),
+            fill=self._upkeep.fill_figures(),
         )
 
     def _prefetch_figures(self) -> PrefetchFigures | None:

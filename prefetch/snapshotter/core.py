@@ -25,9 +25,9 @@ from bootseer.errors import (
 from bootseer.prefetch.snapshotter.chain_trees import ChainTrees
 from bootseer.prefetch.snapshotter.directories import Directories
 from bootseer.prefetch.snapshotter.filters import any_of
+from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.metadata import Metadata
 from bootseer.prefetch.snapshotter.pulled import PulledImages
-from bootseer.prefetch.snapshotter.served import ServedTrees
 from bootseer.prefetch.snapshotter.snapshot import (
     Kind,
     Lower,
@@ -75,7 +75,7 @@ class Snapshotter:
         self._metadata = Metadata(self._directories.database)
         self._chains = ChainTrees(settings, self._metadata)
         self._pulled = PulledImages(settings, content)
-        self._served = ServedTrees(settings, self._directories.trees, window_s=window_s)
+        self._lazy_trees = LazyTrees(settings, self._directories.trees, window_s=window_s)
         self._wake = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
@@ -215,7 +215,7 @@ class Snapshotter:
             yield directories
             return
         key = self._tree_key(lower.chain_id, workload_of(labels, self._settings.workload))
-        with self._served.using(key, lower.chain_id) as path:
+        with self._lazy_trees.using(key, lower.chain_id) as path:
             yield [*directories, path]
 
     def _tree_key(self, chain_id: str, workload: str) -> TreeKey:
@@ -271,14 +271,14 @@ class Snapshotter:
             key = self._tree_key(chain_id, self._settings.workload)
             # Without a linger it would be taken off at once.
             if self._linger_s:
-                with self._served.using(key, chain_id):
+                with self._lazy_trees.using(key, chain_id):
                     _log.info("mounted %s, which has been pulled", chain_id)
 
     def _restore(self) -> None:
         """Mount what snapshots show and no server serves any more."""
         for chain_id, workload in self._chains_in_use():
             try:
-                with self._served.using(self._tree_key(chain_id, workload), chain_id):
+                with self._lazy_trees.using(self._tree_key(chain_id, workload), chain_id):
                     _log.debug("%s is mounted", chain_id)
             except BootseerError as error:
                 _log.warning("containers of %s cannot be started now: %s", chain_id, error)
@@ -286,7 +286,7 @@ class Snapshotter:
     def _tidy(self) -> None:
         self._metadata.numbers(self._directories.set_aside)
         self._directories.empty()
-        self._served.retire(self._trees_in_use, self._linger_s)
+        self._lazy_trees.retire(self._trees_in_use, self._linger_s)
 
     def _chains_in_use(self) -> frozenset[tuple[str, str]]:
         return chains_in_use(self._metadata.all(), self._settings.workload)

@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, BusyError
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
-from bootseer.served.background import end_ahead
+from bootseer.served.background import end_early
 from bootseer.served.covering.cover_users import add_user, is_others_only
 from bootseer.served.covering.covers import cover_at, covers, source_of, uncover
 from bootseer.served.folders import mounts_dir
@@ -55,7 +55,7 @@ def enter(settings: Settings, used: Mapping[Path, int], before: Callable[[], Non
         if threading.current_thread() is not threading.main_thread():
             raise BusyError("only a process's main thread can")
         before()
-        end_ahead()
+        end_early()
         if not _own:
             namespaces.unshare(namespaces.CLONE_NEWNS)
             # What is mounted on the host later, as by an automounter, comes in.

@@ -137,7 +137,7 @@ def _link(
     """From the node's extracted trees, made where they are missing."""
     from bootseer.snapshots.restoring.linking.hard_links import link_tree
     from bootseer.snapshots.restoring.linking.linked import copy_tree
-    from bootseer.snapshots.restoring.linking.linked_mount import hold_snapshot
+    from bootseer.snapshots.restoring.linking.linked_mount import link_snapshot
     from bootseer.snapshots.restoring.mounting.container_overlay import overlay_snapshot
 
     trees = NodeTrees(settings)
@@ -160,7 +160,7 @@ def _link(
     if choice.method == modes.OVERLAY and wish.scratch is not None:
         overlay_snapshot(settings, store, trees, placed, wish.scratch, build)
     elif choice.method == modes.OVERLAY:
-        hold_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
+        link_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
     else:
         restore(
             manifest,

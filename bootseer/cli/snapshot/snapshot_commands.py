@@ -104,7 +104,7 @@ def restore(
     A directory that exists must be empty, or be as it was before the set-up. The snapshot says
     where it goes: that is printed first.
     """
-    from bootseer.snapshots.restoring.mounting.early import server_ahead
+    from bootseer.snapshots.restoring.mounting.early_server import early_server
 
     if relocates and directory is None:
         raise click.UsageError("--relocate needs --to DIR.")
@@ -115,7 +115,7 @@ def restore(
         settings = replace(settings, restore_mode=mode)
     with contextlib.ExitStack() as stack:
         # A mount waits for its server, which loads while we do.
-        process = None if directory is not None else stack.enter_context(server_ahead(settings))
+        process = None if directory is not None else stack.enter_context(early_server(settings))
         from bootseer.snapshots.commands import restore_snapshot
 
         manifest = restore_snapshot(

@@ -1,5 +1,5 @@
 """Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive; or
-straight, without hdfs-native, as long as nothing fails (`hdfs_straight`).
+directly, without hdfs-native, as long as nothing fails (`direct_files`).
 
 A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
 may lose a DataNode, or the NameNode may answer the request for the next block with
@@ -29,8 +29,8 @@ from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.connection import HdfsConnection
 from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
-from bootseer.store.hdfs.direct.direct_files import begin_straight
-from bootseer.store.hdfs.direct.direct_writer import StraightFile
+from bootseer.store.hdfs.direct.direct_files import begin_direct
+from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.transfer.policy import PATIENT, Attempts
 
@@ -62,7 +62,7 @@ class HdfsWriter(Writer):
         self._tail_bytes = 0
         self._size_bytes = 0
         self._wanted_replication: int | None = None
-        self._straight: StraightFile | None = None
+        self._direct: DirectFile | None = None
         self._is_kept = True
         """All of it is still in the tail: a small file is written when it is closed."""
         self._awaits_placement = False
@@ -77,8 +77,8 @@ class HdfsWriter(Writer):
         self._connection.placer.await_placed(self._full)
 
     def keep_alive(self) -> None:
-        if self._straight is not None:
-            self._go_straight(self._straight.keep_alive)
+        if self._direct is not None:
+            self._write_direct(self._direct.keep_alive)
 
     def write(self, data: Piece) -> None:
         if not isinstance(data, bytes | bytearray):
@@ -93,11 +93,11 @@ class HdfsWriter(Writer):
             raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
         if self._awaits_placement:
             self._awaits_placement = False
-            self._straight = begin_straight(self._connection, self._path, LARGE)
-        straight = self._straight
-        if straight is not None:
+            self._direct = begin_direct(self._connection, self._path, LARGE)
+        direct = self._direct
+        if direct is not None:
             for piece in pieces:
-                self._go_straight(partial(straight.write, piece))
+                self._write_direct(partial(direct.write, piece))
                 note_progress()
             return
         self._tail.extend(pieces)
@@ -118,20 +118,20 @@ class HdfsWriter(Writer):
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
 
-    def _go_straight(self, step: Callable[[], None]) -> None:
+    def _write_direct(self, step: Callable[[], None]) -> None:
         try:
             step()
         except UNANSWERED as error:
             name = self._connection.name(self._path)
             raise UnavailableError(f"cannot write {name}: {error}") from error
 
-    def _drop_straight(self) -> None:
+    def _drop_direct(self) -> None:
         if self._awaits_placement:
             self._awaits_placement = False
             self._connection.placer.take_placed(self._full)
-        if self._straight is not None:
-            self._straight.drop()
-            self._straight = None
+        if self._direct is not None:
+            self._direct.drop()
+            self._direct = None
 
     def _send(
         self,
@@ -234,14 +234,14 @@ class HdfsWriter(Writer):
             if self._tail:
                 placer.await_placed(self._full)
                 placer.place(self._full, ())
-                self._straight = begin_straight(self._connection, self._path, STANDARD)
-            if self._straight is not None:
+                self._direct = begin_direct(self._connection, self._path, STANDARD)
+            if self._direct is not None:
                 try:
                     for piece in self._tail:
-                        self._go_straight(partial(self._straight.write, piece))
-                    self._go_straight(self._straight.close)
+                        self._write_direct(partial(self._direct.write, piece))
+                    self._write_direct(self._direct.close)
                 finally:
-                    self._drop_straight()
+                    self._drop_direct()
                 return
             self._send(self._tail, lambda: None)
         self._close_raw()
@@ -259,11 +259,11 @@ class HdfsWriter(Writer):
     def close(self) -> None:
         if self._writer is None:
             return
-        if self._straight is not None:
+        if self._direct is not None:
             # After a failure the caller may want what is there.
-            self._go_straight(self._straight.close)
+            self._write_direct(self._direct.close)
             self._writer = None  # hdfs-native's: the file is closed
-        self._drop_straight()
+        self._drop_direct()
         if self._writer is None:
             return
         try:
@@ -290,21 +290,21 @@ class HdfsWriter(Writer):
 
     @property
     def stays_placed(self) -> bool:
-        return self._straight is not None
+        return self._direct is not None
 
     @property
     def is_buffered(self) -> bool:
-        return self._straight is None
+        return self._direct is None
 
     @property
     def held_bytes(self) -> int:
-        if self._straight is not None:
-            return self._straight.unconfirmed_bytes
+        if self._direct is not None:
+            return self._direct.unconfirmed_bytes
         return _TAIL_MAX_BYTES
 
     def abandon(self) -> None:
         """Only a closed file can be read to its end: the lease is recovered for that."""
-        self._drop_straight()
+        self._drop_direct()
         if self._writer is None:
             return
         self._writer = None
@@ -315,7 +315,7 @@ class HdfsWriter(Writer):
             logger.debug("%s: its end cannot be read: %s", self._path, error)
 
     def abort(self) -> None:
-        self._drop_straight()
+        self._drop_direct()
         if self._writer is None:
             return
         # The client is not told to close, which would make the file look complete.

@@ -22,7 +22,7 @@ from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.linking.linked_holder import HolderPlan
 from bootseer.snapshots.restoring.linking.node_trees import NodeTrees
-from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restoring.mounting.mounted import MountedTree, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
@@ -31,7 +31,7 @@ Build = Callable[[Target, Tree, Path], None]
 """Extracts a target's tree to a path that does not exist, whole or not at all."""
 
 
-def hold_snapshot(
+def link_snapshot(
     settings: Settings,
     store: Store,
     manifest: Manifest,
@@ -44,7 +44,7 @@ def hold_snapshot(
     """Show all targets of a snapshot from extracted trees, which `build` makes where they are
     missing. See `mounted.cover_all`."""
     trees = NodeTrees(settings)
-    served: list[Served] = []
+    served: list[MountedTree] = []
     with ExitStack() as undo:
         for item in placed:
             tree = load_tree(store, item.target)
@@ -55,7 +55,7 @@ def hold_snapshot(
 
             with trees.using(item.target.index.digest, tree, build_one) as (source, _):
                 state_dir = hold(settings, item.path, item.target)
-            served.append(Served(state_dir, source))
+            served.append(MountedTree(state_dir, source))
             undo.callback(give_up, state_dir, 0)
         cover_all(settings, manifest, placed, served, bases, mode=modes.LINK, until_exit=until_exit)
         undo.pop_all()

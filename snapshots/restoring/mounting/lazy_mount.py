@@ -30,7 +30,7 @@ from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring import modes
-from bootseer.snapshots.restoring.mounting.mounted import Served, cover_all, scratch_of
+from bootseer.snapshots.restoring.mounting.mounted import MountedTree, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.store import Store
@@ -82,7 +82,7 @@ def mount_snapshot(
         for serving in all_serving:
             serving.wait()
         served = [
-            Served(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
+            MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
             for one in all_serving
         ]
         cover_all(

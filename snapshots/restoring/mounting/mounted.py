@@ -70,8 +70,11 @@ class Mounted(Struct, frozen=True):
 _FORM: Form[Mounted] = Form(type=Mounted, versions=(1,), size_max=64 * 1024)
 
 
-class Served(Struct, frozen=True):
-    """A target's tree, ready to be covered: somebody keeps it for as long as the cover is there."""
+class MountedTree(Struct, frozen=True):
+    """A tree that is mounted or linked, ready to be shown on a target by an overlay.
+
+    The process behind `state_dir` keeps the tree for as long as the overlay is there.
+    """
 
     state_dir: Path
     """The mount's folder."""
@@ -84,20 +87,20 @@ def cover_all(
     settings: Settings,
     manifest: Manifest,
     placed: Sequence[Placed],
-    served: Sequence[Served],
+    trees: Sequence[MountedTree],
     bases: Mapping[bytes, str],
     *,
     mode: str,
     until_exit: bool,
 ) -> None:
-    """Show the trees that are `served` on their targets; finished when this returns.
+    """Shows `trees` on their targets; finished when this returns.
 
-    What is there (`bases`) has been found to fit. They go when this process ends, if `until_exit`;
-    else they stay until `unmount_snapshot`. On an error nothing is mounted.
+    The caller has found that they fit on what lies there (`bases`). With `until_exit` they go when
+    this process ends, otherwise they stay until `unmount_snapshot`. On an error nothing is mounted.
     Raises: UnsupportedError and other BootseerErrors.
     """
     with ExitStack() as undo:
-        for item, one in zip(placed, served, strict=True):
+        for item, one in zip(placed, trees, strict=True):
             record = Mounted(
                 target=str(item.path),
                 fingerprint=manifest.fingerprint,
@@ -109,7 +112,7 @@ def cover_all(
             )
             _cover(item, one, record, privileges=settings.restore_privileges)
             undo.callback(_uncover, item.path, one.state_dir.name)
-        for one in served:
+        for one in trees:
             # From here on it is finished, and stays.
             add_user(one.state_dir, os.getpid() if until_exit else None)
         undo.pop_all()
@@ -120,21 +123,21 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
     return settings.cache_dir / "containers" / state_dir.name
 
 
-def _cover(item: Placed, served: Served, record: Mounted, *, privileges: bool) -> None:
+def _cover(item: Placed, tree: MountedTree, record: Mounted, *, privileges: bool) -> None:
     try:
         # By now somebody lives who will remove it.
         make_private_directory(Path(record.scratch))
         item.path.mkdir(parents=True, exist_ok=True)
-        write_private_file(served.state_dir / _RECORD, _FORM.encode(record))
+        write_private_file(tree.state_dir / _RECORD, _FORM.encode(record))
     except OSError as error:
         raise from_oserror(error, f"prepare the mount on {item.path}") from error
     cover_target(
-        served.tree,
+        tree.tree,
         item.path,
         Path(record.scratch),
         is_difference=not item.target.whole,
         deletions=item.target.deletions,
-        source=source_of(served.state_dir.name),
+        source=source_of(tree.state_dir.name),
         privileges=privileges,
     )
 

@@ -91,15 +91,15 @@ _AHEAD = """
 import sys
 from pathlib import Path
 from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_ahead
-from bootseer.served.background import end_ahead
+from bootseer.served.background import end_early
 
 def children():
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
 
 begin_tree_server_ahead()
 assert len(children()) == 1
-end_ahead()
-end_ahead()
+end_early()
+end_early()
 assert not children()
 begin_tree_server_ahead()
 begun = children()

@@ -1,4 +1,4 @@
-"""Reads ranges of blocks straight from DataNodes, for those who check the bytes themselves.
+"""Reads ranges of blocks directly from DataNodes, for readers that check the bytes themselves.
 
 Owns the connections, and what Hadoop's data transfer needs for reads without checksums: such bytes
 go from the DataNode's page cache to its socket, and from ours into the caller's buffer, without a

@@ -1,4 +1,4 @@
-"""Writes a file straight to DataNodes: parts, whose bytes have checksums of ours, and small files.
+"""Writes a file directly to DataNodes: parts, whose bytes have checksums of ours, and small files.
 
 Owns what Hadoop's data transfer needs for writes, but for packets: what is written goes from the
 caller's buffer to the socket. (hdfs-native copies every byte twice, looks each one up in a table,
@@ -39,7 +39,7 @@ class Placed(Struct, frozen=True):
     added: AddedBlock
 
 
-class StraightFile:
+class DirectFile:
     """A file that was created, and of which nothing was written."""
 
     def __init__(

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc import messages
-from bootseer.store.hdfs.rpc.failover import CONNECT_S, Turns
+from bootseer.store.hdfs.rpc.failover import CONNECT_S, Failover
 from bootseer.store.hdfs.rpc.frames import (
     FRAME_MAX_BYTES,
     NotHadoopError,
@@ -78,7 +78,7 @@ class NameNode(Struct, frozen=True):
     deadline_s: float
     calls_by_name: bool = False
     """Whether DataNodes are called by their names, not their addresses."""
-    turns: Turns = field(default_factory=Turns)
+    failover: Failover = field(default_factory=Failover)
     """Whom to ask first; shared by copies."""
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
@@ -193,20 +193,20 @@ class NameNode(Struct, frozen=True):
         while True:
             attempt = attempts.failures_count
             is_last = attempt + 1 == policy.attempts
-            for index, until_s in self.turns.shares(count, end_s, is_last=is_last):
+            for index, until_s in self.failover.shares(count, end_s, is_last=is_last):
                 try:
                     answer = self._call_one(
                         self.addresses[index], client, attempt, method, message, until_s
                     )
                 except RpcError as error:
                     if "StandbyException" not in str(error):
-                        self.turns.first = index
+                        self.failover.first = index
                         raise
                     cause = error
                 except OSError as error:
                     cause = error
                 else:
-                    self.turns.first = index
+                    self.failover.first = index
                     return answer
             pause_s = attempts.pause_s(UnavailableError(str(cause)))
             if is_last:

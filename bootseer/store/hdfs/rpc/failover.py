@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 
 CONNECT_S = 5.0
-"""For a connection, where there are others: TCP asks three times meanwhile."""
+"""The deadline of a connection where other NameNodes are left: TCP asks three times meanwhile."""
 
 
-class Turns:
-    """Of one cluster's NameNodes, which are counted from 0."""
+class Failover:
+    """The order in which the NameNodes of one cluster are asked; they are counted from 0."""
 
     __slots__ = ("first",)
 
@@ -20,7 +20,10 @@ class Turns:
         self.first = 0
 
     def shares(self, count: int, end_s: float, *, is_last: bool) -> Iterator[tuple[int, float]]:
-        """One round: whom to ask, and until when (monotonic). `is_last`: there is no other one."""
+        """Yields for one round each NameNode to ask and its deadline on the monotonic clock.
+
+        `is_last`: no further round follows.
+        """
         first = self.first
         for turn in range(count):
             left_count = count - turn

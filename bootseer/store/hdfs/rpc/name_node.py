@@ -125,7 +125,7 @@ class FoundNameNode:
         with self._lock:
             if self._name_node is None or len(self._names) < 2:
                 return {}
-            first = self._name_node.turns.first
+            first = self._name_node.failover.first
             names = self._names[first:] + self._names[:first]
             return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
 

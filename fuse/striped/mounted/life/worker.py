@@ -29,9 +29,9 @@ from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mounted.life.journal import Journal, Record, read_journal
 from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
+from bootseer.fuse.striped.mounted.newest_reading import read_newest
 from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.operations.presentation import Ownership
-from bootseer.fuse.striped.mounted.warm import warm_newest
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
@@ -157,7 +157,7 @@ class MountedFileSystem(StripedFileSystem):
 
     def _warm(self) -> None:
         budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)
-        count = warm_newest(self._storage, budget_bytes, self._stopping.is_set)
+        count = read_newest(self._storage, budget_bytes, self._stopping.is_set)
         _log.info("read %d bytes of the newest checkpoint ahead", count)
 
     # ---- what is asked of it --------------------------------------------------------------

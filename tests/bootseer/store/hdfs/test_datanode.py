@@ -1,4 +1,4 @@
-"""Reads straight from DataNodes: the bytes are right, or somebody else is left to read them."""
+"""Reads directly from DataNodes: the bytes are right, or somebody else is left to read them."""
 
 import contextlib
 import random

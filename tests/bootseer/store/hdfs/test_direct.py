@@ -1,4 +1,4 @@
-"""Files written straight to DataNodes: whole for every reader, or left to somebody else."""
+"""Files written directly to DataNodes: whole for every reader, or left to somebody else."""
 
 import random
 import socket
@@ -12,7 +12,7 @@ from bootseer.errors import UnavailableError
 from bootseer.store.backend import Writer
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.direct.checksums import crc32c
-from bootseer.store.hdfs.direct.direct_writer import StraightFile
+from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
 from bootseer.store.hdfs.writer import HdfsWriter
 from tests.support.servers import protobuf as pb
@@ -33,7 +33,7 @@ def backend(hdfs_url: str) -> Iterator[HdfsBackend]:
 
 
 def _begin(backend: HdfsBackend, path: str) -> HdfsWriter:
-    """A file of which nothing was written; straight, if the cluster allows."""
+    """A file of which nothing was written; directly, if the cluster allows."""
     writer: Writer = backend.create(path)
     assert isinstance(writer, HdfsWriter)
     writer.expect_checksums()
@@ -57,7 +57,7 @@ def test_what_is_written_is_whole_for_a_reader_that_checks_it(
 ) -> None:
     with _begin(backend, "f") as writer:
         _write(writer, sizes)
-        assert writer._straight is not None
+        assert writer._direct is not None
         writer.keep_alive()
         writer.keep_alive()
         writer.write(b"end")
@@ -70,11 +70,11 @@ def test_what_is_written_is_whole_for_a_reader_that_checks_it(
 def test_all_is_confirmed_before_a_file_is_complete(backend: HdfsBackend) -> None:
     writer = _begin(backend, "f")
     _write(writer, [])
-    straight = writer._straight
-    assert straight is not None
-    assert writer.held_bytes == straight.unconfirmed_bytes > 0
+    direct = writer._direct
+    assert direct is not None
+    assert writer.held_bytes == direct.unconfirmed_bytes > 0
     writer.close()
-    assert straight._block.confirmed_bytes == straight._block.sent_bytes == 777
+    assert direct._block.confirmed_bytes == direct._block.sent_bytes == 777
     writer.close()
 
 
@@ -90,7 +90,7 @@ def test_a_datanode_that_refuses_is_left_to_the_library(
     refused = replace(placed, added=added)
     monkeypatch.setattr(backend.placer, "take_placed", lambda path: refused)
     _write(writer, [])
-    assert writer._straight is None
+    assert writer._direct is None
     writer.close()
     assert backend.read("f") == CONTENT
 
@@ -99,15 +99,15 @@ def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
     backend = HdfsBackend(f"{hdfs_url}?replication=2")
     writer = _begin(backend, "f")
     _write(writer, [BLOCK] * 2)
-    straight = writer._straight
-    assert straight is not None
+    direct = writer._direct
+    assert direct is not None
 
     def is_confirmed() -> bool:
-        straight.keep_alive()
-        return straight._block.confirmed_bytes >= 2 * BLOCK
+        direct.keep_alive()
+        return direct._block.confirmed_bytes >= 2 * BLOCK
 
     wait_for(is_confirmed, "both blocks")
-    straight._block._socket.shutdown(socket.SHUT_RDWR)
+    direct._block._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(UnavailableError):
         writer.write(bytes(BLOCK))
     writer.abandon()
@@ -118,10 +118,10 @@ def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
 @pytest.mark.parametrize("size", [1, 511, 64 * KIB])
 def test_a_small_file_has_the_checksums_of_any_other(backend: HdfsBackend, size: int) -> None:
     """Copies are compared by them (distcp)."""
-    for path, is_straight in (("small", True), ("other", False)):
+    for path, is_direct in (("small", True), ("other", False)):
         writer = backend.create(path)
         assert isinstance(writer, HdfsWriter)
-        writer._is_kept = is_straight
+        writer._is_kept = is_direct
         writer.write(CONTENT[:size])
         writer.close()
         assert backend.read(path) == CONTENT[:size]
@@ -153,7 +153,7 @@ def test_a_small_file_whose_datanode_fails_is_written_again(
     def fail(*_: object) -> None:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(StraightFile, "close", fail)
+    monkeypatch.setattr(DirectFile, "close", fail)
     with backend.create("f") as writer:
         writer.write(b"small")
         writer.write(bytearray(b" file"))

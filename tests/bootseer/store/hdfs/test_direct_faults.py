@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.hdfs.direct.direct_writer import Placed, StraightFile
+from bootseer.store.hdfs.direct.direct_writer import DirectFile, Placed
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock, LocatedBlock
 from tests.support.servers.answering import answering
@@ -36,7 +36,7 @@ def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
 
 
 def _write(placed: Placed) -> None:
-    file = StraightFile(placed, 4096, 0.1)
+    file = DirectFile(placed, 4096, 0.1)
     with contextlib.ExitStack() as stack:
         stack.callback(file.drop)
         file.write(b"x" * 1000)

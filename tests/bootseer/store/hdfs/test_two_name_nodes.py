@@ -12,7 +12,7 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.rpc.failover import Turns
+from bootseer.store.hdfs.rpc.failover import Failover
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.store.using import put
 from tests.hdfs.cluster import MiniHdfs
@@ -94,7 +94,7 @@ def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
 
 
 def test_who_answered_last_is_asked_first_and_a_silent_one_leaves_time() -> None:
-    turns = Turns()
+    turns = Failover()
     assert [index for index, _ in turns.shares(3, 0.0, is_last=False)] == [0, 1, 2]
     turns.first = 1
     order = list(turns.shares(3, 1e12, is_last=False))

@@ -8,7 +8,7 @@ import pytest
 from bootseer.fuse.striped.api.copy import copy_in, open_storage
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from bootseer.fuse.striped.mounted.newest import steps, tracked_name
-from bootseer.fuse.striped.mounted.warm import newest_files, warm_newest
+from bootseer.fuse.striped.mounted.newest_reading import newest_files, read_newest
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
 
@@ -169,7 +169,7 @@ def test_what_is_chosen(tmp_path: Path, name: str) -> None:
         # What says what the others are comes first.
         kinds = [path.endswith((".json", ".metadata", "common.pt")) for path in found]
         assert kinds == sorted(kinds, reverse=True)
-        assert warm_newest(storage, 10**6) == sum((tmp_path / p).stat().st_size for p in wanted)
+        assert read_newest(storage, 10**6) == sum((tmp_path / p).stat().st_size for p in wanted)
 
 
 def test_series_of_steps() -> None:
@@ -185,9 +185,9 @@ def test_no_more_than_the_budget_is_read(tmp_path: Path) -> None:
         driver = Driver(storage)
         for number in range(3):
             driver.write(f"model_{number}.pt", bytes(10 * UNIT))
-        assert warm_newest(storage, 3 * UNIT) <= 3 * UNIT
+        assert read_newest(storage, 3 * UNIT) <= 3 * UNIT
         assert storage.reader.fetched_bytes <= 4 * UNIT
-        assert warm_newest(storage, 3 * UNIT, lambda: True) == 0
+        assert read_newest(storage, 3 * UNIT, lambda: True) == 0
 
 
 @pytest.mark.fuse

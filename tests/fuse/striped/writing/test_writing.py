@@ -208,14 +208,14 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         assert budget.used_bytes == 0
 
 
-class Straight(LocalWriter):
+class DirectWriter(LocalWriter):
     is_buffered = False
 
 
 def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootseer.store.local.backend.LocalWriter", Straight)
+    monkeypatch.setattr("bootseer.store.local.backend.LocalWriter", DirectWriter)
     with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
         Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
         layout = decode_layout((tmp_path / "f").read_bytes(), "")

@@ -1,4 +1,4 @@
-"""What a start will most likely read first, fetched before anybody asks.
+"""Reads the newest checkpoint ahead, since a start will most likely load it first.
 
 Owns the search for the newest complete checkpoint in a storage; the rules are `newest`'s. The
 fetching itself is the reader's, below every other urgency.
@@ -135,7 +135,7 @@ def _text(storage: StripedStorage, info: FileInfo) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def warm_newest(
+def read_newest(
     storage: StripedStorage, budget_bytes: int, cancelled: Callable[[], bool] = lambda: False
 ) -> int:
     """Fetch the newest checkpoint into the window, at most `budget_bytes`; returns how much.

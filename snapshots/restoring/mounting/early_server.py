@@ -12,7 +12,7 @@ from bootseer.errors import BootseerError
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import (
     ServerProcess,
-    end_ahead,
+    end_early,
     is_begun_ahead,
     may_mount,
 )
@@ -21,7 +21,7 @@ from bootseer.snapshots.restoring.modes import AUTO, MOUNT
 
 
 @contextlib.contextmanager
-def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
+def early_server(settings: Settings) -> Iterator[ServerProcess | None]:
     """A server for what will probably be mounted, ended behind the `with` block if it was not
     needed; None where nothing will be mounted, or none can be begun."""
     process = None
@@ -36,7 +36,7 @@ def server_ahead(settings: Settings) -> Iterator[ServerProcess | None]:
         with contextlib.suppress(BootseerError):
             process = begin_tree_server(settings, forks=True)
     else:
-        end_ahead()
+        end_early()
     try:
         yield process
     finally:

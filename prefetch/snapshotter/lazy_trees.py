@@ -33,7 +33,7 @@ _WAIT_S = 60.0
 """For others that mount the same: each of them gives up after less."""
 
 
-class ServedTrees:
+class LazyTrees:
     """The mounts below one folder."""
 
     def __init__(self, settings: Settings, folder: Path, *, window_s: float) -> None:
