@@ -39,10 +39,10 @@ def _run() -> None:
     if is_mounting(sys.argv):
         # Before what reads the command line is loaded: the server loads its code meanwhile.
         from bootseer.linux.standard_files import open_standard_files
-        from bootseer.prefetch.serve.server import begin_tree_server_ahead
+        from bootseer.prefetch.serve.server import begin_tree_server_early
 
         open_standard_files()
-        begin_tree_server_ahead()
+        begin_tree_server_early()
     from bootseer.cli import main as run
 
     run()

@@ -25,7 +25,7 @@ class Attempt(Struct):
     request: Request
     report: Report
     started: float
-    """By the monotonic clock."""
+    """When the attempt began, on the monotonic clock."""
     until_exit: bool
     """What is mounted goes when this process ends."""
     note: Callable[[Path, str, str, str], None]
@@ -34,7 +34,7 @@ class Attempt(Struct):
     """Serves a mount, if one was begun."""
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)
-    """Where each target lies on this host."""
+    """The path of each target on this host."""
     locks: tuple[int, ...] = ()
     """Descriptors of the targets' locks, as long as they are held."""
     key: str = ""
@@ -42,7 +42,7 @@ class Attempt(Struct):
     max_age_s: float = 0.0
     """How old a stored snapshot may be; 0: any age."""
     waited_s: float = 0.0
-    """For another process or node that was busy with the same set-up."""
+    """Seconds of waiting for another process or node that ran the same set-up."""
 
     def scan(self) -> dict[bytes, Scan]:
         """What the targets hold now."""

@@ -45,16 +45,16 @@ class Explanation(Struct, frozen=True):
     outcome: str
     """IN_PLACE, RESTORE or RUN."""
     reason: str
-    """One sentence."""
+    """The reason in one sentence."""
     fingerprint: str
     targets: tuple[str, ...]
     parts: tuple[Part, ...]
     snapshot: Manifest | None
     """The stored snapshot with this fingerprint."""
     nearest: Manifest | None
-    """Where there is none: the one that differs least."""
+    """The snapshot that differs least, where none has this fingerprint."""
     differences: tuple[Difference, ...]
-    """Between the nearest and this."""
+    """Differences between the nearest snapshot and this set-up."""
     unknown: tuple[str, ...] = ()
     """What may decide the result and is not among the parts, in a few words each."""
     max_age_s: float = 0.0

@@ -24,10 +24,10 @@ class Hasher(Protocol):
     """Takes bytes in pieces."""
 
     def update(self, data: bytes, /) -> object:
-        """The next piece."""
+        """Adds the next piece."""
 
     def hexdigest(self) -> str:
-        """Of all pieces."""
+        """Returns the digest of all pieces so far, as hex digits."""
 
 
 def hasher_of(digest: str) -> Hasher:

@@ -34,18 +34,18 @@ VALUE_COUNT_MAX = 2**22
 
 _DIGEST = "sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}"
 Digest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST})\Z")]
-"""Of a manifest or blob of an image."""
+"""The digest of a manifest or blob of an image."""
 DigestOrNone = Annotated[str, Meta(pattern=rf"\A(?:|{_DIGEST})\Z")]
 AnyDigest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST}|blake3:[0-9a-f]{{64}})\Z")]
-"""Also of streams that no image names."""
+"""A digest, also one of a stream that no image names."""
 Sha256 = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
 BlobDigest = Annotated[str, Meta(pattern=r"\A(?:sha256|blake3):[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A number that every JSON reader reads exactly."""
 Count64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Also a number of nanoseconds since 1970."""
+"""A count; also a number of nanoseconds since 1970."""
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
-"""Without NUL: it may become an argument or a variable of a process."""
+"""Text without NUL, since it may become an argument or a variable of a process."""
 
 # A path as the kernel has it; in JSON it is text, with lone surrogates for what is not UTF-8.
 if TYPE_CHECKING:

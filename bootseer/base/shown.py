@@ -1,7 +1,7 @@
 """Names that are bytes, as people read them: in messages and tables. Pure (no I/O)."""
 
 _LENGTH_MAX = 200
-"""Of a name in a message; a path may have a megabyte."""
+"""The longest name in a message; a path may have a megabyte."""
 
 
 def shown(path: bytes) -> str:

@@ -88,13 +88,13 @@ class Values(Struct, frozen=True):
     """What a tree's columns hold. Each is gone through once."""
 
     numbers: Mapping[str, Iterable[int]]
-    """By section, but for the blobs' sections and for what follows."""
+    """Numbers by section, except the sections of blobs and those below."""
     names: Sequence[bytes]
     """Sorted by (parent, name)."""
     links: Iterable[bytes]
     """The target of each inode; b"" where it is no symbolic link."""
     xattrs: Iterable[Xattrs]
-    """Of each inode."""
+    """The extended attributes of each inode."""
     digests: Iterable[bytes]
     """Of each inode's content; b"" where it has none."""
 

@@ -56,7 +56,7 @@ DEPTH_MAX = 4096
 LINK_BYTES_MAX = 4095
 """PATH_MAX of Linux without the final NUL: no kernel makes or reads a longer symlink target."""
 SIZE_BYTES_MAX = 2**63 - 1
-"""Of a file: off_t."""
+"""The largest size of a file (off_t)."""
 
 _TYPES = (
     stat.S_IFREG,

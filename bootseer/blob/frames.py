@@ -44,12 +44,12 @@ class FrameTable(Sequence[Frame]):
 
     @property
     def lengths(self) -> Iterator[int]:
-        """Of each frame, compressed."""
+        """Returns the compressed length of each frame."""
         return map(sub, islice(self.offsets, 1, None), self.offsets)
 
     @property
     def stream_lengths(self) -> Iterator[int]:
-        """Of each frame's content."""
+        """Returns the length of each frame's content."""
         return map(sub, islice(self.stream_offsets, 1, None), self.stream_offsets)
 
     def __len__(self) -> int:

@@ -32,9 +32,9 @@ class Wanted(Struct, frozen=True):
     names: Sequence[bytes]
     """Sorted by the new number of their directory, then by name."""
     parents: Iterable[int]
-    """Of each name, the new number of its directory."""
+    """For each name the new number of its directory."""
     targets: Iterable[int]
-    """Of each name, the new number of what it leads to."""
+    """For each name the new number of its inode."""
 
 
 class Gathered:
@@ -94,7 +94,7 @@ class Gathered:
         return make_tree(values, len(inodes) + 1, blobs)
 
     def mtime_ns(self, number: int) -> int:
-        """Of one inode."""
+        """Returns the time of the last change of one inode."""
         tree = bisect_right(self.first, number) - 1
         return self._trees[tree].columns.mtime_ns[number - self.first[tree]]
 

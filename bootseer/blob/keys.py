@@ -2,10 +2,10 @@
 
 
 def blob_key(digest: str) -> str:
-    """Where the blob `blake3:<hex>` lies."""
+    """Returns the key of the blob `blake3:<hex>` in a store."""
     return f"blobs/{digest.replace(':', '/', 1)}"
 
 
 def index_key(digest: str) -> str:
-    """Where the encoded tree `sha256:<hex>` lies."""
+    """Returns the key of the encoded tree `sha256:<hex>` in a store."""
     return f"indexes/{digest.replace(':', '/', 1)}"

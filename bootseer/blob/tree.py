@@ -55,7 +55,7 @@ class Inode(Struct, frozen=True):
     size_bytes: int = 0
     rdev: int = 0
     link_target: bytes = b""
-    """For symbolic links."""
+    """The target of a symbolic link; empty for other inodes."""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
     """Sorted by name; names with their namespace (b"security.capability")."""
     extents: tuple[Extent, ...] = ()
@@ -76,11 +76,11 @@ class Frame(Struct, frozen=True):
     """One independent zstd frame of a blob: a *chunk*, the unit of fetching and verifying."""
 
     offset: int
-    """Of its compressed bytes in the blob."""
+    """The offset of the frame's compressed bytes in the blob."""
     length: int
     """Compressed."""
     stream_offset: int
-    """Of its content in the uncompressed tar stream."""
+    """The offset of the frame's content in the uncompressed tar stream."""
     stream_length: int
     digest: bytes
     """SHA-256 (32 raw bytes) of the frame as stored (compressed), so that it is verified before any
@@ -102,7 +102,7 @@ class Blob(Struct, frozen=True):
     """Of the uncompressed tar stream: of a container layer its diff_id, `sha256:<hex>`, else
     `blake3:<hex>`."""
     stream_length: int
-    """Of the uncompressed tar stream in bytes."""
+    """The length of the uncompressed tar stream in bytes."""
 
 
 class Tree:
@@ -239,7 +239,7 @@ class Tree:
 
     @cached_property
     def _link_counts(self) -> dict[int, int]:
-        """Of the inodes that have several names."""
+        """Returns the number of names of each inode that has several."""
         if self.name_count == self.inode_count - 1:
             # Each but the root has a name, so none has two.
             return {}
@@ -254,7 +254,7 @@ class Tree:
         return self.columns.name_parent[self._first_name[directory]] if directory else 0
 
     def path(self, inode: int) -> bytes:
-        """One of the inode's paths: the only one, unless it has hard links."""
+        """Returns one of the inode's paths: the only one, unless it has hard links."""
         parts = []
         while inode:
             i = self._first_name[inode]

@@ -30,7 +30,7 @@ class Comparison(Struct, frozen=True):
     image_bytes: int
     """Compressed."""
     cpu_s: tuple[float, float]
-    """Of the whole machine, for each launch until its job had ended."""
+    """CPU seconds of the whole machine, for each launch until its job had ended."""
     first_publish_bytes: int
     """What the first launch wrote to the store so that others can replay."""
     identical: bool

@@ -42,7 +42,7 @@ class Network(Struct, frozen=True):
     node_bytes_per_s: int
     """All that one node moves together."""
     file_bytes_per_s: int
-    """One stored file, as one DataNode's disk serves it."""
+    """The rate of one stored file, as one DataNode's disk serves it."""
 
 
 class Plan(Struct, frozen=True):
@@ -66,7 +66,7 @@ class Launch(Struct, frozen=True):
     """Over the "network", until the job had ended."""
     wall_s: float
     machine_cpu_s: float
-    """Of the whole machine meanwhile: servers are not this process's children."""
+    """CPU seconds of the whole machine: servers are not children of this process."""
 
 
 class World:

@@ -37,7 +37,7 @@ from bootseer.store.objects.uses import Use, read_use
 _log = logging.getLogger(__name__)
 
 _SKEW_NS = 60 * 10**9
-"""By which clocks of a cluster do not differ, unless one of them is wrong."""
+"""The largest difference between clocks of a cluster that are right."""
 
 _Record = TypeVar("_Record")
 

@@ -50,9 +50,9 @@ class Plan(Struct, frozen=True):
     """What would be deleted, and why."""
 
     snapshots: Mapping[str, Verdict]
-    """By the key of the manifest."""
+    """Verdicts on snapshots by the key of the manifest."""
     images: Mapping[str, Verdict]
-    """By the key of the record."""
+    """Verdicts on images by the key of the record."""
     deletions: tuple[str, ...]
     """Keys, in the order in which they are to be deleted."""
     freed_bytes: int

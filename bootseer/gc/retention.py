@@ -23,7 +23,7 @@ class Rules(Struct, frozen=True):
     those named in `snapshots`."""
 
     keep_last: int | None = None
-    """Of each group with the same targets and command, so many of the newest."""
+    """How many of the newest stay of each group with the same targets and command."""
     keep_days: float | None = None
     """What was made or used within so many days."""
     keep: tuple[str, ...] = ()

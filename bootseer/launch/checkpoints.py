@@ -53,7 +53,7 @@ class CheckpointPath(Struct, frozen=True):
 
 
 def parse_checkpoint(text: str) -> CheckpointPath:
-    """From `URL:DIR`, where DIR is absolute. Pure. Raises: InvalidInputError."""
+    """Parses `URL:DIR`, where DIR is absolute. Pure. Raises: InvalidInputError."""
     url, _, directory = text.rpartition(":")
     if not url or not directory.startswith("/") or directory.startswith("//"):
         raise InvalidInputError(

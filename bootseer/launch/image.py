@@ -80,7 +80,7 @@ def container_environment(container: "Container") -> dict[str, str]:
 
 
 def container_layers(container: "Container") -> "Layers":
-    """Of the root of a container that was entered."""
+    """Returns the layers of the root of a container that was entered."""
     from bootseer.prefetch.cache.kept_indexes import read_kept_tree
     from bootseer.prefetch.resolve.mount import MountedImage
     from bootseer.snapshots.targets.upper_layer import Layers

@@ -68,7 +68,7 @@ def has_processes(namespace: str) -> bool:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """In a new user namespace: be root there, and `uid` and `gid` outside."""
+    """Makes this process root in its new user namespace, and `uid` and `gid` outside."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
@@ -120,7 +120,7 @@ def unmount(target: PathLike) -> None:
 
 
 def make_private() -> None:
-    """From now on no mount of ours is seen outside, and none from outside here."""
+    """Makes mounts private: none of ours is seen outside any more, and none from outside here."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
 
 

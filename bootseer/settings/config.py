@@ -59,7 +59,7 @@ class Settings(Struct, frozen=True):
     run_dir: Path
     """Sockets, locks and state of running mounts; on tmpfs where there is one."""
     timeline_dir: Path
-    """Where each start's timeline is written."""
+    """The folder in which each start's timeline is written."""
     job: str
     """The job's name: the same on every node and at every attempt."""
     submission: str
@@ -80,7 +80,7 @@ class Settings(Struct, frozen=True):
     fill_bytes_per_s: int
     """At what rate the rest of a started image is fetched in the background; 0: it is not."""
     metrics_dir: Path | None
-    """Where images' figures are written for Prometheus; None: nowhere."""
+    """The folder of images' figures for Prometheus; None: they are not written."""
     auto_index: bool
     """Whether an image that had to be pulled is published in the background, for later starts."""
     trace_python: bool

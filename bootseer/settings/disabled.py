@@ -17,7 +17,7 @@ _OFF = ("", "0", "off", "no", "false")
 _ON_NODE = "node"
 
 WRAPPERS = {"run": 0, "warm": 1}
-"""Of each wrapper, how many arguments stand before the command."""
+"""For each wrapper the number of arguments before the command."""
 FLAGS = {
     "": frozenset(("-v", "--verbose")),
     "run": frozenset(("--no-index", "--no-trace-python")),
@@ -41,7 +41,7 @@ def is_disabled(value: str | None) -> bool:
 
 
 def wrapped(words: Sequence[str]) -> Wrapped | None:
-    """None for what is no wrapper with a command. Pure."""
+    """Returns None for words that are no wrapper with a command. Pure."""
     at, options = _skip(words, 0, FLAGS[""])
     if at >= len(words) or words[at] not in WRAPPERS or _ENDS & {name for name, _ in options}:
         return None
@@ -59,7 +59,7 @@ def wrapped(words: Sequence[str]) -> Wrapped | None:
 def _skip(
     words: Sequence[str], at: int, flags: frozenset[str]
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Where the options that begin at `at` end, and what they say."""
+    """Returns the index behind the options that begin at `at`, and their values."""
     found: list[tuple[str, str]] = []
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
         name, equals, value = words[at].partition("=")

@@ -44,7 +44,7 @@ class Statistics(Struct, frozen=True):
     late_count: int = 0
     """Reads that were asked for a second time while the first was still under way."""
     late_won_count: int = 0
-    """Of those, how many the second request answered first."""
+    """How many late requests the second request answered first."""
     stuck_count: int = 0
     """Reads that were given up at the deadline."""
     written_bytes: int = 0

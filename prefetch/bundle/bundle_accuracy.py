@@ -26,9 +26,9 @@ class BundleAccuracy(Struct, frozen=True):
 
     bundle_bytes: int
     asked_bytes: int
-    """What the kernel asked for."""
+    """Bytes that the kernel asked for."""
     used_bytes: int
-    """In both."""
+    """Bytes that are in the bundle and were asked for."""
 
     @property
     def precision(self) -> float | None:

@@ -85,12 +85,12 @@ class Bundle(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of header and parts."""
+        """Returns the stored size of header and parts."""
         return self.header_bytes + sum(frame.length for frame in self.frames)
 
     @property
     def stream_bytes(self) -> int:
-        """Of all frames, uncompressed."""
+        """Returns the uncompressed size of all frames."""
         return sum(frame.stream_length for frame in self.frames)
 
 

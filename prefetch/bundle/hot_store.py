@@ -40,7 +40,7 @@ class HotPointer(Struct, frozen=True, omit_defaults=True):
 
     index_digest: Sha256
     bundle_digest: Sha256
-    """Of its header, which holds the digests of all else."""
+    """The digest of the bundle's header, which holds the digests of all else."""
     size_bytes: Count
     header_bytes: Annotated[int, Meta(ge=HEADER_BYTES_MIN, le=HEADER_BYTES_MAX)]
     hotset_digest: Sha256
@@ -66,7 +66,7 @@ def _hex(digest: str) -> str:
 
 
 def pointer_key(index_digest: str, workload: str) -> str:
-    """Where the pointer lies."""
+    """Returns the key of the pointer to a bundle."""
     return f"hot/{_hex(index_digest)}/{workload}.json"
 
 
@@ -79,27 +79,27 @@ def name_key(name: str, workload: str) -> str:
 
 
 def stream_key(stream_digest: str, workload: str) -> str:
-    """Where it says which images whose largest stream this is have bundles."""
+    """Returns the key of the record of images with bundles whose largest stream this is."""
     return f"hot/streams/{quote(stream_digest, safe='')}/{workload}.json"
 
 
 def header_key(digest: str) -> str:
-    """Where the header of a bundle lies, whose SHA-256 the digest is."""
+    """Returns the key of the header of a bundle; `digest` is the SHA-256 of the header."""
     return f"bundles/sha256/{_hex(digest)}/header"
 
 
 def part_key(digest: str, part: int) -> str:
-    """Where a part of a bundle lies."""
+    """Returns the key of a part of a bundle."""
     return f"bundles/sha256/{_hex(digest)}/{part}"
 
 
 def hotset_key(digest: str) -> str:
-    """Where a hot set lies."""
+    """Returns the key of a hot set."""
     return f"hotsets/sha256/{_hex(digest)}"
 
 
 def trace_prefix(index_digest: str, workload: str) -> str:
-    """Where the traces of a workload lie."""
+    """Returns the prefix of the keys of a workload's traces."""
     return f"traces/{_hex(index_digest)}/{workload}/"
 
 

@@ -28,7 +28,7 @@ class PreloadPlan(Struct, frozen=True):
     """What to tell the kernel of a bundle's files."""
 
     pieces: tuple[Pages, ...]
-    """In the order of use."""
+    """The pages to preload, in the order of use."""
     places: dict[int, tuple[list[int], list[int]]]
     """Inode -> where in the file its pieces begin, ascending, and their numbers."""
     names: tuple[bytes, ...]

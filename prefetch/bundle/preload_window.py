@@ -13,7 +13,7 @@ there is time to hand it over."""
 
 
 class PreloadWindow:
-    """One start's. Not thread-safe."""
+    """The window of one start. Not thread-safe."""
 
     def __init__(self, count: int) -> None:
         """`count`: of all pieces."""

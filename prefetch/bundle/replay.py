@@ -86,7 +86,7 @@ class Replay:
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
         self.finished_after_ns: int | None = None
-        """From `start` to the last frame; None while it runs, or when it was given up."""
+        """Time from `start` to the last frame; None while it runs, or when it was given up."""
         self.error: str | None = None
         """Why it was given up."""
         self._caches = caches

@@ -71,7 +71,7 @@ def shared_streams(old: Sequence[Blob], new: Sequence[Blob]) -> dict[int, int]:
 
 
 class _Places:
-    """Where bytes of the old image's streams are in the new one's."""
+    """Maps bytes of the old image's streams to places in the new image's streams."""
 
     def __init__(self, old: Tree, new: Tree) -> None:
         self._old = old

@@ -60,7 +60,7 @@ class Header(NamedTuple):
 
 
 def decode_header(data: bytes) -> Header | None:
-    """None for what is no header of this version."""
+    """Decodes a header; None for bytes that are no header of this version."""
     if len(data) < _HEADER.size:
         return None
     magic, version, clean, boot, length, suspect = _HEADER.unpack_from(data)

@@ -43,7 +43,7 @@ class ImageStream:
     # ---- what is here ---------------------------------------------------------------------
 
     def has(self, offset: int, length: int) -> bool:
-        """As `StreamCache.has`, of either kind."""
+        """Returns whether the bytes are here, proven or claimed (see `StreamCache.has`)."""
         if self.proven.has(offset, length):
             return True
         claimed = self._claimed
@@ -52,7 +52,7 @@ class ImageStream:
         return all(claimed.has(*gap) for gap in self.proven.missing(offset, length))
 
     def holds(self, offset: int, length: int) -> bool:
-        """As `StreamCache.holds`, of either kind."""
+        """Returns whether the bytes are here, by either kind (see `StreamCache.holds`)."""
         if self.proven.holds(offset, length):
             return True
         claimed = self._claimed
@@ -61,7 +61,7 @@ class ImageStream:
         return all(claimed.holds(*gap) for gap in self.proven.missing(offset, length))
 
     def holds_now(self, offset: int, length: int) -> bool:
-        """As `StreamCache.holds_now`, where all is of one kind."""
+        """Returns whether all bytes are here as one kind (see `StreamCache.holds_now`)."""
         claimed = self._claimed
         return self.proven.holds_now(offset, length) or (
             claimed is not None and claimed.holds_now(offset, length)

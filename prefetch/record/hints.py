@@ -28,7 +28,7 @@ ENDED = "hints"
 _OFFSET_MAX = 2**61
 _PATH_BYTES_MAX = 4096
 _SYMLINKS_MAX = 40
-"""As Linux has it."""
+"""The most symbolic links on the way of one path, as Linux has it."""
 _STEPS_MAX = 4096
 """Parts of a path, those of links on its way included."""
 

@@ -123,7 +123,7 @@ class AccessLog:
         return count
 
     def append_preloaded(self, inode: int, offset: int, length: int) -> None:
-        """As `append`, of what is handed to the kernel unasked."""
+        """Appends an access to pages that the kernel was given without asking for them."""
         self.append(inode, offset, length, _PRELOADED_NS)
 
     def append(self, inode: int, offset: int, length: int, added_ns: int = 0) -> None:

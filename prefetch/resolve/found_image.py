@@ -45,7 +45,7 @@ class ResolvedImage(Struct, frozen=True):
 
     @property
     def record(self) -> ImageRecord:
-        """With the index to mount."""
+        """The image's record, with the index to mount."""
         return self.image.record
 
     def release(self) -> None:

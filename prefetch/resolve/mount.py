@@ -43,7 +43,7 @@ class MountedImage(Closing, Struct, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """Where the tree is."""
+        """Returns the directory on which the tree is mounted."""
         return Path(self.state.directory)
 
     def status(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class HadLayer(Struct, frozen=True):
     """The layer's own where it has one, else its stream's."""
     tree: LayerTree
     record: LayerRecord | None
-    """Of the store, which serves the layer; None: this node alone has it."""
+    """The store's record of the layer; None: this node alone has the layer."""
     stream: StreamCache | None
     """Of a layer that this node alone has, whole. While open, the cache keeps it; close it."""
 

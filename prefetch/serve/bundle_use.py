@@ -42,7 +42,7 @@ class BundleUse:
         self, plan: ServePlan, tree: Tree, store: Store, streams: BlobStreams, log: AccessLog
     ) -> None:
         self.pointer: HotPointer | None = None
-        """To the bundle, once one is found."""
+        """The pointer to the bundle, once one is found."""
         self._plan = plan
         self._tree = tree
         self._store = store
@@ -180,7 +180,7 @@ class BundleUse:
         return pointer.trace_count
 
     def accuracy(self) -> BundleAccuracy:
-        """As far as the log goes; once it is closed, for good."""
+        """Returns how well the bundle met the log so far; final once the log is closed."""
         if self._accuracy_at_end is not None:
             return self._accuracy_at_end
         is_over = not self._log.is_open

@@ -36,7 +36,7 @@ class CacheFolder(Struct, frozen=True):
     name: str
     size_bytes: int
     counts: bool
-    """Towards the limit."""
+    """Whether the folder counts towards the limit."""
 
 
 def folders(cache_dir: Path) -> list[CacheFolder]:

@@ -21,19 +21,19 @@ class PrefetchFigures(Struct, frozen=True):
     bundle_index: str | None
     """The image that it was made for: maybe an earlier build of this one."""
     bundle_size_bytes: int
-    """As stored."""
+    """The stored size of the bundle."""
     bundle_stream_bytes: int
     fetched_stream_bytes: int
     """What this launch had to fetch of it."""
     remaining_frame_count: int
     finished_after_s: float | None
-    """None while it is on its way, or when it was given up."""
+    """Seconds until the bundle was here; None while it comes, or when it was given up."""
     error: str | None
     """Why it was given up."""
     asked_bytes: int
     """What the kernel asked for."""
     used_bytes: int
-    """In both."""
+    """Bytes that are in the bundle and were asked for."""
     wasted_bytes: int
     missed_bytes: int
     precision: float | None
@@ -71,7 +71,7 @@ class FillFigures(Struct, frozen=True):
     bytes_per_s: int
     """Its cap."""
     missing_bytes: int
-    """Of the image, uncompressed."""
+    """Uncompressed bytes of the image that are not here."""
 
 
 class LaunchFigures(Struct, frozen=True):

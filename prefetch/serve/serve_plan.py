@@ -12,7 +12,7 @@ from bootseer.served.folders import MountState
 from bootseer.settings.config import Settings
 
 SUBTYPE = "bootseer-image"
-"""Of the FUSE mount."""
+"""The subtype of the FUSE mount."""
 
 ENVIRONMENT = "snapshot"
 """The purpose of a mount that serves an environment."""
@@ -71,5 +71,5 @@ class ServePlan(Struct, frozen=True):
 
     @property
     def claimant(self) -> str:
-        """For whom bytes that nothing proves yet are believed."""
+        """Returns the image for which bytes that nothing proves yet are believed."""
         return claimant_of(self.state.index_digest, self.settings.store_url)

@@ -20,7 +20,7 @@ def begin_tree_server(
     return begin_server(settings.run_dir, _MODULE, _WHAT, identity=identity, forks=forks)
 
 
-def begin_tree_server_ahead() -> None:
+def begin_tree_server_early() -> None:
     """Before this program knows its settings. See `background.begin_early`."""
     begin_early(_MODULE, _load_what_both_need)
 

@@ -18,9 +18,9 @@ from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 
 _ROUND_S = 15.0
-"""As often as Prometheus scrapes by default."""
+"""Seconds between two rounds: as often as Prometheus scrapes by default."""
 _GROWN_BYTES = 256 * 2**20
-"""So much more in the cache is worth a look at its limit."""
+"""The growth of the cache after which its limit is checked again."""
 _CLOSE_S = 5.0
 _NOTE_USE_S = 6 * 3600.0
 """A note that fails is tried again long before a garbage collector would miss it."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _STORE_S = 5.0
 """How long a pull may be held up by a store that does not answer."""
 _PAUSE_S = 30.0
-"""So long such a store is not asked again."""
+"""How long a store that failed is not asked again."""
 _LAYER_S = 60.0
 """What is known of a layer's objects in the store holds so long: as long as a pull takes."""
 _LAYERS_MAX = 4096

@@ -53,7 +53,7 @@ class Directories:
 
     @property
     def database(self) -> Path:
-        """Where the metadata are."""
+        """Returns the path of the database of metadata."""
         return self.root / "metadata.db"
 
     def close(self) -> None:

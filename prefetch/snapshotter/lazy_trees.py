@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 PURPOSE = "snapshot"
 
 _WAIT_S = 60.0
-"""For others that mount the same: each of them gives up after less."""
+"""How long to wait for others that mount the same tree: each of them gives up after less."""
 
 
 class LazyTrees:

@@ -27,7 +27,7 @@ _CHAINS_MAX = 1000
 
 
 class PulledImages:
-    """Those of one containerd, whose content store is `content`."""
+    """The images that one containerd has pulled; `content` is its content store."""
 
     def __init__(self, settings: Settings, content: Path) -> None:
         self._settings = settings

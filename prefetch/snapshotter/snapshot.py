@@ -18,7 +18,7 @@ from bootseer.errors import InvalidInputError
 REF_LABEL = "containerd.io/snapshot.ref"
 """The chain that the snapshot is going to be; set by whoever unpacks an image."""
 WORKLOAD_LABEL = "containerd.io/snapshot/bootseer.workload"
-"""Of a container's snapshot: the workload whose record it replays."""
+"""The label of a container's snapshot that names the workload whose record it replays."""
 
 _DIGEST_GRAMMAR = re.compile(r"[a-z0-9]+(?:[.+_-][a-z0-9]+)*:[A-Za-z0-9=_-]{1,255}")
 _WORKLOAD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

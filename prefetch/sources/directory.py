@@ -24,12 +24,12 @@ class DirectoryLayer(Struct, frozen=True):
 
     @property
     def digest(self) -> str | None:
-        """Not known before packing."""
+        """Returns None: it is not known before packing."""
         return None
 
     @property
     def size_bytes(self) -> int | None:
-        """Not known before packing."""
+        """Returns None: it is not known before packing."""
         return None
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:

@@ -21,7 +21,7 @@ from bootseer.registry.platforms import this_architecture, unsuitability
 LAYER_COUNT_MAX = 1000
 """Overlayfs stops at 500, Docker at 127."""
 ENTRY_COUNT_MAX = 10_000
-"""Of any other list."""
+"""The most entries of any other list."""
 LAYER_BYTES_MAX = 2**40
 
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"

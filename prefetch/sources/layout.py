@@ -39,7 +39,7 @@ def read_document(open_file: OpenFile, path: str, where: str) -> bytes:
 
 
 def blob_path(digest: str) -> str:
-    """Where a layout keeps the blob `digest` (already checked to be one)."""
+    """Returns the path in a layout of the blob `digest`, which was checked to be one."""
     return "blobs/" + digest.replace(":", "/", 1)
 
 

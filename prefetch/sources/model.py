@@ -80,7 +80,7 @@ class _Kept:
 
     @property
     def digest(self) -> str | None:
-        """Of what was read, where it has no digest that the cache knows it by."""
+        """Returns the digest of what was read, where the cache knows it by no other."""
         return None if self._hash is None else f"blake3:{self._hash.hexdigest()}"
 
 
@@ -90,9 +90,9 @@ class TarLayer(Struct, frozen=True):
     digest: str
     """The `diff_id` in the image's configuration."""
     size_bytes: int
-    """Of the stored (compressed) bytes, which progress counts."""
+    """The size of the stored (compressed) bytes, which progress counts."""
     stored_digest: str | None
-    """Of the stored bytes; None where the source does not know it."""
+    """The digest of the stored bytes; None where the source does not know it."""
     open_stored: Callable[[], BinaryIO]
     """Opens the stored bytes for one read from start to end."""
     limits: Limits = field(default_factory=Limits)

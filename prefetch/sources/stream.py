@@ -33,13 +33,13 @@ class Expected(Struct, frozen=True):
     diff_id: str
     """Digest of the uncompressed tar."""
     size_bytes: int
-    """Of the stored bytes."""
+    """The size of the stored bytes."""
     stored_digest: str | None
     """What the source calls the stored bytes, for messages; None where it has no name for them."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Returns the name of the layer in messages."""
         return f"layer {self.stored_digest or self.diff_id}"
 
 

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class Claims:
-    """Of all streams of one image."""
+    """The claims of all streams of one image."""
 
     def __init__(
         self,

@@ -24,9 +24,9 @@ class FaultFigures(Struct, frozen=True):
     fault_count: int
     """Reads that found something missing."""
     failed_count: int
-    """Of these: answered with an error."""
+    """How many faults were answered with an error."""
     bundle_wait_count: int
-    """Of these: answered by waiting for the bundle."""
+    """How many faults were answered by waiting for the bundle."""
     fault_wait_ns: int
     """All faults' waits together."""
     wait_p50_ns: int
@@ -96,13 +96,13 @@ class FaultRecorder:
             self._bundle_wait_count += 1
 
     def frames(self, *, fault_count: int = 0, readahead_count: int = 0) -> None:
-        """So many frames were asked for."""
+        """Counts frames that were asked for."""
         with self._lock:
             self._fault_frames += fault_count
             self._readahead_frames += readahead_count
 
     def came(self, *, fault: int = 0, readahead: int = 0, fill: int = 0) -> None:
-        """So many uncompressed bytes came."""
+        """Counts uncompressed bytes that came."""
         with self._lock:
             self._fault_bytes += fault
             self._readahead_bytes += readahead
@@ -126,7 +126,7 @@ class FaultRecorder:
             )
 
     def sources(self, bundle_bytes: int) -> SourceFigures:
-        """Where bytes came from; the bundle's are counted elsewhere."""
+        """Returns the bytes by source; those of the bundle are counted elsewhere."""
         with self._lock:
             return SourceFigures(
                 self._hit_bytes,

@@ -27,19 +27,19 @@ from bootseer.transfer.policy import Policy, dice
 _log = logging.getLogger(__name__)
 
 QUIET_S = 5.0
-"""Without a fault for so long, a job computes and does not load."""
+"""A job that has had no fault for so long computes and does not load."""
 _TURN_S = 1.0
-"""Between two looks whether it is our turn."""
+"""Seconds between two checks whether it is this server's turn."""
 _PAUSES = Policy(base_s=5.0, cap_s=300.0)
 """After failures: nobody waits for a fill."""
 WINDOW_BYTES = 64 * 2**20
 """Planned at a time: an image may have millions of frames."""
 _ROOM_BYTES = 64 * 2**20
-"""Between two looks at whether there is room."""
+"""Bytes between two checks whether the disk has room."""
 
 
 class Fill:
-    """One image's fill."""
+    """The background fill of one image."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ _COMING_S_MAX = 300.0
 
 
 class _Bringing:
-    """One stream on its way."""
+    """One stream that a second source is bringing."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()

@@ -16,7 +16,7 @@ from bootseer.settings.config import Settings
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
 """A first part that can only be a host, as Docker tells hosts from names."""
 _WAIT_S = 600.0
-"""For another server of this node that is at the same layer."""
+"""How long to wait for another server of this node that fetches the same layer."""
 
 
 def second_source(settings: Settings, reference: str, claimant: str) -> Repair | None:

@@ -133,7 +133,7 @@ class BlobStreams:
             self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
 
     def new_budget(self) -> Budget:
-        """One deadline for several reads."""
+        """Returns a budget: one deadline for several reads."""
         return Budget(self._deadline_s)
 
     def _fault(
@@ -301,7 +301,7 @@ class BlobStreams:
 
     @property
     def image_bytes(self) -> int:
-        """Of all streams."""
+        """Returns the uncompressed size of all streams."""
         return sum(blob.stream_length for blob in self.blobs)
 
     @property
@@ -319,7 +319,7 @@ class BlobStreams:
         return self.faults.snapshot()
 
     def sources(self) -> SourceFigures:
-        """Where bytes came from so far."""
+        """Returns the bytes so far by source."""
         replay = self.replay
         return self.faults.sources(replay.fetched_bytes if replay else 0)
 

@@ -24,7 +24,7 @@ class Beneath(Closing):
         self._fd = -1
 
     def stat(self, path: bytes) -> os.stat_result:
-        """Of the file itself, not of a link's target. Raises: OSError."""
+        """Returns the status of the file itself, not of a link's target. Raises: OSError."""
         return os.stat(self._name(path), dir_fd=self._fd, follow_symlinks=False)
 
     def open(self, path: bytes) -> int:

@@ -38,7 +38,7 @@ class Figures(Struct):
 
     read_bytes: int = 0
     cached_bytes: int = 0
-    """Of the plan, in the page cache before it was read."""
+    """Bytes of the plan that were in the page cache before it was read."""
     file_count: int = 0
     """Parts of files that are as they were recorded."""
     stale_count: int = 0

@@ -23,7 +23,7 @@ RANGE_COUNT_MAX = 2**20
 ENCODED_BYTES_MAX = 32 * 2**20
 _DECODED_BYTES_MAX = 128 * 2**20
 _TIME_NS_MAX = 2**63 * 10**9
-"""Of 64 bits of seconds, as file systems have them."""
+"""The latest time: 64 bits of seconds, as file systems have them."""
 _PATH_BYTES_MAX = 4096
 _RANGES_OF_A_FILE_MAX = 2**16
 
@@ -103,7 +103,7 @@ def identity_of(directory: str, name: str | None) -> str:
 
 
 def key_of(identity: str, workload: str) -> str:
-    """Where the record lies in the store; also names it on a node."""
+    """Returns the key of the record in the store, which also names it on a node."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     return f"warm/{digest}/{workload}"
 
@@ -258,5 +258,5 @@ def publish_record(store: Store, record: WarmRecord) -> None:
 
 
 def delete_record(store: Store, identity: str, workload: str) -> None:
-    """So that the next start records. A missing one is no error."""
+    """Deletes a record, so that the next start records anew. A missing one is no error."""
     store.delete(key_of(identity, workload))

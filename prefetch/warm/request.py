@@ -43,7 +43,7 @@ class WarmRequest(Struct, frozen=True):
     pid: int = 0
     """The command's process. When it ends, so does all of this."""
     ready_name: str = ""
-    """Where `bootseer.ready()` of the command is heard."""
+    """The name of the socket on which `bootseer.ready()` of the command is heard."""
 
 
 def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmRequest:

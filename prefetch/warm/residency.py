@@ -114,7 +114,7 @@ def _error() -> OSError:
 
 
 def _runs(vector: bytes) -> list[tuple[int, int]]:
-    """Where the ones are: [start, end). Pure."""
+    """Returns the runs of ones as [start, end). Pure."""
     runs = []
     start = vector.find(1)
     while start >= 0:

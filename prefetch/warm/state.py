@@ -23,7 +23,7 @@ _STATE_FORM: Form[dict[str, Any]] = Form(type=dict[str, Any], size_max=1 << 16)
 
 
 class NodePaths(Struct, frozen=True):
-    """Where one directory's and workload's files of this node are."""
+    """Paths of this node's files of one directory and workload."""
 
     state: Path
     lock: Path

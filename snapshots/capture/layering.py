@@ -40,7 +40,7 @@ _READ_BYTES = 1 << 20
 _THREADS_MAX = 4
 
 BYTECODE_HEAD_BYTES = 16
-"""Of a `.pyc` file: what comes before the code itself (PEP 552)."""
+"""The head of a `.pyc` file, before the code itself (PEP 552)."""
 
 Place = tuple[int, int, int, int]
 """An extent: (file offset, blob, offset in its stream, length)"""
@@ -138,7 +138,7 @@ def find_others(
 
 
 def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
-    """Of a file, without holes that are worth a look."""
+    """Returns the bytes of a file without the holes that are worth a look."""
     if entry.size_bytes < _READ_BYTES:
         return entry.size_bytes
     return min(entry.size_bytes, 512 * os.lstat(os.path.join(os.fsencode(host), path)).st_blocks)
@@ -148,15 +148,15 @@ class _Match(Struct, frozen=True):
     """A file's content, in the base."""
 
     number: int
-    """Of the inode there."""
+    """The number of the inode in the base."""
     digest: bytes
-    """Of the file itself."""
+    """The digest of the file itself."""
     status: os.stat_result
     head: bytes = b""
     """The file's first bytes, where those in the base are others."""
 
     def places(self, base: Tree) -> list[Place]:
-        """Of all but the head."""
+        """Returns the places of all bytes but the head."""
         return list(_behind(len(self.head), base.extents(self.number)))
 
 

@@ -76,7 +76,7 @@ def own_places(settings: Settings) -> list[Path]:
 
 
 def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
-    """Where the tools were told to keep their caches."""
+    """Returns the folders in which the tools were told to keep their caches."""
     places = [environ.get(name, "") for name in _CACHE_VARIABLES]
     return [Path(directory, place) for place in places if place]
 

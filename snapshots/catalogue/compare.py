@@ -28,7 +28,7 @@ class View(Struct, frozen=True):
     """Directories, each as a tree."""
 
     trees: Mapping[bytes, Tree]
-    """By absolute path."""
+    """The trees of the targets by absolute path."""
     deletions: frozenset[bytes] = frozenset()
     """Absolute paths that a set-up removed."""
     partial: frozenset[bytes] = frozenset()

@@ -70,12 +70,12 @@ class Outside(Struct, frozen=True, kw_only=True):
     paths: Annotated[tuple[_Text, ...], Meta(max_length=OUTSIDE_PATHS_MAX)] = ()
     """Changed names, sorted."""
     path_count: _Size = 0
-    """Of a stored list, which holds only the first names: how many there were."""
+    """How many changes there were; the stored list holds only the first names."""
     is_complete: bool = True
     """Whether all of the places were looked at."""
 
     def sentence(self) -> str:
-        """For people where the set-up has run; empty where nothing was found."""
+        """Returns a sentence for people; empty where nothing was found."""
         if not self.paths:
             return ""
         return (
@@ -121,7 +121,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long the set-up command took: what a restore saves."""
     node: _Text
     version: _Text = field(name="bootseer")
-    """Of the Bootseer that made it."""
+    """The version of Bootseer that made the snapshot."""
     parts: Annotated[tuple[Part, ...], Meta(max_length=100_000)]
     """What the key was computed from, sorted."""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=1000)]
@@ -146,7 +146,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole_bytes(self) -> int:
-        """With the earlier blobs that it takes content from, each of them in full."""
+        """Returns the size with the earlier blobs that it takes content from, each in full."""
         needed = {blob.digest: blob.size_bytes for one in self.targets for blob in one.blobs}
         return sum(needed.values()) + sum(target.index.size_bytes for target in self.targets)
 

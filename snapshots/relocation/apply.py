@@ -52,7 +52,7 @@ class Relocation(Struct, frozen=True):
     """Files that hold the old prefix still."""
 
     def sentences(self, prefix: Prefix) -> Iterator[str]:
-        """For people."""
+        """Yields sentences for people about what was relocated."""
         old = text_of(prefix.old)
         yield f"relocated from {old}: {len(self.changed)} files and links changed"
         if self.left:

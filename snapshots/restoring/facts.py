@@ -21,7 +21,7 @@ from bootseer.snapshots.restoring.restore import Placed
 def find_facts(
     settings: Settings, manifest: Manifest, placed: Sequence[Placed], *, is_container: bool
 ) -> Facts:
-    """For restoring a snapshot. Raises: OSError."""
+    """Returns the facts that choose the way of restoring a snapshot. Raises: OSError."""
     trees = NodeTrees(settings)
     table = mounts.mount_points()
     paths = [item.path for item in placed]

@@ -50,7 +50,7 @@ class FramePlan(Struct, frozen=True):
     """Which frames an extraction wants."""
 
     keys: list[str]
-    """Of the blobs in the store."""
+    """The keys of the blobs in the store."""
     blobs: list[Sequence[Frame]]
     runs: list[Run]
     """Large files first, as `blob.extract` wants them. What only other trees have in a blob that

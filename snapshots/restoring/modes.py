@@ -59,12 +59,12 @@ class Choice(Struct, frozen=True):
     reason: str
     """The rest of the sentence "mounted: ..."."""
     method: str = ""
-    """Of LINK: OVERLAY or REFLINK."""
+    """The method of LINK: OVERLAY or REFLINK."""
     is_refusal: bool = False
     """What was asked for is not possible; the reason says why."""
 
     def sentence(self) -> str:
-        """For people."""
+        """Returns the choice as a sentence for people."""
         done = {MOUNT: "mounted", LINK: "linked", HARDLINK: "hard-linked", EXTRACT: "extracted"}
         return f"{done[self.mode]}: {self.reason}"
 

@@ -118,7 +118,7 @@ class Fetched(Struct, frozen=True):
     """What `fetch_tree` did."""
 
     moved_bytes: int
-    """Of blobs."""
+    """Bytes of blobs that came from the store."""
     records: Records
 
 

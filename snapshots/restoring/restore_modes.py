@@ -49,7 +49,7 @@ class Restored(Struct, frozen=True):
 
     choice: Choice
     moved_bytes: int
-    """From the store. Of a mount: by now."""
+    """Bytes that came from the store; for a mount, those that came by now."""
     ready_names: tuple[str, ...] = ()
     """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record of a mount."""
 
@@ -134,7 +134,7 @@ def _link(
     choice: Choice,
     on_finished: OnFinished,
 ) -> Restored:
-    """From the node's extracted trees, made where they are missing."""
+    """Restores from the node's extracted trees, which are made where they are missing."""
     from bootseer.snapshots.restoring.linking.hard_links import link_tree
     from bootseer.snapshots.restoring.linking.linked import copy_tree
     from bootseer.snapshots.restoring.linking.linked_mount import link_snapshot

@@ -73,7 +73,7 @@ class Staging(Struct, frozen=True):
 
     @property
     def tree(self) -> Path:
-        """Where to extract to."""
+        """Returns the folder to extract to."""
         return self.directory / "tree"
 
     @property

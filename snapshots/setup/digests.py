@@ -32,7 +32,7 @@ class InputDigest(Struct, frozen=True):
 
 
 def bytes_digest(data: bytes) -> InputDigest:
-    """Of a file's content that is at hand."""
+    """Returns the digest of a file's content that is in memory."""
     return InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
 
 

@@ -30,7 +30,7 @@ _OPTION_VARIABLES = {
 
 
 SET, UNSET = "set", "unset"
-"""Of a declared variable."""
+"""The two values of a declared variable in a fingerprint."""
 SECRETS = "secrets"
 """The part that all secrets share."""
 

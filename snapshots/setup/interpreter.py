@@ -68,7 +68,7 @@ class Interpreter(Struct, frozen=True, kw_only=True):
     prefix: str
     base_prefix: str
     paths: Mapping[str, str]
-    """Of its default install scheme: purelib, platlib, scripts, data, include."""
+    """Paths of its default install scheme: purelib, platlib, scripts, data, include."""
     user_base: str
 
     @property

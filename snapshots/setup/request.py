@@ -85,7 +85,7 @@ class Request(Struct, frozen=True):
     scratch: Path | None = None
     """A folder that goes with another root than this host's."""
     layers: Layers | None = None
-    """Of that root, if it is an overlay."""
+    """The layers of the root, if it is an overlay."""
     directory: str = ""
     """Where the command runs, inside the root; empty: here, or "/" of another root."""
     environ: Mapping[str, str] | None = None
@@ -105,7 +105,7 @@ class Resolved(Struct, frozen=True):
     """Whether the same set-up may give something else another day."""
 
     def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
-        """With what was in each target (`scan.base_digest`)."""
+        """Returns all parts, with those of what was in each target (`scan.base_digest`)."""
         return [*self.parts, *(Part(base_part_name(t), bases[t]) for t in self.targets)]
 
     def all_unknown(self, bases: Mapping[bytes, str]) -> tuple[str, ...]:
@@ -119,14 +119,14 @@ class Resolved(Struct, frozen=True):
 
 
 def working_directory(request: Request) -> str:
-    """Where the command runs, as it sees it."""
+    """Returns the directory in which the command runs, as the command sees it."""
     if request.directory:
         return request.directory
     return str(Path.cwd()) if request.root == Path("/") else "/"
 
 
 def _words(text: str) -> list[str]:
-    """Of a variable with a list, which pip separates by blanks and uv by commas."""
+    """Splits the list in a variable, which pip separates by blanks and uv by commas."""
     return text.replace(",", " ").split()
 
 

@@ -102,7 +102,7 @@ def name_of(requirement: str) -> str:
 
 
 def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -> list[str]:
-    """Those that mean something else tomorrow, by name, though constraints hold."""
+    """Returns the names that may mean another version tomorrow, though constraints hold."""
     exact = {name_of(line) for line in constraints if is_exact(line)}
     found = (name_of(one) for one in requirements if not is_exact(one))
     return sorted({name for name in found if name not in exact})

@@ -18,7 +18,7 @@ class SetupResult(Struct, frozen=True):
     """Over the network, to or from the store."""
     seconds: float
     setup_seconds: float
-    """Of the command itself, now or when the snapshot was made."""
+    """Seconds of the command itself, now or when the snapshot was made."""
     mode: str = ""
     """How it was restored: "mount", "link", "hardlink" or "extract"; empty where it was not."""
     mode_reason: str = ""

@@ -111,7 +111,7 @@ def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
 
 
 def _disjoint(paths: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Without those that lie inside another."""
+    """Returns the paths without those that lie inside another one."""
     chosen: list[bytes] = []
     for path in sorted(set(paths)):
         if not any(path.startswith(outer + b"/") for outer in chosen):

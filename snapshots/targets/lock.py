@@ -29,7 +29,7 @@ _FD_MIN = 200
 
 
 def record_path(run_dir: Path, target: Path) -> Path:
-    """Where this node's records of a target (a host path) lie, without a suffix."""
+    """Returns the path, without suffix, of this node's records of a target (a host path)."""
     return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
 
 

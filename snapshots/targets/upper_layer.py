@@ -30,7 +30,7 @@ class Layers(Struct, frozen=True):
     """The overlay that a container's root is."""
 
     root: Path
-    """Where it is mounted."""
+    """The directory on which the overlay is mounted."""
     upper: Path
     """What was written since, by whomever."""
     lower: Path

@@ -51,7 +51,7 @@ class Plan(Struct, frozen=True):
     group_start: "array[int]"
     """Group n's files are those from `group_start[n]` to before `group_start[n + 1]`."""
     parts: list[tuple[int, list[Place]]]
-    """Of large files: name, and some of its bytes."""
+    """Parts of large files: the number of the name, and places of its bytes."""
     task_bytes: "array[int]"
     """What each task writes; holes do not count."""
     content_bytes: int
@@ -82,7 +82,7 @@ class Plan(Struct, frozen=True):
         return strands
 
     def names(self, task: int) -> Sequence[int]:
-        """Of the files that a task writes."""
+        """Returns the numbers of the files that a task writes."""
         groups = len(self.group_start) - 1
         if task >= groups:
             return (self.parts[task - groups][0],)
@@ -254,7 +254,7 @@ def _frame_number(blob: Blob, offset: int) -> int:
 
 
 def _cut_near(blob: Blob, start: int, wanted: int) -> int:
-    """Where a frame begins, behind `start` and near `wanted`."""
+    """Returns the offset of a frame behind `start` and close to `wanted`."""
     if not blob.frames:
         return wanted
     frame = blob.frames[_frame_number(blob, wanted)]

@@ -21,7 +21,7 @@ from bootseer.blob.extract.worker import DamagedError, Stored, UnreadError, Work
 
 TASK = Struct("<I")
 RESULT = Struct("<II")
-"""Of a report: length of the JSON that follows, task."""
+"""The head of a report: the length of the JSON that follows, and the task."""
 
 # What a worker's descriptors are.
 TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, RECORDS_FD, ROOT_FD, FILES_FD = range(3, 10)

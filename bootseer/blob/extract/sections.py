@@ -52,7 +52,7 @@ def taken(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
 
 
 def write_columns(fd: int, columns: Mapping[str, Section]) -> None:
-    """To a file in memory: each section behind its length."""
+    """Writes each section behind its length to a file in memory."""
     pieces: list[bytes | memoryview] = []
     for name in SECTIONS:
         section = memoryview(columns[name]).cast("B")

@@ -19,9 +19,9 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 
 _RUN_BYTES = 4 * 1024 * 1024
-"""At most so much is asked for in one read."""
+"""The most bytes that are asked for in one read."""
 _CELL_BYTES = 128 * 1024
-"""Of a stream that is stored as it is: what counts as a frame."""
+"""The piece of an uncompressed stream that counts as a frame."""
 _GAP_BYTES = 4096
 """Between two files lie their headers; no frame is so small that it would fit in there, and if one
 did, it would be brought for nothing."""

@@ -85,13 +85,13 @@ class Writer:
         self._directories.close()
 
     def make_directories(self, task: int) -> None:
-        """Those that a task writes into, private for now."""
+        """Makes the directories that a task writes into, private for now."""
         for i in self._plan.names(task):
             if not self._is_made[self._parents[i]]:
                 self._make_directory(self._parents[i])
 
     def _make_directory(self, number: int) -> None:
-        """With all above it that are missing."""
+        """Makes a directory and all missing directories above it."""
         missing = []
         while not self._is_made[number]:
             missing.append(number)

@@ -36,9 +36,9 @@ EXTENT_COUNT_MAX = 2**23
 FRAME_COUNT_MAX = 2**23
 """A terabyte in frames of 128 KiB."""
 BLOB_COUNT_MAX = 10_000
-"""As many layers as a record of an image may list."""
+"""The most blobs of a tree: as many as a record of an image may list layers."""
 STREAM_BYTES_MAX = 2**40
-"""Of one blob's stream: no larger layer is unpacked, either."""
+"""The longest stream of a blob: no larger layer is unpacked, either."""
 STREAMS_BYTES_MAX = 2**42
 RAW_BYTES_MAX = 2**30
 """All sections together; a million files take about 0.2 GiB."""

@@ -35,14 +35,14 @@ _READ_ATTEMPTS = 3
 
 
 class Elsewhere(Struct, frozen=True):
-    """Where the content of a file lies already."""
+    """The place in other blobs where the content of a file lies already."""
 
     extents: tuple[Extent, ...]
     """Without holes; blobs are numbered in the tree to be, where 0 is the new one. They begin
     behind `head`."""
     digest: bytes
     status: os.stat_result
-    """Of the file when it was found to have that content."""
+    """The status of the file when it was found to have that content."""
     head: bytes = b""
     """Its first bytes, where they are others."""
 
@@ -52,7 +52,7 @@ class Others(Struct, frozen=True):
 
     blobs: Sequence[Blob] = ()
     files: Mapping[bytes, Elsewhere] = field(default_factory=dict)
-    """By path, each name of a hard-linked file."""
+    """Files by path; a hard-linked file has an entry for each name."""
 
 
 _NO_OTHERS = Others()

@@ -12,10 +12,10 @@ RECORD = Struct("<3I3q2QI")
 _DIRECTORY = Struct(f"<3I{RECORD.size - 12}x")
 
 TIME_NS_MAX = 2**63 - 1
-"""In April of 2262; file systems know later times."""
+"""The latest time, in April of 2262; file systems know later ones."""
 
 Records = bytearray | memoryview
-"""Of each name of a tree, and behind them of its root."""
+"""One record for each name of a tree, and the record of its root at the end."""
 
 
 def bounded_time_ns(time_ns: int) -> int:

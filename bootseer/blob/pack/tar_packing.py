@@ -23,7 +23,7 @@ from bootseer.errors import CorruptError, InvalidInputError
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 """Stands for a directory that the archive does not mention; compare with `is`."""
 _SYMLINKS_MAX = 40
-"""As the kernel's own limit for one path."""
+"""The most symbolic links on the way of one path: the kernel's own limit."""
 _STEPS_MAX = 4096
 """Folders on the way to one member, those that links lead through included."""
 MEMORY_BYTES_MAX = 4 * 2**30
@@ -92,7 +92,7 @@ def copy_member(
 
 
 def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
-    """Where the member's content is in a stream that has it from offset `start` on."""
+    """Returns the extents of a member's content that begins at offset `start` of a stream."""
     extents = []
     segments = [(0, member.stored_bytes)] if member.segments is None else member.segments
     for offset, length in segments:
@@ -249,7 +249,7 @@ class Unpacked:
         return gone
 
     def _locate(self, path: bytes) -> bytes:
-        """Where a member's path leads: its parent exists after this."""
+        """Returns the path that a member's path leads to, and makes its parent directory."""
         parts = [part for part in path.split(b"/") if part not in (b"", b".")]
         if b".." in parts:
             raise CorruptError(f'the tar archive holds {quoted(path)}: ".." is not allowed')

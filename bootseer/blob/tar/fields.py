@@ -104,7 +104,7 @@ def bounded_ns(time_ns: int) -> int:
 
 
 def device(block: bytes) -> int:
-    """As in `st_rdev`."""
+    """Returns the device number of a header, in the form of `st_rdev`."""
     major, minor = number(block[329:337]), number(block[337:345])
     if not 0 <= major < 2**12 or not 0 <= minor < 2**20:
         raise CorruptError(f"the tar archive holds an impossible device {major}:{minor}")

@@ -164,7 +164,7 @@ def _block(
     link: bytes,
     device: int,
 ) -> bytes:
-    """One ustar header block."""
+    """Returns one ustar header block."""
     fields = b"%s%07o\0%07o\0%07o\0%011o\0%011o\0" % (
         name.ljust(100, b"\0"), mode, uid, gid, size, mtime,
     )  # fmt: skip

@@ -59,9 +59,9 @@ class Member(Struct, frozen=True, gc=False):
     raw: bytes
     """All header blocks, extended ones and sparse maps included."""
     path: bytes
-    """As in the archive."""
+    """The path, as the archive has it."""
     mode: int
-    """With the file type; for a hard link, that of a regular file."""
+    """The mode with the file type; a hard link has the type of a regular file."""
     uid: int
     gid: int
     mtime_ns: int
@@ -72,9 +72,9 @@ class Member(Struct, frozen=True, gc=False):
     """A volume label (GNU): nothing that would be unpacked."""
     xattrs: tuple[tuple[bytes, bytes], ...]
     stored_bytes: int
-    """Of content in the stream, without padding."""
+    """The bytes of content in the stream, without padding."""
     size_bytes: int
-    """Of the file: more than is stored if it is sparse."""
+    """The size of the file: more than is stored if it is sparse."""
     segments: list[tuple[int, int]] | None
     """Of a sparse file, the (offset, length) that are stored, one after the other."""
 
@@ -86,9 +86,9 @@ class TarReader:
         self._stream = stream
         self._buffer = b""
         self._taken = 0
-        """Of the buffer."""
+        """How many bytes of the buffer were taken."""
         self._buffer_start = 0
-        """In the stream."""
+        """The offset in the stream at which the buffer begins."""
         self._path = b""
         """Of the member whose content follows; b"" for none."""
         self.rest = b""

@@ -13,7 +13,7 @@ from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError
 
 SEGMENT_COUNT_MAX = 2**18
-"""Of one sparse file: hostile lengths must not fill the memory."""
+"""The most segments of one sparse file: hostile lengths must not fill the memory."""
 
 Take = Callable[[int], bytes]
 """The next bytes of the archive, just so many."""
@@ -25,7 +25,7 @@ class SparseMap(Struct, frozen=True):
     segments: list[tuple[int, int]]
     """The (offset, length) that are stored, one after the other."""
     size_bytes: int
-    """Of the file with its holes."""
+    """The size of the file with its holes."""
     blocks: list[bytes]
     """What the map took of the stream behind the header."""
 

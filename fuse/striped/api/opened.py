@@ -73,7 +73,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
     # ---- reading --------------------------------------------------------------------------
 
     def read(self, length: int | None = -1) -> bytes:
-        """At most `length` bytes; all that is left without one."""
+        """Reads at most `length` bytes, or all that is left without a length."""
         self._check_readable()
         left = max(0, self.size - self.loc)
         count = left if length is None or length < 0 else min(int(length), left)

@@ -24,7 +24,7 @@ class Damage(Struct, frozen=True):
     """The part, or the ordinary file itself, relative to the storage's URL."""
     stored_offset: int
     offset: int
-    """In the file, of the first byte that is concerned."""
+    """The offset in the file of the first byte that is damaged."""
     length: int
     """Bytes of the file that are concerned; for a part that is missing, all of the part."""
     reason: str
@@ -44,7 +44,7 @@ class _Run(Struct, frozen=True):
     length: int
     block_bytes: int
     checksums: tuple[int, ...]
-    """Of each block; none for an ordinary file."""
+    """The checksum of each block; none for an ordinary file."""
 
 
 def verify_file(
@@ -92,7 +92,7 @@ def _parts(backend: Backend, view: FileView, damages: list[Damage]) -> Iterator[
 
 
 def _logical(segment: Segment, part: int, stored_offset: int) -> int:
-    """Where in a segment the byte `stored_offset` of a part is."""
+    """Returns the offset in the segment of the byte at `stored_offset` of a part."""
     unit, count = segment.stripe_unit_bytes, len(segment.parts)
     return (stored_offset // unit * count + part) * unit + stored_offset % unit
 

@@ -15,7 +15,7 @@ from bootseer.fuse.striped.group.plan import Extent
 
 
 class _Item:
-    """One that is not whole yet."""
+    """A tensor that is not whole yet."""
 
     __slots__ = ("buffer", "data", "missing_bytes")
 

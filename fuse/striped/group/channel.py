@@ -22,7 +22,7 @@ _BREAK_TAG = 0x6273
 
 
 class GroupChannel:
-    """One rank's end."""
+    """One rank's end of the channel."""
 
     def __init__(self, group: Any, deadline_s: float) -> None:
         """`group`: None is the default group; where torch.distributed is not initialized, this

@@ -200,7 +200,7 @@ class Publishing:
         self._graveyard.retire(old.directory, generations)
 
     def _named_in(self, directory: str, generations: set[str]) -> set[str]:
-        """Those of `generations` that a file of `directory` stands on."""
+        """Returns those of `generations` that a file of `directory` is made of."""
         named: set[str] = set()
         for info in self.stored.entries(directory):
             if not info.is_dir and may_be_layout(info.size_bytes):

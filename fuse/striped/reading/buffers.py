@@ -34,7 +34,7 @@ class BufferPool:
         self._given_up: dict[int, int] = {}
         """The sizes of slabs of which only others have views."""
         self._let_out: set[int] = set()
-        """Those that count in the budget no more."""
+        """Buffers that no longer count in the budget."""
         budget.set_trimmer(self._trim)
         budget.set_last_resort(self._let_others_have)
 

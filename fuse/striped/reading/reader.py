@@ -124,7 +124,7 @@ class StripedReader:
         return self._collect(file, wanted, offset, end, advice.whole_units, cancelled)
 
     def read_bytes(self, file: OpenFile, offset: int, length: int) -> bytes:
-        """As `read`, in one piece."""
+        """Reads like `read`, and returns the bytes in one piece."""
         return b"".join(self.read(file, offset, length))
 
     def read_into(

@@ -20,7 +20,7 @@ class Body(Protocol):
     """The bytes before the tail."""
 
     path: str
-    """Of the file; changes when it is renamed while it is written."""
+    """The path of the file; changes when it is renamed while it is written."""
 
     @property
     def sent_bytes(self) -> int:

@@ -18,7 +18,7 @@ class Unit:
 
     def __init__(self, pieces: list[Piece], length: int, first_block: int) -> None:
         self.pieces: list[Piece] | None = pieces
-        """None once the memory was given back."""
+        """The bytes in pieces; None once the memory was given back."""
         self.length = length
         self.first_block = first_block
 
@@ -58,7 +58,7 @@ class KeptUnits:
             self._held_bytes -= count
 
     def keep(self, unit: Unit) -> None:
-        """From now on `unit` may be given up."""
+        """Allows the memory of `unit` to be given back from now on."""
         with self._lock:
             self._units[unit] = None
             self._bytes += unit.length

@@ -106,7 +106,7 @@ class SegmentWriter:
             part.queue.put(None)
 
     def finish(self) -> Segment:
-        """As `finish_parts`; returns what the parts hold, for the layout."""
+        """Finishes all parts, and returns the segment for the layout."""
         self.finish_parts()
         checksums: dict[int, int] = {}
         for part in self._parts:

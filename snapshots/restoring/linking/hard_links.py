@@ -30,7 +30,7 @@ from bootseer.snapshots.restoring.linking.node_trees import (
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored, names_to_record
 
 SHARED_NAMES = 5000
-"""So many are worth a second process, which costs what a hundred do."""
+"""From so many names on a second process pays, which costs as much as a hundred names."""
 
 _Files = tuple[bytes, list[int]]
 """A directory's path, and the numbers of the names in it that are no directories."""

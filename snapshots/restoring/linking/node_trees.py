@@ -46,7 +46,7 @@ class NodeTrees:
         self._kind = "" if settings.restore_privileges else "-unprivileged"
 
     def path(self, index_digest: str) -> Path:
-        """Where the tree lies, or would."""
+        """Returns the path of the tree, whether or not it is there."""
         return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
 
     def has(self, index_digest: str) -> bool:

@@ -42,9 +42,9 @@ class MountOutcome(Struct, frozen=True):
     """What `mount_snapshot` did."""
 
     moved_bytes: int
-    """From the store: what had to be here before the first read."""
+    """Bytes that had to come from the store before the first read."""
     ready_names: tuple[str, ...]
-    """For BOOTSEER_READY_SOCKETS."""
+    """The names for BOOTSEER_READY_SOCKETS."""
 
 
 def name_of(target: bytes) -> str:

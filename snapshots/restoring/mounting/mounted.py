@@ -60,10 +60,10 @@ class Mounted(Struct, frozen=True):
     base: str
     """What was there before (`scan.base_digest`)."""
     scratch: str
-    """Where what is written goes."""
+    """The folder that takes what is written to the mount."""
     file_count: int
     mode: str
-    """Of `modes`: how it was put there."""
+    """The mode of restoring (`modes`) that put it there."""
     ready_name: str
 
 
@@ -80,7 +80,7 @@ class MountedTree(Struct, frozen=True):
     """The mount's folder."""
     tree: Path
     ready_name: str = ""
-    """For BOOTSEER_READY_SOCKETS, where something is recorded."""
+    """The name for BOOTSEER_READY_SOCKETS, where a start is recorded."""
 
 
 def cover_all(
@@ -119,7 +119,7 @@ def cover_all(
 
 
 def scratch_of(settings: Settings, state_dir: Path) -> Path:
-    """Where what is written to a mount goes."""
+    """Returns the folder that takes what is written to a mount."""
     return settings.cache_dir / "containers" / state_dir.name
 
 

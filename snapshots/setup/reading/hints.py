@@ -34,15 +34,15 @@ class Hints(Struct, frozen=True):
     names_conda_environment: bool = False
     """Changes one that is given by its name, which only conda's settings lead to."""
     requirement_files: tuple[str, ...] = ()
-    """Those of `files` that are lists of requirements or constraints."""
+    """The `files` that are lists of requirements or constraints."""
     indexed_files: tuple[str, ...] = ()
-    """Those of them whose requirements are looked up in an index."""
+    """The `requirement_files` whose requirements are looked up in an index."""
     requirements: tuple[str, ...] = ()
     """Words that are looked up in an index, unless they name a file."""
     lock_files: tuple[str, ...] = ()
-    """Those of `files` without which everything is looked up anew."""
+    """The `files` without which everything is looked up anew."""
     spec_files: tuple[str, ...] = ()
-    """Those of `files` that are conda's lists."""
+    """The `files` that are conda's lists."""
     scripts: tuple[str, ...] = ()
     """Files of `files` that a shell runs or reads."""
     programs: tuple[str, ...] = ()

@@ -90,18 +90,18 @@ signal.pause()
 _AHEAD = """
 import sys
 from pathlib import Path
-from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_ahead
+from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_early
 from bootseer.served.background import end_early
 
 def children():
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
 
-begin_tree_server_ahead()
+begin_tree_server_early()
 assert len(children()) == 1
 end_early()
 end_early()
 assert not children()
-begin_tree_server_ahead()
+begin_tree_server_early()
 begun = children()
 # Only now is anything loaded that knows of settings.
 from tests.support.mounts.image_mounts import settings_at

@@ -36,12 +36,12 @@ class OpenParts:
         self._lock = threading.Lock()
 
     def begin_file(self) -> None:
-        """One more file is written; `end_file` must follow."""
+        """Counts one more file that is written; `end_file` must follow."""
         with self._lock:
             self._file_count += 1
 
     def end_file(self) -> None:
-        """One file less is written."""
+        """Counts one file less that is written."""
         with self._lock:
             self._file_count -= 1
 

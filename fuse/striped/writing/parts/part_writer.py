@@ -55,7 +55,7 @@ class PartWriter:
         self.is_begun = False
         """Whether the group knows what it takes."""
         self.name = label
-        """Of the stored file; another one after a failure."""
+        """The name of the stored file; another one after a failure."""
         self.size_bytes = 0
         self.checksums: dict[int, int] = {}
         self.queue: queue.SimpleQueue[Unit | None] = queue.SimpleQueue()

@@ -94,11 +94,11 @@ def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
 
 
 def test_who_answered_last_is_asked_first_and_a_silent_one_leaves_time() -> None:
-    turns = Failover()
-    assert [index for index, _ in turns.shares(3, 0.0, is_last=False)] == [0, 1, 2]
-    turns.first = 1
-    order = list(turns.shares(3, 1e12, is_last=False))
+    failover = Failover()
+    assert [index for index, _ in failover.shares(3, 0.0, is_last=False)] == [0, 1, 2]
+    failover.first = 1
+    order = list(failover.shares(3, 1e12, is_last=False))
     assert [index for index, _ in order] == [1, 2, 0]
     assert order[0][1] < order[1][1] < order[2][1] < 1e12
-    assert list(turns.shares(1, 1e12, is_last=False)) == [(0, 1e12)]
-    assert list(turns.shares(2, 1e12, is_last=True))[-1][1] == pytest.approx(1e12)
+    assert list(failover.shares(1, 1e12, is_last=False)) == [(0, 1e12)]
+    assert list(failover.shares(2, 1e12, is_last=True))[-1][1] == pytest.approx(1e12)
