@@ -159,6 +159,9 @@ def test_checkpoint_mounts(own_world: World) -> None:
         shown = own_world("checkpoint", "mount", "--status", "mnt", "--json").json
         assert set(keys(shown, "", frozenset())) <= set(documented()["checkpoint mount"])
         assert own_world("checkpoint", "mount", "--status", "--json").json["mounts"][0]["pid"]
+        here = own_world("status", "--json").json
+        agree("status", here)
+        assert shown["mounts"][0]["pid"] in [one["pid"] for one in here["served"]]
     finally:
         unmounted = own_world("checkpoint", "unmount", "mnt", "--json")
     agree("checkpoint unmount", unmounted.json)
