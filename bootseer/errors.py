@@ -66,7 +66,7 @@ class UnsupportedError(BootseerError, OSError):
 
 
 class BusyError(BootseerError, OSError):
-    """Something is in use, mounted or leased by somebody else."""
+    """Something is in use, mounted or leased by another process or node."""
 
 
 class SetupFailedError(BootseerError):
@@ -124,7 +124,7 @@ _BY_ERRNO: dict[int, type[BootseerError]] = {
 
 
 def errno_of(error: BaseException) -> int:
-    """The errno a file system reply carries for `error`; EIO for what nobody foresaw."""
+    """Returns the errno of a file system's reply to `error`; EIO for an unforeseen exception."""
     if not isinstance(error, BootseerError) and isinstance(error, OSError) and error.errno:
         return error.errno
     for cls in type(error).__mro__:
@@ -147,7 +147,7 @@ def missing_package(error: ModuleNotFoundError) -> BaseException:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a command that ended with `error`; 1 for what nobody foresaw."""
+    """Returns the exit code of a command that ended with `error`; 1 for an unforeseen exception."""
     if isinstance(error, SetupFailedError):
         return error.exit_code
     for cls in type(error).__mro__:

@@ -13,7 +13,7 @@ class FileParts:
     """Keeps the extents of the files that it was asked about."""
 
     def __init__(self, extents_of: Callable[[int], Sequence[Extent]]) -> None:
-        """`extents_of` gives those of an inode, sorted and disjoint."""
+        """`extents_of` returns the extents of an inode, sorted and disjoint."""
         self._extents_of = extents_of
         self._known: dict[int, tuple[Sequence[Extent], list[int]]] = {}
 

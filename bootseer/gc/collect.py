@@ -142,7 +142,7 @@ def _mend(store: Store, deleted: set[str]) -> list[str]:
 
 
 def _end_leases(store: Store, inventory: Inventory, rules: Rules, owner: str) -> None:
-    """Take those that expired long ago, as anybody may, and give them up."""
+    """Takes leases that expired long ago, as any node may, and gives them up."""
     if inventory.is_clock_wrong:
         return  # whether they expired is told by this node's clock
     limit_ns = inventory.now_ns - int(max(rules.grace_s, 24 * 3600) * 1e9)

@@ -33,7 +33,7 @@ class Rules(Struct, frozen=True):
     images: tuple[str, ...] = ()
     """References of images to remove."""
     grace_s: float = DAY_S
-    """What is younger stays: somebody may be publishing what will refer to it."""
+    """Younger objects stay: an object that refers to them may be on its way."""
 
 
 class Verdict(Struct, frozen=True):

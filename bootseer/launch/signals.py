@@ -64,7 +64,7 @@ class StopSignals:
 
 
 def _end_descendants(number: int) -> None:
-    """Give all of them the signal, and wait; SIGKILL for those that stay."""
+    """Sends all descendants the signal, waits, and kills those that are left."""
     told = _told_by_terminal(number)
     processes: list[tuple[int, int]] = []
     for pid in _freeze(os.getpid()):
@@ -102,7 +102,7 @@ def _told_by_terminal(number: int) -> int | None:
 
 
 def _freeze(pid: int) -> set[int]:
-    """The descendants of a process, stopped: none of them makes a child that nobody would find."""
+    """Stops and returns the descendants of a process, so that none makes a child unseen."""
     found: set[int] = set()
     while new := set(session_descendants(pid)) - found:
         found |= new

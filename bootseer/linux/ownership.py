@@ -29,7 +29,7 @@ class Owners(Struct, frozen=True):
     groups: frozenset[int] = frozenset()
     """Members of these may write to a folder."""
     is_everybody: bool = False
-    """Nothing is checked: there is nobody else on this machine."""
+    """Whether every user is trusted: then nothing is checked."""
 
 
 def parse_owners(text: str) -> Owners:
@@ -140,7 +140,7 @@ def _way_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_sticky(status: os.stat_result) -> bool:
-    """Whether many write there, and nobody can remove or rename what belongs to others."""
+    """Returns whether a shared folder lets users remove and rename only their own files."""
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return bool(shared and status.st_mode & stat.S_ISVTX and stat.S_ISDIR(status.st_mode))
 

@@ -49,7 +49,7 @@ def start_time(pid: int) -> str:
 
 
 def own_line() -> set[int]:
-    """This process and those that it descends from, as far as this PID namespace shows."""
+    """Returns this process and its ancestors, as far as this PID namespace shows them."""
     found = set()
     pid = os.getpid()
     while pid and pid not in found and (fields := stat_fields(pid)):
@@ -98,7 +98,7 @@ def living_processes(folder: Path) -> Iterator[int]:
 
 
 def wait_readable(descriptors: Iterable[int], timeout_s: float | None) -> list[int]:
-    """Those that can be read, or whose other end is gone; [] after `timeout_s` (None: never)."""
+    """Returns the descriptors that can be read or have lost their peer; [] after `timeout_s`."""
     # Not select(2), which fails for descriptors above 1023.
     poll = select.poll()
     for descriptor in descriptors:

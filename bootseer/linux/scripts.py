@@ -14,7 +14,7 @@ _LOOK_BYTES = 256
 
 
 class RunOptions(TypedDict, total=False):
-    """What whoever runs programs for a set-up takes, as `subprocess.run` does."""
+    """Options of programs that a set-up runs, as `subprocess.run` takes them."""
 
     stdin: int | None
     stdout: int | None

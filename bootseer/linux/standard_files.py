@@ -1,4 +1,4 @@
-"""The files 0, 1 and 2 of a program, which whoever starts it may have closed."""
+"""Opens the files 0, 1 and 2, which the parent process may have closed."""
 
 import os
 import sys

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Call(Generic[Result]):
-    """One call: its function gets this object, to report progress and to see that nobody waits."""
+    """One call; its function reports progress here and sees whether a caller still waits."""
 
     def __init__(self, function: "Callable[[Call[Result]], Result]") -> None:
         self._function = function
@@ -104,7 +104,7 @@ class DeadlineCaller:
             del call  # else the last result lives until the next call
 
     def close(self) -> None:
-        """End the idle helpers; those inside a call end when it returns."""
+        """Ends the idle helpers; a helper inside a call ends when the call returns."""
         with self._lock:
             count, self._threads_count = self._threads_count, 0
         for _ in range(count):

@@ -12,9 +12,9 @@ class Priority(IntEnum):
     """Lower runs first."""
 
     DEMAND = 0
-    """Somebody is waiting."""
+    """A reader is waiting."""
     PREFETCH = 1
-    """A hot set says that somebody will."""
+    """A hot set says that a reader will wait for it."""
     FILL = 2
     """Background."""
 

@@ -31,7 +31,7 @@ class Connection(Struct, frozen=True):
     max_readahead_bytes: int
     max_pages: int
     offered: int
-    """Every flag the kernel offered, also those we did not take."""
+    """Every flag that the kernel offered, with those that were not taken."""
 
     @property
     def passthrough(self) -> bool:
@@ -45,7 +45,7 @@ class Connection(Struct, frozen=True):
 
     @property
     def times_out(self) -> bool:
-        """Whether the kernel gives up a request that nobody answers (7.43)."""
+        """Returns whether the kernel gives up a request that is not answered (7.43)."""
         return bool(self.flags & wire.REQUEST_TIMEOUT)
 
     @property

@@ -71,7 +71,7 @@ class Dispatcher:
             return Answer(error=self.errno_for(opcode, error))
 
     def errno_for(self, opcode: int, error: BaseException) -> int:
-        """The errno to answer with; logs, once per place, what nobody foresaw."""
+        """Returns the errno to answer with; logs an unforeseen exception once per place."""
         if not isinstance(error, OSError | BootseerError):
             self.report(opcode, error)
         code = errno_of(error)

@@ -22,7 +22,7 @@ _SPARE_MAX = 16
 
 
 class _Given(bytearray):
-    """Is spare again when nobody has it, nor a view of it, any more."""
+    """A buffer that is spare again once it and all views of it are released."""
 
     # Without attributes, or the interpreter would call `__del__` only once.
     __slots__ = ()

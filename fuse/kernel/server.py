@@ -96,7 +96,7 @@ class Server:
         on_end: Callable[[], None] | None = None,
         abort_on_failure: bool = True,
     ) -> None:
-        """`abort_on_failure=False` is for a process that somebody replaces when it fails."""
+        """`abort_on_failure=False` is for a process whose supervisor replaces it when it fails."""
         self.operations = operations
         self.mountpoint = mountpoint
         self.options = options

@@ -150,7 +150,7 @@ class Worker:
             os.close(fd)
 
     def _frames_of(self, inodes: Sequence[int], size_bytes: int) -> range:
-        """Those in which files of this size lie, if that is close to one another in one blob."""
+        """Returns the frames that hold the files, if they lie close to one another in one blob."""
         c = self._c
         first, last = c["extent_start"][inodes[0]], c["extent_start"][inodes[-1] + 1] - 1
         if not self._looks_ahead or last < first:

@@ -25,7 +25,7 @@ IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 _SYMLINKS_MAX = 40
 """The most symbolic links on the way of one path: the kernel's own limit."""
 _STEPS_MAX = 4096
-"""Folders on the way to one member, those that links lead through included."""
+"""The most folders on the way to one member, with those that links lead through."""
 MEMORY_BYTES_MAX = 4 * 2**30
 """What the names and attributes of one archive may take while it is read: some four million files,
 or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
@@ -128,7 +128,7 @@ def _copied_pieces(
 def _digest(
     pieces: Iterable[bytes | memoryview], segments: Iterable[tuple[int, int]], size_bytes: int
 ) -> bytes | None:
-    """Of the content, holes as zeros; None where those are too many. Uses up `pieces`."""
+    """Returns the digest of the content with holes as zeros; None for many. Uses up `pieces`."""
     segments = [segment for segment in segments if segment[1]]
     holes = size_bytes - sum(length for _, length in segments)
     if holes > ZEROS_HASHED_MAX:

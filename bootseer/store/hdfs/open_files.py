@@ -16,7 +16,7 @@ class KnowsClosed(Protocol):
     """A backend that can ask whether a file is closed."""
 
     def is_closed(self, path: str) -> bool:
-        """Whether nobody has it open for writing. Raises: NotFoundError and the like."""
+        """Returns whether no client has the file open for writing. Raises: BootseerError."""
         ...
 
 

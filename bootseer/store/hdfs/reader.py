@@ -31,7 +31,7 @@ class HdfsReader:
     def __init__(
         self, backend: "HdfsBackend", path: str, blocks: tuple[StoredBlock, ...] = ()
     ) -> None:
-        """`blocks`: to be read without hdfs-native, by whoever checks the bytes."""
+        """`blocks`: those that a reader which checks the bytes reads without hdfs-native."""
         self._backend = backend
         self._path = path
         self.blocks = blocks

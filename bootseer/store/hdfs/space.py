@@ -19,7 +19,7 @@ class Measures(Protocol):
     """Who can say how much there is, as `NameNode` does. Raises: UNANSWERED."""
 
     def capacity(self) -> tuple[int, int]:
-        """The cluster's bytes in all, and those that are free."""
+        """Returns the cluster's bytes in all, and its free bytes."""
         ...
 
     def quota(self, path: str) -> tuple[int, int] | None:

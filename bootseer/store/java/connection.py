@@ -154,7 +154,7 @@ class JavaHdfsConnection(HdfsFolder):
         return self
 
     def capacity(self) -> tuple[int, int]:
-        """The cluster's bytes in all, and those that are free."""
+        """Returns the cluster's bytes in all, and its free bytes."""
         return self.call(
             lambda java, system: java_fs.capacity(java, system, self._root), "measure", ""
         )

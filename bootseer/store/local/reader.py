@@ -15,7 +15,7 @@ _STEP_BYTES = 8 << 20
 
 
 class LocalReader:
-    """An open file; see `store.opened`. Its descriptor is closed when nobody uses it any more."""
+    """An open file (see `abilities.opened`). Its descriptor is closed after the last use."""
 
     block_bytes = 0
     can_stop = True

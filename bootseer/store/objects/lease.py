@@ -133,7 +133,7 @@ class Lease:
             self._valid_until = started + record.ttl_ns / _NS
 
     def release(self) -> None:
-        """Give the lease up. Idempotent; a lease that somebody took over stays theirs."""
+        """Gives the lease up. Idempotent; a lease that another holder took over stays theirs."""
         with self._lock:
             if self._released:
                 return
@@ -225,7 +225,7 @@ def _read(backend: Backend, path: str) -> Record | None:
 
 
 def _end(backend: Backend, key: str, token: str) -> bool:
-    """Turn the lease into its tombstone; False when somebody else did, or is doing so."""
+    """Turns the lease into its tombstone; False when another holder did, or is doing so."""
     try:
         backend.rename(key, _tombstone(token), overwrite=False)
     except (AlreadyExistsError, NotFoundError):

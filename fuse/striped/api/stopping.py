@@ -17,7 +17,7 @@ class Stoppable:
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
-        """Whoever reports progress from here on is interrupted. Idempotent."""
+        """Interrupts every thread that reports progress from here on. Idempotent."""
         self._is_stopped.set()
 
     def __call__(self, count: int) -> None:

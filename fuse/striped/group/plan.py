@@ -107,7 +107,7 @@ def _rounds(
     rank_count: int,
     pieces_per_round: int,
 ) -> Iterator[tuple[Piece, ...]]:
-    """Deal the pieces out. Audiences take turns: those without a common rank go together."""
+    """Yields the pieces in rounds: audiences without a common rank share a round."""
     load_bytes = [0] * rank_count
     while queues:
         chosen: list[Piece] = []

@@ -114,7 +114,7 @@ class Graveyard:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
 
     def _mark(self, grave: _Grave) -> None:
-        """Let the folder look young to fsck, on whatever node: somebody here reads on."""
+        """Makes the folder look young to fsck on every node: a reader of this mount needs it."""
         folder = generation_folder(grave.directory, grave.generation)
         with contextlib.suppress(BootseerError):
             old, mark = grave.mark, f"open-{secrets.token_hex(8)}"

@@ -1,1 +1,1 @@
-"""Bytes of a generation: fetched in parallel, verified, and kept for those who come next."""
+"""Bytes of a generation: fetched in parallel, verified, and kept for the next readers."""

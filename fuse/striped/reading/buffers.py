@@ -55,7 +55,7 @@ class BufferPool:
         return self._view(size, length)
 
     def try_take(self, length: int) -> memoryview | None:
-        """As `take`; None where the memory is not free and nobody gives it up at once."""
+        """Takes a buffer like `take`; None where no memory is free or given up at once."""
         size = _slab_bytes(length)
         return self._view(size, length) if self._budget.try_take(size, reuses=True) else None
 

@@ -41,7 +41,7 @@ class Chunk:
 
 
 class OpenFile:
-    """One generation of a file that somebody has open (or warms), and who reads where in it."""
+    """One generation of a file that is open or read ahead, and its streams of reads."""
 
     __slots__ = ("open_count", "passed", "pinned", "sources", "streams", "view")
 

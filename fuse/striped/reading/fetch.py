@@ -13,7 +13,7 @@ from bootseer.fuse.striped.view import Span
 
 
 class Fetch:
-    """A run of bytes that somebody wants."""
+    """A run of bytes that a reader wants."""
 
     __slots__ = (
         "buffer",
@@ -55,7 +55,7 @@ class Fetch:
         self.error: BaseException | None = None
 
     def decide(self, data: memoryview) -> bool:
-        """Make the verified bytes `data` the result; False if there is one, or nobody cares."""
+        """Makes the verified bytes `data` the result; False if there is one, or none is wanted."""
         with self.lock:
             if self.is_decided:
                 return False

@@ -22,9 +22,9 @@ class Urgency(IntEnum):
     """Lower runs first."""
 
     DEMAND = 0
-    """Somebody is waiting."""
+    """A reader is waiting."""
     READAHEAD = 1
-    """A sequential reader will be here soon, or somebody waits for much at once."""
+    """A sequential reader will be here soon, or a reader waits for much at once."""
     WARM = 2
     """A start that has not opened the file yet."""
 

@@ -187,7 +187,7 @@ class StripedReader:
     # ---- the steps of a read --------------------------------------------------------------
 
     def _window_max_bytes(self, now_s: float) -> int:
-        """The share of one stream: the mount's memory is divided among those that are active."""
+        """Returns the share of one stream: the mount's memory is divided among active streams."""
         active = sum(f.streams.active_count(now_s - _ACTIVE_S) for f in self._files.values())
         return self._budget.limit_bytes * 3 // 4 // max(1, active)
 

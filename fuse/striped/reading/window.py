@@ -114,7 +114,7 @@ class Window:
         *,
         hold: bool,
     ) -> Chunk:
-        """Queue the fetch of `span` into `buffer`, unless somebody just has."""
+        """Queues the fetch of `span` into `buffer`, unless another thread just has."""
         key = (file.view.identity, span.start, is_unit)
         with self._lock:
             chunk = self._chunks.get(key)
@@ -225,7 +225,7 @@ class Window:
                     self._forget(oldest)
 
     def reclaim(self, count: int) -> None:
-        """Give up about `count` bytes that nobody waits for."""
+        """Gives up about `count` bytes that no reader waits for."""
         with self._lock:
             for chunk in list(self._chunks.values()):
                 if count <= 0:

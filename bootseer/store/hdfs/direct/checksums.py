@@ -36,7 +36,7 @@ STANDARD = ChecksumKind(2, 512, crc32c)
 
 
 def checksums_of(data: list[memoryview], kind: ChecksumKind) -> bytes:
-    """Those of what `data` holds together, as a packet has them."""
+    """Returns the checksums of the pieces of `data`, in the form of a packet."""
     sums = []
     checksum, room = 0, kind.piece_bytes
     for piece in data:

@@ -107,7 +107,7 @@ class Replicas:
         return cost * _FAR if replica.is_far else cost
 
     def _typical(self, now_s: float) -> float:
-        """The pace of a DataNode in the middle of those that are known; 0 if none is."""
+        """Returns the median pace of the known DataNodes; 0 if none is known."""
         known = sorted(pace for pace, until_s in self._paces.values() if until_s > now_s)
         return known[(len(known) - 1) // 2] if known else 0.0
 

@@ -146,7 +146,7 @@ class MountedFileSystem(StripedFileSystem):
             threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
 
     def destroyed(self) -> None:
-        """Requests come no more: nobody takes over."""
+        """Ends the worker: no request comes any more, and no successor takes over."""
         self._stopping.set()
         self._control.close()
         super().destroyed()

@@ -78,7 +78,7 @@ class CloseOperations(MountTables):
             self._reader.close(opened.file)
 
     def _drop_failed(self, node: Node) -> None:
-        """A file that nobody but us knows, and that failed, is gone when its writer is told."""
+        """Drops a failed file that only this mount knows, once its writer was told."""
         with self._lock:
             writers = [handle.writer for handle in node.handles if handle.writer is not None]
             if node.is_local and all(writer.has_failed for writer in writers):

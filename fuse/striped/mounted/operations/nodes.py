@@ -105,7 +105,7 @@ class Handle(Struct, eq=False):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether somebody writes through it, as far as we can know."""
+        """Returns whether a process writes through the handle, as far as the server can know."""
         return self.writer is not None and not self.was_flushed and not self.is_releasing
 
     @property

@@ -70,7 +70,7 @@ class MountTables(Operations):
         self._published_s = -math.inf
         """When a file was published last."""
         self._inherited: set[int] = set()
-        """Nodes that a predecessor of this process named, and nobody has forgotten since."""
+        """Nodes that a predecessor of this process named and the kernel has not forgotten."""
         self._clock = clock
         self._lock = threading.RLock()
         root = FileStatus("", True, 0, time.time_ns(), "")
