@@ -1,12 +1,13 @@
 """Finds and reads the timeline files of a start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from bootseer.errors import NotFoundError, from_oserror
-from bootseer.timeline.otlp import Stage, decode, decode_events
+from bootseer.profile.decoding import decode, decode_events
+from bootseer.timeline.otlp import Stage
 
 # A timeline has a few lines per stage; a larger file is not one of ours.
 _MAX_BYTES = 64 * 1024 * 1024
@@ -28,10 +29,27 @@ class StartFiles(Struct, frozen=True):
         """As `--compare` takes it."""
         return f"{self.submission}:{self.attempt}"
 
+    def nodes(self) -> Iterator[list[Stage]]:
+        """The stages of each node, one node at a time. A later file of a node and rank replaces the
+        earlier one; where no submission tells starts apart, it begins another start.
+
+        Raises: PermissionDeniedError.
+        """
+        chosen: dict[tuple[str, str], Path] = {}
+        for path in sorted(self.files, key=_when):
+            place = _place(path)
+            if place in chosen and not self.submission:
+                chosen.clear()
+            chosen[place] = path
+        by_node: dict[str, list[Path]] = {}
+        for (node, _), path in chosen.items():
+            by_node.setdefault(node, []).append(path)
+        for paths in by_node.values():
+            yield [stage for path in paths for stage in decode(_bytes(path))]
+
     def stages(self) -> list[Stage]:
-        """All stages. A later file of a node and rank replaces the earlier one; where no submission
-        tells starts apart, it begins another start. Raises: PermissionDeniedError."""
-        return _one_start(self.files, is_told_apart=bool(self.submission))
+        """The stages of all nodes. Raises: PermissionDeniedError."""
+        return [stage for node in self.nodes() for stage in node]
 
     def events(self, event: str) -> list[str]:
         """The bodies of the events of this name. Raises: PermissionDeniedError."""
@@ -102,20 +120,10 @@ def _when(path: Path) -> tuple[str, int]:
     return path.name.partition("-")[0], path.stat().st_mtime_ns
 
 
-def _one_start(files: Sequence[Path], *, is_told_apart: bool) -> list[Stage]:
-    read = [stages for path in files if (stages := _read(path))]
-    found: dict[tuple[str, str], list[Stage]] = {}
-    for stages in sorted(read, key=lambda stages: stages[0].start_ns):
-        resource = stages[0].resource
-        place = str(resource.get("host.name")), str(resource.get("bootseer.rank"))
-        if place in found and not is_told_apart:
-            found.clear()
-        found[place] = stages
-    return [stage for stages in found.values() for stage in stages]
-
-
-def _read(path: Path) -> list[Stage]:
-    return decode(_bytes(path))
+def _place(path: Path) -> tuple[str, str]:
+    """Node and rank, from `TIME-PID-NODE-RANK.jsonl`."""
+    node, _, rank = path.stem.split("-", 2)[-1].rpartition("-")
+    return node, rank
 
 
 def _bytes(path: Path) -> bytes:

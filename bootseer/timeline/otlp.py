@@ -1,4 +1,4 @@
-"""OTLP-JSON lines: encoding and decoding. Pure (no I/O).
+"""Stages as OTLP-JSON lines; `bootseer.profile.decoding` reads them. Pure (no I/O).
 
 Each line is one export request as the OpenTelemetry Collector's file exporter writes it, so its
 `otlpjsonfile` receiver reads our files. OTLP has no record for a span that has only begun; the
@@ -9,7 +9,7 @@ Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, i
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,15 +24,12 @@ START, READY = "start", "ready"
 # What the profiler reads beside times; docs/format/timeline.md says what each means.
 BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
 PROCESS, PARENT, ROLE = "bootseer.process", "bootseer.parent_process", "bootseer.role"
+PARENT_SPAN = "bootseer.parent_span_id"
 _SEVERITY_INFO = 9
 _STATUS_OK = 1
-_STATUS_ERROR = 2
+STATUS_ERROR = 2
 _KIND_INTERNAL = 1
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
-_COUNTS = ("bootseer.attempt", "bootseer.bytes", "bootseer.rank", "bootseer.restart")
-_NUMBER_MAX = 2**63 - 1
-_LINE_BYTES_MAX = 2**20
-"""Many times what `_MAX_TEXT` lets a stage have."""
 
 
 # Not a struct: training code writes stages in images that have nothing but our sources.
@@ -98,7 +95,7 @@ def _line(kind: str, scope_kind: str, records: str, record: Any, resource: Any) 
 
 def encode_start(stage: Stage) -> bytes:
     """The line that says a stage has begun."""
-    attributes = {**stage.attributes, "bootseer.parent_span_id": stage.parent_id}
+    attributes = {**stage.attributes, PARENT_SPAN: stage.parent_id}
     return encode_event(START_EVENT, stage, stage.name, attributes)
 
 
@@ -132,107 +129,8 @@ def encode_end(stage: Stage) -> bytes:
         "endTimeUnixNano": str(stage.end_ns),
         "attributes": _encode_attributes(stage.attributes),
         "status": {
-            "code": _STATUS_ERROR if stage.failed else _STATUS_OK,
+            "code": STATUS_ERROR if stage.failed else _STATUS_OK,
             **({"message": stage.message[:_MAX_TEXT]} if stage.message else {}),
         },
     }
     return _line("resourceSpans", "scopeSpans", "spans", record, stage.resource)
-
-
-def _decode_attributes(items: Any) -> dict[str, Value]:
-    result: dict[str, Value] = {}
-    for item in items or ():
-        key = str(item["key"])
-        (kind, value), *_ = item["value"].items()
-        if kind == "intValue" or key in _COUNTS:
-            value = _bounded(value, -_NUMBER_MAX)
-        elif not isinstance(value, str | float | bool):
-            raise ValueError(f"{key} has an impossible value")
-        result[key] = value
-    return result
-
-
-def _bounded(value: Any, least: int = 0) -> int:
-    """A number of 64 bits; OTLP has it as a text. Raises: ValueError, TypeError, OverflowError."""
-    number = int(value)
-    if not least <= number <= _NUMBER_MAX:
-        raise ValueError("a number is out of range")
-    return number
-
-
-def _decode_line(line: bytes) -> Iterator[Stage]:
-    request = json.loads(line)
-    for group in request.get("resourceLogs", ()):
-        resource = _decode_attributes(group.get("resource", {}).get("attributes"))
-        for scope in group["scopeLogs"]:
-            for record in scope["logRecords"]:
-                if record.get("eventName") == START_EVENT:
-                    attributes = _decode_attributes(record.get("attributes"))
-                    parent = str(attributes.pop("bootseer.parent_span_id", ""))
-                    yield Stage(
-                        name=str(record["body"]["stringValue"]),
-                        trace_id=str(record["traceId"]),
-                        span_id=str(record["spanId"]),
-                        parent_id=parent,
-                        start_ns=_bounded(record["timeUnixNano"]),
-                        end_ns=None,
-                        attributes=attributes,
-                        resource=resource,
-                    )
-    for group in request.get("resourceSpans", ()):
-        resource = _decode_attributes(group.get("resource", {}).get("attributes"))
-        for scope in group["scopeSpans"]:
-            for span in scope["spans"]:
-                status = span.get("status", {})
-                yield Stage(
-                    name=str(span["name"]),
-                    trace_id=str(span["traceId"]),
-                    span_id=str(span["spanId"]),
-                    parent_id=str(span.get("parentSpanId", "")),
-                    start_ns=_bounded(span["startTimeUnixNano"]),
-                    end_ns=_bounded(span["endTimeUnixNano"]),
-                    failed=status.get("code") == _STATUS_ERROR,
-                    message=str(status.get("message", "")),
-                    attributes=_decode_attributes(span.get("attributes")),
-                    resource=resource,
-                )
-
-
-def decode_events(data: bytes, event: str) -> list[str]:
-    """The bodies of the events of this name in a timeline file; torn lines are left out."""
-    found = []
-    marker = json.dumps(event).encode()
-    for line in data.splitlines():
-        if marker not in line:
-            continue
-        try:
-            found += [
-                str(record["body"]["stringValue"])
-                for group in json.loads(line)["resourceLogs"]
-                for scope in group["scopeLogs"]
-                for record in scope["logRecords"]
-                if record.get("eventName") == event
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-    return found
-
-
-def decode(data: bytes) -> list[Stage]:
-    """The stages of a timeline file, in order of their start, finished ones once.
-
-    Lines that are torn (the writer was killed) or not ours are left out: a job in a container can
-    write anything into its own.
-    """
-    stages: dict[str, Stage] = {}
-    for line in data.splitlines():
-        if len(line) > _LINE_BYTES_MAX:
-            continue
-        try:
-            for found in _decode_line(line):
-                known = stages.get(found.span_id)
-                if known is None or known.end_ns is None:
-                    stages[found.span_id] = found
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue
-    return sorted(stages.values(), key=lambda stage: stage.start_ns)

@@ -15,6 +15,7 @@ from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
 from bootseer.profile.breakdown import break_down
+from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.views.document import analysis_document
@@ -200,7 +201,7 @@ def _timelines(draw: st.DrawFn) -> bytes:
 
 
 def _read_timeline(data: bytes) -> None:
-    stages = otlp.decode(data)
+    stages = decode(data)
     breakdown = break_down(stages)
     assert (breakdown is None) == (not stages)
     analysis = StartModel(tracks_of(stages, 0)).analyse()

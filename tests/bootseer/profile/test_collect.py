@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.tracks import LAUNCHER, Track, tracks_of
-from bootseer.timeline.otlp import READY, Stage, decode
+from bootseer.timeline.otlp import READY, Stage
 
 
 class _Job:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bootseer
+from bootseer.profile.decoding import decode
 from bootseer.timeline import Timeline, otlp
 
 
@@ -23,12 +24,12 @@ def _start(directory: Path) -> Timeline:
 def test_a_stage_is_on_disk_from_its_start(tmp_path: Path) -> None:
     timeline = _start(tmp_path)
     span = timeline.span("image", {"bootseer.from": "store"})
-    (stage,) = otlp.decode(timeline.path.read_bytes())
+    (stage,) = decode(timeline.path.read_bytes())
     assert (stage.name, stage.end_ns) == ("image", None)
     assert stage.resource["host.name"] == "n1"
     span.set("bootseer.bytes", 2**60)
     span.end()
-    (stage,) = otlp.decode(timeline.path.read_bytes())
+    (stage,) = decode(timeline.path.read_bytes())
     assert stage.end_ns is not None
     assert stage.end_ns >= stage.start_ns
     assert stage.attributes["bootseer.bytes"] == 2**60
@@ -40,7 +41,7 @@ def test_a_failed_stage_says_why(tmp_path: Path) -> None:
     timeline = _start(tmp_path)
     with pytest.raises(OSError, match="gone"), timeline.span("checkpoint"):
         raise OSError("gone")
-    (stage,) = otlp.decode(timeline.path.read_bytes())
+    (stage,) = decode(timeline.path.read_bytes())
     assert stage.failed
     assert stage.message == "OSError: gone"
 
@@ -60,7 +61,7 @@ def test_an_outer_traceparent_is_honoured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TRACEPARENT", f"00-{'ab' * 16}-{'cd' * 8}-01")
     timeline = _start(tmp_path)
     timeline.span("x").end()
-    (stage,) = otlp.decode(timeline.path.read_bytes())
+    (stage,) = decode(timeline.path.read_bytes())
     assert (stage.trace_id, stage.parent_id) == ("ab" * 16, "cd" * 8)
 
 
@@ -87,7 +88,7 @@ def test_training_code_writes_to_the_same_timeline(
             pass
         bootseer.ready()
         assert listener.recv(100) == b"ready"
-    stages = {stage.name: stage for stage in otlp.decode(timeline.path.read_bytes())}
+    stages = {stage.name: stage for stage in decode(timeline.path.read_bytes())}
     assert set(stages) == {"start", "load data", "ready"}
     assert stages["load data"].parent_id == stages["start"].span_id
     assert stages["load data"].trace_id == stages["start"].trace_id
@@ -103,7 +104,7 @@ def test_each_worker_has_its_own_rank_and_says_when_it_was_restarted(
     environ |= {"BOOTSEER_RANK": "1", "BOOTSEER_SUBMISSION": "7_1", "BOOTSEER_JOB": "j"}
     for worker in ({}, {"RANK": "0"}, {"RANK": "9", "TORCHELASTIC_RESTART_COUNT": "2"}):
         subprocess.run([sys.executable, "-c", code], env=environ | worker, check=True, timeout=60)
-    resources = [stage.resource for stage in otlp.decode(timeline.path.read_bytes())]
+    resources = [stage.resource for stage in decode(timeline.path.read_bytes())]
     assert [resource["bootseer.rank"] for resource in resources] == [1, 0, 9]
     assert [resource.get("bootseer.restart") for resource in resources] == [None, None, 2]
     assert {resource["bootseer.submission"] for resource in resources} == {"7_1"}
@@ -145,7 +146,7 @@ def test_threads_and_processes_share_a_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert child.wait(30) == 0
-    stages = otlp.decode(timeline.path.read_bytes())
+    stages = decode(timeline.path.read_bytes())
     assert sum(stage.name == "thread" for stage in stages) == 200
     assert sum(stage.name == "child" for stage in stages) == 50
     assert all(stage.end_ns for stage in stages)
@@ -175,7 +176,7 @@ def test_a_hostile_line_costs_no_other(tmp_path: Path) -> None:
     ]
     assert all(line != good for line in lines)
     for line in lines:
-        assert otlp.decode(line + b"\n" + good) == [stage]
+        assert decode(line + b"\n" + good) == [stage]
 
 
 @given(st.data())
@@ -184,6 +185,6 @@ def test_a_torn_or_foreign_file_gives_what_is_whole(data: st.DataObject) -> None
     whole = otlp.encode_start(stage) + otlp.encode_end(stage)
     cut = data.draw(st.integers(0, len(whole)))
     noise = data.draw(st.binary(max_size=50))
-    stages = otlp.decode(whole[:cut] + b"\n" + noise + b'\n{"resourceSpans":[1]}\n[]\n7\n')
+    stages = decode(whole[:cut] + b"\n" + noise + b'\n{"resourceSpans":[1]}\n[]\n7\n')
     assert len(stages) <= 1
     assert all(found.name == "x" for found in stages)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.timeline import otlp
+from bootseer.profile.decoding import decode
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -36,7 +36,7 @@ def test_stages_take_nothing_but_the_standard_library(tmp_path: Path) -> None:
     # Without site-packages, so that nothing else could be found.
     command = [sys.executable, "-S", "-c", TRAIN]
     subprocess.run(command, env=environ, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    assert [stage.name for stage in otlp.decode(timeline.read_bytes())] == ["load", "ready"]
+    assert [stage.name for stage in decode(timeline.read_bytes())] == ["load", "ready"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_installed_without_dependencies_stages_are_written(bare: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     assert str(bare) in done.stdout
     (timeline,) = tmp_path.rglob("*.jsonl")
-    names = [stage.name for stage in otlp.decode(timeline.read_bytes())]
+    names = [stage.name for stage in decode(timeline.read_bytes())]
     assert names == ["start", "load", "ready"]
 
 
