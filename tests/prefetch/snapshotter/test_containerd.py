@@ -213,7 +213,7 @@ def test_only_containers_see_what_is_served(site: Site) -> None:
             wait_for(lambda: node.execute("closed", "ls", "/written", check=False).returncode == 0)
             user = ("--user", "65534:65534", "--exec-id", "user")
             done = node.ctr("task", "exec", *user, "closed", "cat", "/opt/top", "/opt/closed")
-            assert done.stdout == "top of closed\nclosed\n"
+            assert done.stdout == "top of closed\nclosed\n", done.stderr
             (tree,) = node.trees()
             (upper,) = (node.root / "snapshots").glob("*/fs/written")
             for path in (tree / "opt/top", upper, node.root / "trees", node.root / "snapshots"):

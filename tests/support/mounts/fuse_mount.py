@@ -21,7 +21,7 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Server
 
 SUBTYPE = "bootseer-test"
-COMMAND_DEADLINE_S = 60.0
+COMMAND_DEADLINE_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 _REAP_S = 5.0
 
