@@ -103,6 +103,7 @@ class BlobStream(_Blob):
         self._opened: OpenedRange | None = None
         self._is_second = False
         self._skip_bytes = 0
+        self._new_bytes = 0
         self._limit_s = 0.0
         self._begin_window()
 
@@ -143,6 +144,10 @@ class BlobStream(_Blob):
                 self._skip_bytes -= len(data)
                 continue
             self._position += len(data)
+            self._new_bytes += len(data)
+            # Neither a trickle nor what was here already is progress, or it would go on for ever.
+            if self._new_bytes >= FLOOR_BYTES_PER_S * self._stall_s:
+                self._attempts.progressed()
             if self._position == self._end:
                 self._finish(body)
             return data
@@ -171,8 +176,6 @@ class BlobStream(_Blob):
         if self._done_bytes >= PART_BYTES:
             self._pace.note(self._done_bytes, time.monotonic() - self._began_s)
             self._begin_window()
-        if self._done_bytes >= FLOOR_BYTES_PER_S * self._stall_s:
-            self._attempts.progressed()
         return data
 
     def _body(self) -> OpenedRange:
@@ -186,6 +189,7 @@ class BlobStream(_Blob):
 
     def _interrupted(self, error: Exception) -> None:
         """Have another connection go on. Raises: `error` where it was the last attempt."""
+        self._new_bytes = 0
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.response.close()

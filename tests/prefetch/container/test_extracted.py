@@ -14,13 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
+from bootseer.linux.locks import lock_within
 from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from tests.support.mounts.image_mounts import index, settings_at, skip_unless_root
-from tests.support.waiting import wait_for
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -129,7 +129,7 @@ def test_a_remover_that_is_killed_leaves_no_half_of_an_image(
 
 
 def test_a_tree_that_is_removed_meanwhile_is_extracted_again(
-    settings: Settings, tmp_path: Path
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index(settings, plain(tmp_path, "one", "one"), "one")
     tree = prepare_extracted(settings, "one").image.directory
@@ -137,13 +137,16 @@ def test_a_tree_that_is_removed_meanwhile_is_extracted_again(
     fd = os.open(tree, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
 
+    waits = threading.Event()
+
+    def wait(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:
+        waits.set()
+        lock_within(fd, timeout_s, is_shared=is_shared)
+
+    monkeypatch.setattr(extracted, "lock_within", wait)
+
     def remove() -> None:
-        inode = f":{tree.stat().st_ino} "
-        locks = Path("/proc/locks")
-        wait_for(
-            lambda: any("->" in one and inode in one for one in locks.read_text().splitlines()),
-            "somebody who waits for the lock",
-        )
+        assert waits.wait(60)
         tree.rename(tree.with_name("removed-by-another"))
         os.close(fd)
 
@@ -160,7 +163,7 @@ def test_a_tree_of_an_earlier_boot_may_be_torn(
     tree = prepare_extracted(settings, "one").image.directory
     (tree / "folder3/file").write_bytes(b"")
     let_go(settings)
-    monkeypatch.setattr(extracted, "boot_id", lambda: bytes(range(16)))
+    monkeypatch.setattr(extracted, "boot_id", lambda: "another-boot")
     assert words(settings, "one") == {"one", "20"}
     assert not tree.exists()
 
