@@ -177,5 +177,8 @@ def show_starts(directory: Path, job: str, history: bool, as_json: bool) -> None
             f"slower now: {printable(change.stage)} takes {change.after_s:.1f} s, "
             f"median before {change.before_s:.1f} s"
         )
-    for node, count in looked.repeated:
-        click.echo(f"slow again and again: {printable(node)} in {count} of {len(found)} starts")
+    for one in looked.repeated:
+        click.echo(
+            f"slow again and again: {printable(one.node)} in {one.start_count} of "
+            f"{len(found)} starts"
+        )

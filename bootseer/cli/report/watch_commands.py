@@ -60,7 +60,7 @@ def _earlier(directory: Path, job: str) -> Sequence[Analysis]:
 
 
 def _is_over(found: Progress) -> bool:
-    return found.ready_count > 0 and not any(still for _, still, _ in found.stages)
+    return found.ready_count > 0 and not any(stage.open_count for stage in found.stages)
 
 
 def _lines(job: str, found: Progress) -> list[str]:
@@ -69,9 +69,9 @@ def _lines(job: str, found: Progress) -> list[str]:
         f"job {job}: {found.elapsed_s:.0f} s{expected}; {found.node_count} node(s), "
         f"{found.ready_count} process(es) ready"
     ]
-    for name, still, done in found.stages:
-        if still:
-            lines.append(f"  {name}: open on {still}, done on {done}")
+    for stage in found.stages:
+        if stage.open_count:
+            lines.append(f"  {stage.name}: open on {stage.open_count}, done on {stage.done_count}")
     for one in found.hanging:
         where = f"{one.node}/{one.rank}" if one.rank >= 0 else one.node
         times = f"open for {one.open_s:.0f} s, median {one.median_s:.1f} s"

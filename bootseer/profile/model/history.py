@@ -52,8 +52,16 @@ class History(Struct, frozen=True):
     """Seconds by which a start takes longer than the one before: the median of all slopes."""
     slower: tuple[Change, ...]
     """Stages of the newest start that take longer than in the median of the others."""
-    repeated: tuple[tuple[str, int], ...]
-    """Nodes that were slow in at least half of the starts, and in how many."""
+    repeated: tuple["Repeated", ...]
+    """Nodes that were slow in at least half of the starts."""
+
+
+class Repeated(Struct, frozen=True):
+    """A node that is slow again and again."""
+
+    node: str
+    start_count: int
+    """In how many starts it was."""
 
 
 def look_back(starts: Sequence[Analysis]) -> History:
@@ -68,12 +76,16 @@ def look_back(starts: Sequence[Analysis]) -> History:
     for start in starts:
         for one in start.stragglers:
             counts[one.node] = counts.get(one.node, 0) + 1
-    often = [pair for pair in counts.items() if pair[1] >= 2 and 2 * pair[1] >= len(starts)]
+    often = [
+        Repeated(node, count)
+        for node, count in counts.items()
+        if count >= 2 and 2 * count >= len(starts)
+    ]
     return History(
         ready_s=tuple(ready),
         trend_s=statistics.median(slopes) if slopes else 0.0,
         slower=tuple(_slower(starts)),
-        repeated=tuple(sorted(often, key=lambda pair: -pair[1])),
+        repeated=tuple(sorted(often, key=lambda one: -one.start_count)),
     )
 
 

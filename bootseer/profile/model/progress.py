@@ -20,6 +20,14 @@ class Hanging(Struct, frozen=True):
     median_s: float
 
 
+class StageProgress(Struct, frozen=True):
+    """On how many processes a stage is open, and done."""
+
+    name: str
+    open_count: int
+    done_count: int
+
+
 class Progress(Struct, frozen=True):
     """The state of a start at one instant."""
 
@@ -27,8 +35,8 @@ class Progress(Struct, frozen=True):
     node_count: int
     ready_count: int
     """Processes that are ready."""
-    stages: tuple[tuple[str, int, int], ...]
-    """Name, number of processes it is open on, and is done on; in order of the first begin."""
+    stages: tuple["StageProgress", ...]
+    """In order of their first begin."""
     hanging: tuple[Hanging, ...]
     expected_s: float | None
     """When the start should be ready, from earlier starts; None without any."""
@@ -52,7 +60,7 @@ def progress(
         elapsed_s=(now_ns - began_ns) / 1e9,
         node_count=len({str(stage.resource.get("host.name", "?")) for stage in stages}),
         ready_count=len({_process(stage) for stage in stages if stage.name == READY}),
-        stages=tuple((name, *_counts(found)) for name, found in by_name.items()),
+        stages=tuple(StageProgress(name, *_counts(found)) for name, found in by_name.items()),
         hanging=tuple(sorted(hanging, key=lambda one: -one.open_s)[:_NAMED_MAX]),
         expected_s=sorted(expected)[len(expected) // 2] if expected else None,
     )

@@ -178,8 +178,10 @@ def test_report(own_world: World) -> None:
         assert set(result.pop(row)) == set(result["stages"][0])
     page = documented()["report"]
     del page["total.*`, `ready.*`, `stages[].*"]
-    found = set(keys(result, "", frozenset()))
-    assert found == set(page)
+    found = set(keys(result, "", frozenset(("shift_s",))))
+    # A start of one process has no barriers and no peers.
+    empty = {"analysis.blame[]", "analysis.stragglers[]"}
+    assert found - empty <= set(page)
     table = world("report").out
     assert all(stage["name"] in table for stage in result["stages"])
 

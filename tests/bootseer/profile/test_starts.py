@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from bench.profile.generate import Fault, Recipe, node_name, tracks, write_timelines
 from bootseer.cli import cli
 from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.history import compare_starts, look_back
-from bootseer.profile.model.progress import progress
+from bootseer.profile.model.history import Repeated, compare_starts, look_back
+from bootseer.profile.model.progress import StageProgress, progress
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage, encode_start
+from tests.bootseer.cli.json_page import documented, keys
 
 _SLOW = Fault(node_name(2), "slow disk", 3.0)
 
@@ -49,7 +50,7 @@ def test_looking_back_names_what_is_slower_and_who_is_slow_again() -> None:
     ]
     history = look_back(starts)
     assert history.trend_s > 1
-    assert dict(history.repeated) == {node_name(2): 3}
+    assert history.repeated == (Repeated(node_name(2), 3),)
     assert look_back(starts[:4]).slower[0].stage == "load checkpoint"
     assert look_back([]).trend_s == 0
 
@@ -62,13 +63,26 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
     compared = _run(folder, "report", "j", "--compare", "s0:0")
     assert "critical path against start s0:0: +" in compared
     document = json.loads(
-        _run(folder, "report", "j", "--submission", "s1", "--compare", "previous", "--json")
+        _run(folder, "report", "j", "--submission", "s3", "--compare", "previous", "--json")
     )
-    assert document["comparison"]["start"] == "s0:0"
+    assert document["comparison"]["start"] == "s2:0"
     assert document["analysis"]["is_ready"] is True
     history = json.loads(_run(folder, "report", "j", "--history", "--json"))
     assert len(history["starts"]) == 4
-    assert history["history"]["repeated"] == [[node_name(2), 2]]
+    assert history["history"]["repeated"] == [{"node": node_name(2), "start_count": 2}]
+    found = {
+        key
+        for one in (document, history)
+        for key in keys(one, "", frozenset(("shift_s",)))
+        if not key.startswith(("total.", "ready."))
+    }
+    sample = {"history.slower[].stage", "history.slower[].before_s", "history.slower[].after_s"}
+    page = (
+        set(documented()["report"])
+        - sample
+        - {"analysis.clocks.apart[]", "analysis.clocks.shift_s.*", "stages[].notes[]"}
+    )
+    assert found >= {key for key in page if "`" not in key and not key.startswith("stages[].open")}
 
 
 def test_names_of_starts_that_are_none(folder: Path) -> None:
@@ -97,7 +111,7 @@ def test_progress_names_what_hangs() -> None:
     assert (early.hanging, early.expected_s) == ((), None)
     late = progress(stages, 20 * 10**9, 3.0, [earlier])
     assert [(one.node, one.stage, one.median_s) for one in late.hanging] == [("d", "image", 4.0)]
-    assert late.stages == (("image", 1, 3),)
+    assert late.stages == (StageProgress("image", 1, 3),)
     assert late.expected_s == earlier.ready_s
 
 
