@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
+import msgspec
+
 from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.graph import Group
 from bootseer.profile.model.peers import Who, middle
@@ -142,8 +144,8 @@ def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
     best: list[ImportRow] = []
     for body in bodies:
         try:
-            rows = [(str(name), int(a), int(b), int(c)) for name, a, b, c in json.loads(body)]
-        except (ValueError, TypeError, RecursionError):
+            rows = msgspec.json.decode(body, type=list[ImportRow])
+        except (ValueError, RecursionError):
             continue
         if sum(row[3] for row in rows if row[1] == 0) > sum(row[3] for row in best if row[1] == 0):
             best = rows
