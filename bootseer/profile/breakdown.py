@@ -5,6 +5,8 @@ Times count from the first stage of the same node, by that node's clock: clocks 
 
 import math
 import statistics
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -64,85 +66,140 @@ class Breakdown(Struct, frozen=True):
     stages: tuple[StageRow, ...]
 
 
-def _host(stage: Stage) -> str:
-    return str(stage.resource.get("host.name", "?"))
+class BreakdownBuilder:
+    """Takes in a start node by node, and keeps of each stage what its row needs."""
+
+    def __init__(self) -> None:
+        self._first: Stage | None = None
+        self._node_count = 0
+        self._restart_count = 0
+        self._rows: dict[tuple[str, str], _RowBuilder] = {}
+
+    def add(self, stages: Sequence[Stage]) -> None:
+        """Take in all stages of one node. Those of workers that were started again are left out."""
+        if not stages:
+            return
+        first = min(stages, key=lambda stage: stage.start_ns)
+        if self._first is None or first.start_ns < self._first.start_ns:
+            self._first = first
+        self._node_count += 1
+        restarts = max(map(_restart, stages)) - _restart(first)
+        self._restart_count = max(self._restart_count, restarts)
+        stages = of_the_start(stages)
+        roles = _roles(stages)
+        by_process: dict[tuple[str, str, str], list[Stage]] = {}
+        for stage in stages:
+            if stage.name == READY:
+                # It says when, not how long: what is asked is how long that took.
+                stage = stage._replace(start_ns=first.start_ns, end_ns=stage.start_ns)
+            process = str(stage.resource.get(PROCESS, ""))
+            by_process.setdefault((stage.name, process, _rank(stage)), []).append(stage)
+        for (name, process, rank), same in by_process.items():
+            # The start as a whole and its end are one row each, whoever says so.
+            role = "" if name in (READY, START) else roles.get(process, "")
+            row = self._rows.setdefault((name, role), _RowBuilder())
+            row.add(same, rank, first.start_ns)
+
+    def build(self) -> Breakdown | None:
+        """The breakdown; None if there was no stage."""
+        first = self._first
+        if first is None:
+            return None
+        names = Counter(name for name, _ in self._rows)
+        # Programs are told apart where several have a stage of one name.
+        rows = {
+            key: row.build(key[0] if names[key[0]] == 1 else f"{key[0]} ({key[1] or LAUNCHER})")
+            for key, row in self._rows.items()
+        }
+        total, ready = rows.pop((START, ""), None), rows.pop((READY, ""), None)
+        return Breakdown(
+            job=str(first.resource.get("bootseer.job", "")),
+            submission=str(first.resource.get("bootseer.submission", "")),
+            attempt=_whole(first, "bootseer.attempt"),
+            trace_id=first.trace_id,
+            node_count=self._node_count,
+            rank_count=max(row.rank_count for row in [*rows.values(), total, ready] if row),
+            restart_count=self._restart_count,
+            total=total,
+            ready=ready,
+            stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
+        )
 
 
-def _rank(stage: Stage) -> str:
-    return f"{_host(stage)}/{stage.resource.get('bootseer.rank', 0)}"
+class _RowBuilder:
+    def __init__(self) -> None:
+        self._nodes: set[str] = set()
+        self._ranks: set[str] = set()
+        self._open_on: dict[str, None] = {}
+        self._begins: array[float] = array("d")
+        self._finished: array[float] = array("d")
+        self._slowest = (-1.0, "")
+        self._failed_count = 0
+        self._moved = 0
+        self._notes: dict[str, None] = {}
+
+    def add(self, stages: Sequence[Stage], rank: str, origin_ns: int) -> None:
+        """Take in all that one process did under one name, as one stage."""
+        self._nodes.add(_host(stages[0]))
+        self._ranks.add(rank)
+        self._begins.append((min(stage.start_ns for stage in stages) - origin_ns) / 1e9)
+        for stage in stages:
+            self._failed_count += stage.failed
+            self._moved += _whole(stage, "bootseer.bytes")
+            fallback = str(stage.attributes.get("bootseer.fallback", ""))
+            self._notes.update(dict.fromkeys(filter(None, (fallback, stage.message))))
+        seconds = _together_s(stages)
+        if seconds is None:
+            self._open_on[rank] = None
+            return
+        self._finished.append(seconds)
+        self._slowest = max(self._slowest, (seconds, rank), key=lambda one: one[0])
+
+    def build(self, name: str) -> StageRow:
+        ordered = sorted(self._finished)
+        return StageRow(
+            name=name,
+            node_count=len(self._nodes),
+            rank_count=len(self._ranks),
+            open_count=len(self._open_on),
+            open_on=tuple(self._open_on),
+            failed_count=self._failed_count,
+            begins_s=statistics.median(self._begins),
+            median_s=statistics.median(ordered) if ordered else None,
+            p99_s=ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else None,
+            max_s=ordered[-1] if ordered else None,
+            slowest_node=self._slowest[1] if ordered else None,
+            bytes_moved=self._moved,
+            notes=tuple(self._notes),
+        )
 
 
-def _restart(stage: Stage) -> int:
-    return int(stage.resource.get("bootseer.restart", 0))
-
-
-def _row(name: str, stages: Sequence[Stage], origin_ns: dict[str, int]) -> StageRow:
-    stages, everything = [*map(_merged, _by_process(stages))], stages
-    finished = sorted(
-        [(stage.end_ns - stage.start_ns, stage) for stage in stages if stage.end_ns],
-        key=lambda pair: pair[0],
-    )
-    slowest = max(finished, key=lambda pair: pair[0], default=None)
-    notes: dict[str, None] = {}
-    for stage in everything:
-        fallback = stage.attributes.get("bootseer.fallback")
-        for note in (str(fallback) if fallback else "", stage.message):
-            if note:
-                notes[note] = None
-    still_open = [_rank(stage) for stage in stages if stage.end_ns is None]
-    return StageRow(
-        name=name,
-        node_count=len({_host(stage) for stage in stages}),
-        rank_count=len({_rank(stage) for stage in stages}),
-        open_count=len(still_open),
-        open_on=tuple(dict.fromkeys(still_open)),
-        failed_count=sum(stage.failed for stage in everything),
-        begins_s=statistics.median(
-            (stage.start_ns - origin_ns[_host(stage)]) / 1e9 for stage in stages
-        ),
-        median_s=statistics.median(ns for ns, _ in finished) / 1e9 if finished else None,
-        p99_s=finished[math.ceil(0.99 * len(finished)) - 1][0] / 1e9 if finished else None,
-        max_s=slowest[0] / 1e9 if slowest else None,
-        slowest_node=_rank(slowest[1]) if slowest else None,
-        bytes_moved=sum(int(stage.attributes.get("bootseer.bytes", 0)) for stage in everything),
-        notes=tuple(notes),
-    )
-
-
-def _by_process(stages: Sequence[Stage]) -> Iterable[list[Stage]]:
-    found: dict[tuple[str, str], list[Stage]] = {}
+def break_down(stages: Iterable[Stage]) -> Breakdown | None:
+    """The breakdown of the stages of one start (any number of nodes); None if there are none."""
+    by_node: dict[str, list[Stage]] = {}
     for stage in stages:
-        found.setdefault((_rank(stage), str(stage.resource.get(PROCESS, ""))), []).append(stage)
-    return found.values()
+        by_node.setdefault(_host(stage), []).append(stage)
+    builder = BreakdownBuilder()
+    for node in by_node.values():
+        builder.add(node)
+    return builder.build()
 
 
-def _merged(stages: Sequence[Stage]) -> Stage:
-    """All that one process did under one name as one stage, as long as these together."""
-    first, *others = sorted(stages, key=lambda stage: stage.start_ns)
-    if any(stage.end_ns is None for stage in stages):
-        return first._replace(end_ns=None)
-    until = first.end_ns or 0
-    total = until - first.start_ns
-    for stage in others:
-        end = stage.end_ns or 0
-        total += max(0, end - max(stage.start_ns, until))
-        until = max(until, end)
-    return first._replace(end_ns=first.start_ns + total)
+def of_the_start(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages of one node without those of workers that were started again in place since."""
+    first = min(stages, key=lambda stage: stage.start_ns)
+    return [stage for stage in stages if _restart(stage) <= _restart(first)]
 
 
-def _names(stages: Iterable[Stage]) -> dict[str, list[Stage]]:
-    """The stages of each row: those of several programs are told apart where names are the same."""
-    stages = list(stages)
-    roles = _roles(stages)
-    by_name: dict[str, dict[str, list[Stage]]] = {}
-    for stage in stages:
-        role = roles.get(str(stage.resource.get(PROCESS, "")), "")
-        by_name.setdefault(stage.name, {}).setdefault(role, []).append(stage)
-    return {
-        name if len(found) == 1 else f"{name} ({role or LAUNCHER})": row
-        for name, found in by_name.items()
-        for role, row in found.items()
-    }
+def _together_s(stages: Sequence[Stage]) -> float | None:
+    """For how long any of the stages ran; None where one never ended."""
+    total = until = 0
+    for stage in sorted(stages, key=lambda stage: stage.start_ns):
+        if stage.end_ns is None:
+            return None
+        total += max(0, stage.end_ns - max(stage.start_ns, until))
+        until = max(until, stage.end_ns)
+    return total / 1e9
 
 
 def _roles(stages: Iterable[Stage]) -> dict[str, str]:
@@ -154,50 +211,19 @@ def _roles(stages: Iterable[Stage]) -> dict[str, str]:
     }
 
 
-def _origins(stages: Iterable[Stage]) -> dict[str, Stage]:
-    """The first stage of each node."""
-    origins: dict[str, Stage] = {}
-    for stage in stages:
-        known = origins.setdefault(_host(stage), stage)
-        if stage.start_ns < known.start_ns:
-            origins[_host(stage)] = stage
-    return origins
+def _host(stage: Stage) -> str:
+    return str(stage.resource.get("host.name", "?"))
 
 
-def of_the_start(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages without those of workers that were started again in place since."""
-    origins = _origins(stages)
-    return [stage for stage in stages if _restart(stage) <= _restart(origins[_host(stage)])]
+def _rank(stage: Stage) -> str:
+    return f"{_host(stage)}/{stage.resource.get('bootseer.rank', 0)}"
 
 
-def break_down(stages: Iterable[Stage]) -> Breakdown | None:
-    """The breakdown of the stages of one start (any number of nodes); None if there are none."""
-    everything = sorted(stages, key=lambda stage: stage.start_ns)
-    if not everything:
-        return None
-    origins = _origins(everything)
-    origin_ns = {host: stage.start_ns for host, stage in origins.items()}
-    by_name = _names(of_the_start(everything))
-    # It says when, not how long: what is asked is how long that took.
-    ready = [
-        stage._replace(start_ns=origin_ns[_host(stage)], end_ns=stage.start_ns)
-        for stage in by_name.pop(READY, ())
-    ]
-    rows = {name: _row(name, found, origin_ns) for name, found in by_name.items()}
-    total = rows.pop(START, None)
-    ready_row = _row(READY, ready, origin_ns) if ready else None
-    first = everything[0]
-    return Breakdown(
-        job=str(first.resource.get("bootseer.job", "")),
-        submission=str(first.resource.get("bootseer.submission", "")),
-        attempt=int(first.resource.get("bootseer.attempt", 0)),
-        trace_id=first.trace_id,
-        node_count=len(origins),
-        rank_count=max(row.rank_count for row in [*rows.values(), total, ready_row] if row),
-        restart_count=max(
-            _restart(stage) - _restart(origins[_host(stage)]) for stage in everything
-        ),
-        total=total,
-        ready=ready_row,
-        stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
-    )
+def _restart(stage: Stage) -> int:
+    return _whole(stage, "bootseer.restart")
+
+
+def _whole(stage: Stage, name: str) -> int:
+    """A count of a stage, or of its writer; 0 where there is none."""
+    value = stage.attributes.get(name, stage.resource.get(name, 0))
+    return value if isinstance(value, int) else 0

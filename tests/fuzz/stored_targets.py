@@ -17,6 +17,7 @@ from bootseer.prefetch.index import chains, records
 from bootseer.profile.breakdown import break_down
 from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.views.document import analysis_document
 from bootseer.snapshots.catalogue import manifest_codec
@@ -204,7 +205,7 @@ def _read_timeline(data: bytes) -> None:
     stages = decode(data)
     breakdown = break_down(stages)
     assert (breakdown is None) == (not stages)
-    analysis = StartModel(tracks_of(stages, 0)).analyse()
+    analysis = StartModel(StartGraph(tracks_of(stages, 0))).analyse()
     found = [msgspec.to_builtins(breakdown), analysis_document(analysis)]
     json.dumps(found, allow_nan=False)
 

@@ -8,14 +8,14 @@ from msgspec import Struct, to_builtins
 
 from bootseer.cli.output import emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
-from bootseer.profile.breakdown import Breakdown, StageRow, break_down, of_the_start
+from bootseer.profile.breakdown import Breakdown, BreakdownBuilder, StageRow, of_the_start
 from bootseer.profile.files import StartFiles, list_starts
 from bootseer.profile.model.analysis import Analysis, StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import compare_starts, look_back
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.views.document import analysis_document
 from bootseer.profile.views.text import explain, headline
-from bootseer.timeline.otlp import Stage
 
 _COLUMNS = (
     *("stage", "nodes", "ranks", "begins s", "median s", "p99 s", "max s", "slowest", "moved"),
@@ -29,7 +29,6 @@ class Explained(Struct, frozen=True):
     """One start, read and explained."""
 
     files: StartFiles
-    stages: list[Stage]
     breakdown: Breakdown
     model: StartModel
     analysis: Analysis
@@ -37,13 +36,22 @@ class Explained(Struct, frozen=True):
 
 def explained(files: StartFiles) -> Explained | None:
     """The start of these files; None where they hold no stage."""
-    stages = files.stages()
-    breakdown = break_down(stages)
+    builder, graph = BreakdownBuilder(), StartGraph()
+    origin_ns: int | None = None
+    # One node after the other: the stages of thousands do not fit in memory.
+    for stages in files.nodes():
+        if not stages:
+            continue
+        builder.add(stages)
+        if origin_ns is None:
+            origin_ns = stages[0].start_ns
+        for track in tracks_of(of_the_start(stages), origin_ns):
+            graph.add(track)
+    breakdown = builder.build()
     if breakdown is None:
         return None
-    first_ns = min(stage.start_ns for stage in stages)
-    model = StartModel(tracks_of(of_the_start(stages), first_ns))
-    return Explained(files, stages, breakdown, model, model.analyse())
+    model = StartModel(graph)
+    return Explained(files, breakdown, model, model.analyse())
 
 
 def _seconds(value: float | None) -> str:

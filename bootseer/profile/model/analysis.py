@@ -20,7 +20,7 @@ from bootseer.profile.model.peers import (
 )
 from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_spans
 from bootseer.profile.model.shape import end_of
-from bootseer.profile.model.tracks import NO_RANK, Track
+from bootseer.profile.model.tracks import NO_RANK
 
 # What-ifs are of the few nodes and stages from which most is to be had.
 _WHAT_IF_NODES = 3
@@ -73,10 +73,8 @@ class StartModel:
     begins with the first event of any node.
     """
 
-    def __init__(self, tracks: Iterable[Track], submitted_s: float | None = None) -> None:
-        self.graph = StartGraph()
-        for track in tracks:
-            self.graph.add(track)
+    def __init__(self, graph: StartGraph, submitted_s: float | None = None) -> None:
+        self.graph = graph
         self.clocks = compare_clocks(self.graph)
         self.graph.shift(self.clocks.shift_s)
         self._count_from(submitted_s)

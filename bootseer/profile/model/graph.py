@@ -6,7 +6,7 @@ take 64 MB for their times, where four million objects would take a gigabyte.
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from bootseer.profile.model.shape import Shape
@@ -71,10 +71,12 @@ class Group:
 class StartGraph:
     """One start: its groups, and where each process of it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracks: Iterable[Track] = ()) -> None:
         self._groups: dict[tuple[Shape, str], Group] = {}
         self._places: dict[tuple[str, str], Place] = {}
         self._started: dict[Group, list[tuple[Place, int] | None]] = {}
+        for track in tracks:
+            self.add(track)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import LAUNCHER, Track, tracks_of
 from bootseer.timeline.otlp import READY, Stage
 
@@ -101,7 +102,7 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: _Job) ->
             "first batch",
             READY,
         ]
-    analysis = StartModel(tracks).analyse()
+    analysis = StartModel(StartGraph(tracks)).analyse()
     assert (analysis.is_ready, analysis.rank_count, analysis.node_count) == (True, 2, 1)
     assert analysis.replay_error_s == pytest.approx(0, abs=1e-6)
     barriers = {one.barrier for one in analysis.blame}

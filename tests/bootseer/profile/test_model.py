@@ -51,7 +51,7 @@ def test_what_overlapped_overlaps_when_one_of_them_is_slower() -> None:
         Span("image", 1, 6, parent=0),
         Span("environment", 7, 9, parent=0),
     ]
-    model = StartModel([Track("a", spans)])
+    model = StartModel(StartGraph([Track("a", spans)]))
 
     def slower(name: str, seconds: float) -> float:
         return model.what_if(
@@ -99,7 +99,7 @@ def test_ranks_begin_after_what_started_them() -> None:
     launcher = Track("a", [Span("start", 0, 4)])
     agent = Track("a", [Span("import torch", 5, 6), Span("spawn", 7, 7.5)], "torchrun", process="p")
     rank = Track("a", [Span("work", 8, 9)], "train.py", 0, "q", "p")
-    model = StartModel([launcher, agent, rank])
+    model = StartModel(StartGraph([launcher, agent, rank]))
     assert _pieces(model)["before work"] == [0.5]
     assert _pieces(model)["before import torch"] == [1.0]
     assert model.analyse().replay_error_s == pytest.approx(0)
@@ -125,7 +125,7 @@ def test_a_node_that_waited_for_anothers_set_up_is_not_the_slow_one() -> None:
         return Track(node, spans)
 
     holder = Track("holder", [Span("start", 0, 30.5), Span("environment", 1, 29.5, parent=0)])
-    model = StartModel([holder, *map(waiting, "abcdefg")])
+    model = StartModel(StartGraph([holder, *map(waiting, "abcdefg")]))
     analysis = model.analyse()
     assert [(one.node, str(one.label)) for one in analysis.path][:2] == [
         ("holder", "before environment"),
@@ -154,8 +154,8 @@ def test_processes_that_wait_for_each_other_in_a_circle_are_replayed_as_measured
 
 def test_clocks_an_hour_apart_are_brought_together_at_barriers() -> None:
     ahead = {node_name(2): 3600.0, node_name(5): -1800.0}
-    truth = StartModel(tracks(Recipe(8, 2))).analyse()
-    model = StartModel(tracks(Recipe(8, 2, clock_s=ahead)))
+    truth = StartModel(StartGraph(tracks(Recipe(8, 2)))).analyse()
+    model = StartModel(StartGraph(tracks(Recipe(8, 2, clock_s=ahead))))
     found = model.analyse()
     assert model.clocks.shift_s[node_name(2)] == pytest.approx(-3600, abs=0.01)
     assert found.ready_s == pytest.approx(truth.ready_s, abs=0.02)
@@ -165,14 +165,14 @@ def test_clocks_an_hour_apart_are_brought_together_at_barriers() -> None:
 
 def test_a_node_that_met_nobody_is_named() -> None:
     alone = Track("alone", [Span("start", 0, 5)])
-    clocks = StartModel([*tracks(Recipe(3, 1)), alone]).clocks
+    clocks = StartModel(StartGraph([*tracks(Recipe(3, 1)), alone])).clocks
     assert clocks.apart == ("alone",)
 
 
 def test_a_node_as_its_peers_gives_the_start_without_its_fault() -> None:
-    healthy = StartModel(tracks(Recipe(8, 4, seed=3))).analyse()
+    healthy = StartModel(StartGraph(tracks(Recipe(8, 4, seed=3)))).analyse()
     for fault in some_faults(6, 8, seed=5, severity=3.0):
-        model = StartModel(tracks(Recipe(8, 4, (fault,), seed=3)))
+        model = StartModel(StartGraph(tracks(Recipe(8, 4, (fault,), seed=3))))
         assert model.measured_s > healthy.ready_s + 1
         change = as_its_peers(model.peers, frozenset([fault.node]))
         assert model.what_if("", change).ready_s == pytest.approx(healthy.ready_s, rel=0.05)
@@ -181,7 +181,7 @@ def test_a_node_as_its_peers_gives_the_start_without_its_fault() -> None:
 @pytest.mark.parametrize("noise", [0.05, 0.1])
 def test_faulty_nodes_are_found_with_their_causes(noise: float) -> None:
     faults = some_faults(12, 300, seed=1, severity=2.5)
-    model = StartModel(tracks(Recipe(300, 2, tuple(faults), noise=noise)))
+    model = StartModel(StartGraph(tracks(Recipe(300, 2, tuple(faults), noise=noise))))
     found = {one.node: one.cause.name for one in model.analyse().stragglers}
     assert found == {fault.node: fault.cause for fault in faults}
 
@@ -189,7 +189,7 @@ def test_faulty_nodes_are_found_with_their_causes(noise: float) -> None:
 def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
     late = Fault(node_name(1), "late scheduling")
     disk = Fault(node_name(4), "slow disk", 3.0)
-    blame = StartModel(tracks(Recipe(8, 2, (late, disk)))).analyse().blame
+    blame = StartModel(StartGraph(tracks(Recipe(8, 2, (late, disk))))).analyse().blame
     assert [(one.barrier, one.node, str(one.lost[0][0])) for one in blame[:2]] == [
         ("init_process_group:world", node_name(1), "scheduling"),
         ("first collective:world", node_name(4), "load checkpoint"),
@@ -200,7 +200,7 @@ def test_any_missing_processes_are_survived() -> None:
     everything = list(tracks(Recipe(6, 3)))
     for seed in range(20):
         found = random.Random(seed).sample(everything, seed % len(everything) + 1)
-        analysis = StartModel(found).analyse()
+        analysis = StartModel(StartGraph(found)).analyse()
         assert analysis.replay_error_s == pytest.approx(0, abs=1e-6)
-    empty = StartModel([]).analyse()
+    empty = StartModel(StartGraph([])).analyse()
     assert (empty.node_count, empty.ready_s, empty.path) == (0, 0.0, ())

@@ -9,6 +9,7 @@ import pytest
 
 from bench.profile.generate import Recipe, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.page import imports_of, to_page
 
@@ -40,7 +41,7 @@ def _page(model: StartModel, title: str = "a start", imports: str = "[]") -> str
 
 
 def test_a_start_is_drawn(tmp_path: Path) -> None:
-    model = StartModel(tracks(Recipe(40, 2, tuple(some_faults(3, 40, severity=2.5)))))
+    model = StartModel(StartGraph(tracks(Recipe(40, 2, tuple(some_faults(3, 40, severity=2.5))))))
     imports = '[["torch", 0, 1000, 900000], ["torch._C", 1, 2000, 100000]]'
     shown = _shown(_page(model, imports=imports), tmp_path)
     assert 'data-drawn="1"' in shown
@@ -53,7 +54,7 @@ def test_a_start_is_drawn(tmp_path: Path) -> None:
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     evil = "</script><script>document.body.dataset.evil=1</script><img src=x onerror=alert(1)>"
     spans = [Span("start", 0, 5), Span(evil, 1, 4, parent=0)]
-    model = StartModel([Track(f"{evil}{number}", spans) for number in range(3)])
+    model = StartModel(StartGraph([Track(f"{evil}{number}", spans) for number in range(3)]))
     page = _page(model, title=evil, imports=f'[["{evil}", 0, 0, 5]]')
     assert page.count("<script>") == 1
     shown = _shown(page, tmp_path)
@@ -63,12 +64,12 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 
 def test_a_start_of_nothing_is_drawn(tmp_path: Path) -> None:
-    shown = _shown(_page(StartModel([]), imports="[[1]]"), tmp_path)
+    shown = _shown(_page(StartModel(StartGraph([])), imports="[[1]]"), tmp_path)
     assert 'data-drawn="1"' in shown
     assert 'id="flame"' not in shown
 
 
 def test_ten_thousand_nodes_fit_in_ten_megabytes() -> None:
     faults = tuple(some_faults(100, 10_000, severity=2.5))
-    page = _page(StartModel(tracks(Recipe(10_000, 1, faults))))
+    page = _page(StartModel(StartGraph(tracks(Recipe(10_000, 1, faults)))))
     assert len(page) < 10_000_000

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bench.profile.generate import Recipe, node_name, tracks
 from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.perfetto_trace import Slice, share_out, to_perfetto
 
@@ -36,7 +37,7 @@ def test_on_a_track_stages_lie_within_each_other_or_follow(
 def _decoded(found: list[Track]) -> tuple[dict[int, str], dict[int, list[tuple[int, int, str]]]]:
     """Names of tracks, and for each its slices as begin, end and name."""
     trace = messages.Trace()
-    trace.ParseFromString(to_perfetto(StartModel(found).graph))
+    trace.ParseFromString(to_perfetto(StartModel(StartGraph(found)).graph))
     names: dict[int, str] = {}
     slices: dict[int, list[tuple[int, int, str]]] = {}
     running: dict[int, list[tuple[int, str]]] = {}
@@ -71,7 +72,7 @@ def test_every_stage_is_on_a_track_of_its_process() -> None:
 def test_figures_and_open_stages() -> None:
     spans = [Span("start", 0, 2, evidence={"psi.io_s": 0.5}), Span("hangs", 1, 2, 0, is_open=True)]
     trace = messages.Trace()
-    trace.ParseFromString(to_perfetto(StartModel([Track("a", spans)]).graph))
+    trace.ParseFromString(to_perfetto(StartModel(StartGraph([Track("a", spans)])).graph))
     begun = {
         packet.track_event.name: packet.track_event
         for packet in trace.packet

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from bench.profile.generate import Fault, Recipe, node_name, tracks, write_timelines
 from bootseer.cli import cli
 from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import Repeated, compare_starts, look_back
 from bootseer.profile.model.progress import StageProgress, progress
 from bootseer.timeline import Timeline
@@ -35,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_changes_add_up_to_the_difference() -> None:
-    before = StartModel(tracks(Recipe(4, 2))).analyse()
-    after = StartModel(tracks(Recipe(4, 2, (_SLOW,)))).analyse()
+    before = StartModel(StartGraph(tracks(Recipe(4, 2)))).analyse()
+    after = StartModel(StartGraph(tracks(Recipe(4, 2, (_SLOW,))))).analyse()
     changes = compare_starts(before, after)
     assert changes[0].stage == "load checkpoint"
     more = sum(change.more_s for change in changes)
@@ -45,7 +46,9 @@ def test_changes_add_up_to_the_difference() -> None:
 
 def test_looking_back_names_what_is_slower_and_who_is_slow_again() -> None:
     starts = [
-        StartModel(tracks(Recipe(6, 2, (_SLOW,) if seed >= 3 else (), seed=seed))).analyse()
+        StartModel(
+            StartGraph(tracks(Recipe(6, 2, (_SLOW,) if seed >= 3 else (), seed=seed)))
+        ).analyse()
         for seed in range(6)
     ]
     history = look_back(starts)
@@ -106,7 +109,7 @@ def _stage(name: str, node: str, begin_s: float, end_s: float | None) -> Stage:
 
 def test_progress_names_what_hangs() -> None:
     stages = [_stage("image", node, 0, 4) for node in "abc"] + [_stage("image", "d", 0, None)]
-    earlier = StartModel(tracks(Recipe(3, 1))).analyse()
+    earlier = StartModel(StartGraph(tracks(Recipe(3, 1)))).analyse()
     early = progress(stages, 6 * 10**9, 3.0)
     assert (early.hanging, early.expected_s) == ((), None)
     late = progress(stages, 20 * 10**9, 3.0, [earlier])
