@@ -145,6 +145,14 @@ def test_the_environments_own_sitecustomize_runs_first(job: _Job) -> None:
     assert "import large" in job.names("slow.py")
 
 
+def test_a_sitecustomize_that_fails_says_so_as_without_ours(job: _Job) -> None:
+    job.write("site/sitecustomize.py", "1 / 0")
+    slow = job.write("slow.py", "import large; print(1)")
+    done = job.run(sys.executable, str(slow), PYTHONPATH=str(job.folder / "site"))
+    assert (done.stdout, "ZeroDivisionError" in done.stderr) == ("1\n", True)
+    assert "import large" in job.names("slow.py")
+
+
 def test_a_program_that_says_itself_when_it_is_ready(job: _Job) -> None:
     program = job.write(
         "own.py",

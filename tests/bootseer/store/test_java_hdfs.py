@@ -156,7 +156,7 @@ def test_a_url_without_a_host_means_the_sites_own_cluster(
     )
     path = backend_url.partition("?")[0].removeprefix(f"java+{hdfs.url}")
     done = subprocess.run(
-        [sys.executable, "-m", "bootseer", "stripe", "ls", f"java+hdfs://{path}"],
+        [sys.executable, "-m", "bootseer", "checkpoint", "ls", f"java+hdfs://{path}"],
         env=os.environ | {"HADOOP_CONF_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def test_says_in_one_line_what_is_missing(
     program.chmod(0o700)
     given = {name: value.format(home=tmp_path) for name, value in set_to.items()}
     done = subprocess.run(
-        [sys.executable, "-m", "bootseer", "stripe", "ls", "java+hdfs://127.0.0.1:1/x"],
+        [sys.executable, "-m", "bootseer", "checkpoint", "ls", "java+hdfs://127.0.0.1:1/x"],
         env=bare_environment | given, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 18

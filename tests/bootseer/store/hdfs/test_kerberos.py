@@ -119,9 +119,9 @@ def test_commands_and_a_mount(
     folder.mkdir()
     (tmp_path / "model").write_bytes(DATA)
     bootseer("doctor")
-    bootseer("stripe", "cp", "--stripe-unit", "256KiB", "model", f"{url}/ck/")
-    bootseer("stripe", "ls", f"{url}/ck")
-    bootseer("stripe", "verify", f"{url}/ck")
+    bootseer("checkpoint", "cp", "--stripe-unit", "256KiB", "model", f"{url}/ck/")
+    bootseer("checkpoint", "ls", f"{url}/ck")
+    bootseer("checkpoint", "verify", f"{url}/ck")
     # The process that serves the mount goes on with the same tickets.
     mount = [sys.executable, "-m", "bootseer", "checkpoint", "mount", f"{url}/ck", str(folder)]
     subprocess.run(mount, check=True, timeout=60, stdout=subprocess.DEVNULL)
@@ -149,7 +149,7 @@ def test_hadoops_own_client(
     for name, value in java_client_environment().items():
         monkeypatch.setenv(name, value)
     (tmp_path / "data").write_bytes(DATA)
-    copy = ("stripe", "cp", tmp_path / "data", f"java+{url}/data")
+    copy = ("checkpoint", "cp", tmp_path / "data", f"java+{url}/data")
     done = subprocess.run(
         [sys.executable, "-m", "bootseer", *copy], capture_output=True, timeout=120, check=False
     )
