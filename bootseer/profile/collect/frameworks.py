@@ -56,7 +56,9 @@ class Notes:
         atexit.register(self.finish)
         self._since = time.perf_counter_ns() - time.time_ns()
         began = _began_ns() or collector.began_ns
-        self._timeline.note("python start", began, max(0, collector.began_ns - began))
+        # With all that it did before anything was worth noting.
+        until = collector.quiet_until_ns or time.time_ns()
+        self._timeline.note("python start", began, max(0, until - began))
 
     def _forked(self) -> None:
         """A child by fork is another process, which begins with nothing open."""

@@ -46,6 +46,8 @@ class Collector:
         self.package = package
         """The folder of the sources of `bootseer`."""
         self.began_ns = began_ns
+        self.quiet_until_ns = 0
+        """When the first import began that was worth noting; 0: just now. ns since 1970."""
         self.modules: list[tuple[str, int, int, int]] = []
         """Name, depth, begin and duration of each slow import; ns, by the monotonic clock."""
         self._main = get_ident()
@@ -100,8 +102,12 @@ class Collector:
                 self.modules.append((name, self._depth, begin, took))
             if stage is not None:
                 self._notes.end_import(stage)
-        if self._depth == 0 and stage is None and took >= _WORTH_NOTING_NS and self.notes():
-            self._notes.note_import(top, begin, took)
+        if self._depth == 0 and stage is None and took >= _WORTH_NOTING_NS:
+            if self._notes is None:
+                self.quiet_until_ns = time.time_ns() - (time.perf_counter_ns() - begin)
+            notes = self.notes()
+            if notes is not None:
+                notes.note_import(top, begin, took)
         if self._notes is not None:
             self._notes.loaded(name, module)
         return module

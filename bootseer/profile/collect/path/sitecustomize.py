@@ -1,4 +1,5 @@
-# Runs in every Python process below `bootseer run`, of whatever version: nothing of ours may fail.
+"""Runs in every Python process below `bootseer run`, of any version: nothing of ours may fail."""
+
 import sys
 
 
