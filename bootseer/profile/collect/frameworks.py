@@ -182,8 +182,14 @@ class Notes:
                 self.wrap(module, name, "first collective", self._first_of_group)
 
     def _data_parallel(self, module: Any) -> None:
-        # Meets below Python, where no wrapper sees it.
-        self.wrap(module.DistributedDataParallel, "__init__", "DistributedDataParallel")
+        # Meets below Python, where no wrapper sees it, after what it imports.
+        def meeting(*_: Any, process_group: Any = None, **__: Any) -> str:
+            group = process_group.group_name if process_group is not None else "0"
+            count = self._count(f"DistributedDataParallel {group}")
+            return f"DistributedDataParallel {count} of group {group}"
+
+        name = "DistributedDataParallel"
+        self.wrap(module.DistributedDataParallel, "__init__", name, meeting)
 
     def _cuda(self, module: Any) -> None:
         self.wrap(module, "_lazy_init", "CUDA initialisation", first_only=True)
