@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from bootseer.profile.model.tracks import LAUNCHER
+from bootseer.profile.model.tracks import LAUNCHER, node_of
 from bootseer.timeline.otlp import PROCESS, READY, ROLE, START, Stage
 
 
@@ -140,7 +140,7 @@ class _RowBuilder:
 
     def add(self, stages: Sequence[Stage], rank: str, origin_ns: int) -> None:
         """Take in all that one process did under one name, as one stage."""
-        self._nodes.add(_host(stages[0]))
+        self._nodes.add(node_of(stages[0]))
         self._ranks.add(rank)
         self._begins.append((min(stage.start_ns for stage in stages) - origin_ns) / 1e9)
         for stage in stages:
@@ -178,7 +178,7 @@ def break_down(stages: Iterable[Stage]) -> Breakdown | None:
     """The breakdown of the stages of one start (any number of nodes); None if there are none."""
     by_node: dict[str, list[Stage]] = {}
     for stage in stages:
-        by_node.setdefault(_host(stage), []).append(stage)
+        by_node.setdefault(node_of(stage), []).append(stage)
     builder = BreakdownBuilder()
     for node in by_node.values():
         builder.add(node)
@@ -211,12 +211,8 @@ def _roles(stages: Iterable[Stage]) -> dict[str, str]:
     }
 
 
-def _host(stage: Stage) -> str:
-    return str(stage.resource.get("host.name", "?"))
-
-
 def _rank(stage: Stage) -> str:
-    return f"{_host(stage)}/{stage.resource.get('bootseer.rank', 0)}"
+    return f"{node_of(stage)}/{stage.resource.get('bootseer.rank', 0)}"
 
 
 def _restart(stage: Stage) -> int:

@@ -162,22 +162,18 @@ class Timeline:
 
     def with_resource(self, attributes: Mapping[str, Value]) -> "Timeline":
         """The same file, with more said of who writes."""
-        return Timeline(
-            self.path,
-            trace_id=self._trace_id,
-            parent_id=self._parent_id,
-            resource={**self._resource, **attributes},
-        )
+        return self._like(self._parent_id, {**self._resource, **attributes})
 
     def below(self, span: Span) -> "Timeline":
         """The same file, with new stages as children of `span`."""
         _, parent_id = parse_traceparent(span.traceparent) or ("", "")
-        child = Timeline(
-            self.path, trace_id=self._trace_id, parent_id=parent_id, resource=self._resource
-        )
+        return self._like(parent_id, self._resource)
+
+    def _like(self, parent_id: str, resource: Mapping[str, Value]) -> "Timeline":
+        other = Timeline(self.path, trace_id=self._trace_id, parent_id=parent_id, resource=resource)
         # One warning is enough for a file that cannot be written.
-        child._warned = self._warned
-        return child
+        other._warned = self._warned
+        return other
 
     def append(self, line: bytes) -> None:
         """Write one line. Never raises."""

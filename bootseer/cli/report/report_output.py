@@ -1,5 +1,6 @@
 """How starts are shown by `bootseer report` and `bootseer watch`: tables and JSON."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ _NAMED_MAX = 5
 _STARTS_MAX = 20
 
 
-class Explained(Struct, frozen=True):
-    """One start, read and explained."""
+class Explained(Struct, dict=True):
+    """One start, read, and explained when it is asked."""
 
     files: StartFiles
     breakdown: Breakdown
     model: StartModel
-    analysis: Analysis
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """All that the model says of it."""
+        return self.model.analyse()
 
 
 def explained(files: StartFiles) -> Explained | None:
@@ -50,8 +55,7 @@ def explained(files: StartFiles) -> Explained | None:
     breakdown = builder.build()
     if breakdown is None:
         return None
-    model = StartModel(graph)
-    return Explained(files, breakdown, model, model.analyse())
+    return Explained(files, breakdown, StartModel(graph))
 
 
 def _seconds(value: float | None) -> str:

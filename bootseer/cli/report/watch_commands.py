@@ -11,7 +11,6 @@ from bootseer.cli.output import current_settings, emit_json, json_option, printa
 from bootseer.cli.report.report_output import explained
 from bootseer.errors import NotFoundError
 from bootseer.profile.files import find_start, list_starts
-from bootseer.profile.model.analysis import Analysis
 from bootseer.profile.model.progress import Progress, progress
 
 _EARLIER_MAX = 5
@@ -50,13 +49,14 @@ def watch(job: str | None, times: float, every: float, once: bool, as_json: bool
         time.sleep(max(0.1, every))
 
 
-def _earlier(directory: Path, job: str) -> Sequence[Analysis]:
-    """The starts before the newest one, as far as they can be read."""
+def _earlier(directory: Path, job: str) -> Sequence[float]:
+    """How long the starts before the newest one took until they were ready, as far as they were."""
     starts = list_starts(directory, job)
     if not starts:
         raise NotFoundError(f"no timeline of job {job!r} in {directory}")
     found = [explained(one) for one in starts[1 : _EARLIER_MAX + 1]]
-    return [start.analysis for start in found if start is not None]
+    models = [start.model for start in found if start is not None]
+    return [model.measured_s for model in models if model.is_ready]
 
 
 def _is_over(found: Progress) -> bool:

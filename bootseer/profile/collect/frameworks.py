@@ -113,16 +113,29 @@ class Notes:
         None where this call is no meeting of its own.
         """
         original = getattr(owner, attribute)
+        setattr(owner, attribute, self._noting(original, name, barrier, first_only=first_only))
+
+    def _noting(
+        self,
+        original: Callable[..., Any],
+        name: str,
+        barrier: "Callable[..., str | None] | None" = None,
+        *,
+        first_only: bool = False,
+    ) -> Callable[..., Any]:
+        """The function whose calls are stages; see `wrap`."""
+        has_run = False
 
         @functools.wraps(original)
         def wrapper(*args: Any, **named: Any) -> Any:
-            if self._is_over or (first_only and attribute in self._met):
+            nonlocal has_run
+            if self._is_over or (first_only and has_run):
                 return original(*args, **named)
+            has_run = True
             span = None
             try:
                 key = barrier(*args, **named) if barrier is not None else ""
                 if key is not None:
-                    self._met.add(attribute)
                     span = self._begin(name, {BARRIER: key} if key else None)
             except Exception:
                 span = None
@@ -134,7 +147,7 @@ class Notes:
             self._end(span)
             return result
 
-        setattr(owner, attribute, wrapper)
+        return wrapper
 
     # -- frameworks
 
@@ -205,20 +218,8 @@ class Notes:
 
     def _transformers(self, module: Any) -> None:
         kind = module.PreTrainedModel
-        original = kind.from_pretrained.__func__
-
-        @functools.wraps(original)
-        def from_pretrained(cls: Any, *args: Any, **named: Any) -> Any:
-            span = self._begin("from_pretrained")
-            try:
-                result = original(cls, *args, **named)
-            except BaseException as error:
-                self._end(span, error)
-                raise
-            self._end(span)
-            return result
-
-        kind.from_pretrained = classmethod(from_pretrained)
+        noting = self._noting(kind.from_pretrained.__func__, "from_pretrained")
+        kind.from_pretrained = classmethod(noting)
 
     def _loader(self, module: Any) -> None:
         self.wrap(module._BaseDataLoaderIter, "__next__", "first batch", first_only=True)

@@ -115,7 +115,7 @@ class Collector:
 
 def _load_notes(collector: Collector) -> Any:
     """`frameworks` and what it writes by, so that the program finds none of it loaded."""
-    known = {name for name in sys.modules if name.partition(".")[0] == "bootseer"}
+    is_known = "bootseer" in sys.modules
     finder = _Sources(collector.package)
     sys.meta_path.insert(0, finder)
     collector._depth += 1
@@ -126,7 +126,7 @@ def _load_notes(collector: Collector) -> Any:
     finally:
         collector._depth -= 1
         sys.meta_path.remove(finder)
-        if not known:
+        if not is_known:
             # Whether a program imports bootseer says whether it tells itself when it is ready.
             for name in [name for name in sys.modules if name.partition(".")[0] == "bootseer"]:
                 del sys.modules[name]

@@ -18,9 +18,9 @@ from bootseer.profile.model.peers import (
     times_as_fast,
     without_stragglers,
 )
-from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_spans
-from bootseer.profile.model.shape import end_of
+from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_s
 from bootseer.profile.model.tracks import NO_RANK
+from bootseer.timeline.otlp import READY
 
 # What-ifs are of the few nodes and stages from which most is to be had.
 _WHAT_IF_NODES = 3
@@ -80,7 +80,8 @@ class StartModel:
         self._count_from(submitted_s)
         self.pieces = pieces_of(self.graph)
         self.peers = compare(self.pieces.values())
-        self.measured_s, self.is_ready = _measured(self.graph)
+        self.measured_s = ready_s(self.graph)
+        self.is_ready = bool(self.graph.spans(READY))
 
     def _count_from(self, submitted_s: float | None) -> None:
         begins = [min(group.times[0]) for group in self.graph.groups]
@@ -89,9 +90,9 @@ class StartModel:
 
     def what_if(self, name: str, change: Change) -> WhatIf:
         """How long the start would have taken with this change."""
-        ready_s = Replay(self.graph, self.pieces, change).ready_s()
-        saved = self.measured_s - ready_s
-        return WhatIf(name, ready_s, saved, saved * self.rank_count / 3600)
+        replayed_s = Replay(self.graph, self.pieces, change).ready_s()
+        saved = self.measured_s - replayed_s
+        return WhatIf(name, replayed_s, saved, saved * self.rank_count / 3600)
 
     @property
     def rank_count(self) -> int:
@@ -102,8 +103,7 @@ class StartModel:
             for node, rank in zip(group.nodes, group.ranks, strict=True)
             if rank != NO_RANK
         }
-        workers = len(found)
-        return workers or len(self.graph.nodes)
+        return len(found) or len(self.graph.nodes)
 
     def analyse(self) -> Analysis:
         """All answers."""
@@ -157,9 +157,3 @@ class StartModel:
                 stages[name] = stages.get(name, 0.0) + segment.seconds
         for name in sorted(stages, key=lambda name: -stages[name])[:_WHAT_IF_STAGES]:
             yield self.what_if(f"{name} twice as fast", times_as_fast(name, _FASTER))
-
-
-def _measured(graph: StartGraph) -> tuple[float, bool]:
-    spans = ready_spans(graph)
-    last = max((max(group.times[end_of(span)]) for group, span in spans), default=0.0)
-    return last, any(group.shape.names[span] == "ready" for group, span in spans)

@@ -25,7 +25,7 @@ class Arrivals:
             (node, parent)
             for group in graph.groups
             for span, nodes in group.waited_for.items()
-            for parent in [_waited_stage(group, span)]
+            for parent in [group.shape.waited_stage(span)]
             for node in nodes
         }
         self._moved = False
@@ -67,7 +67,7 @@ class Arrivals:
                 return None
             pairs = [self._last[key] for key in keys]
         else:
-            stage = _waited_stage(group, span)
+            stage = group.shape.waited_stage(span)
             leaders = [(node, stage) for node in group.waited_for[span]]
             missing = [node for node, stage in leaders if (node, stage) not in self._ended]
             if not self._gave_up and any(map(self._graph.launcher, missing)):
@@ -79,9 +79,3 @@ class Arrivals:
                 for found in [self._ended.get(one, nothing)]
             ]
         return array("d", [one for one, _ in pairs]), array("d", [other for _, other in pairs])
-
-
-def _waited_stage(group: Group, span: int) -> str:
-    """The name of the stage of the other node that a span waits for."""
-    parent = group.shape.parents[span]
-    return group.shape.names[parent if parent >= 0 else span]

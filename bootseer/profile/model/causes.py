@@ -6,13 +6,14 @@ is many times as large as elsewhere. Where no figure does, the cause is unknown,
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
 from bootseer.profile.model.graph import Group, StartGraph
-from bootseer.profile.model.peers import Outlier, middle
-from bootseer.profile.model.shape import SCHEDULING
+from bootseer.profile.model.peers import Outlier
+from bootseer.profile.model.shape import SCHEDULING, Label
 
 # Names of the figures, as `bootseer.profile.collect` notes them.
 STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
@@ -42,16 +43,24 @@ class Evidence:
 
     def __init__(self, graph: StartGraph) -> None:
         self._graph = graph
-        self._medians: dict[tuple[str, int, str, str], float] = {}
+        self._figures: dict[tuple[Label, str, str], tuple[dict[str, float], float]] = {}
 
     def of(self, outlier: Outlier, figure: str) -> tuple[float, float]:
         """A figure of the outlier's stage: the median of its ranks, and that of all processes."""
-        key = (outlier.label.name, outlier.label.occurrence, figure, outlier.role)
-        if key not in self._medians:
-            everything = sorted(value for _, value in self._values(outlier, figure))
-            self._medians[key] = middle(everything) if everything else 0.0
-        own = sorted(value for node, value in self._values(outlier, figure) if node == outlier.node)
-        return (middle(own) if own else 0.0), self._medians[key]
+        key = (outlier.label._replace(kind="in"), outlier.role, figure)
+        if key not in self._figures:
+            self._figures[key] = self._medians(outlier, figure)
+        by_node, all_nodes = self._figures[key]
+        return by_node.get(outlier.node, 0.0), all_nodes
+
+    def _medians(self, outlier: Outlier, figure: str) -> tuple[dict[str, float], float]:
+        """The median of each node's ranks, and that of all processes."""
+        values: dict[str, list[float]] = {}
+        for node, value in self._values(outlier, figure):
+            values.setdefault(node, []).append(value)
+        everything = [value for found in values.values() for value in found]
+        by_node = {node: statistics.median(found) for node, found in values.items()}
+        return by_node, statistics.median(everything) if everything else 0.0
 
     def _values(self, outlier: Outlier, figure: str) -> Iterator[tuple[str, float]]:
         for group in self._graph.groups:

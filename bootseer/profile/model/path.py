@@ -88,7 +88,7 @@ class Walker:
             before = self._before(group, row, step)
             if place is not None and (time_of := _ended(place, group, span)) > before:
                 found.append(self._segment(group, row, step.label, time_of, time, is_wait=True))
-                name = group.shape.names[max(group.shape.parents[span], 0)]
+                name = group.shape.waited_stage(span)
                 group, row = place.group, place.row
                 event = end_of(group.shape.names.index(name))
                 continue
@@ -113,7 +113,7 @@ class Walker:
 
     def _leader(self, group: Group, row: int, span: int) -> Place | None:
         place = self._graph.launcher(group.waited_for[span][row])
-        name = group.shape.names[max(group.shape.parents[span], 0)]
+        name = group.shape.waited_stage(span)
         return place if place is not None and name in place.group.shape.names else None
 
     def _segment(
@@ -162,5 +162,5 @@ class Walker:
 
 
 def _ended(place: Place, group: Group, span: int) -> float:
-    name = group.shape.names[max(group.shape.parents[span], 0)]
+    name = group.shape.waited_stage(span)
     return place.group.times[end_of(place.group.shape.names.index(name))][place.row]

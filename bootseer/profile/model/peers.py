@@ -6,6 +6,7 @@ outliers.
 """
 
 import math
+import statistics
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -82,13 +83,17 @@ def who(piece: Piece) -> Who:
 
 def compare(pieces: Iterable[Piece]) -> dict[Who, Peers]:
     """The spread of each piece of time over all processes that have it."""
-    values: dict[Who, list[Piece]] = {}
-    for piece in pieces:
-        values.setdefault(who(piece), []).append(piece)
     return {
         key: _peers([piece.seconds for piece in same], len(_nodes(same)), _shortest_s(key[0]))
-        for key, same in values.items()
+        for key, same in _by_who(pieces).items()
     }
+
+
+def _by_who(pieces: Iterable[Piece]) -> dict[Who, list[Piece]]:
+    found: dict[Who, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(who(piece), []).append(piece)
+    return found
 
 
 def _nodes(pieces: Iterable[Piece]) -> set[str]:
@@ -102,25 +107,23 @@ def _shortest_s(label: Label) -> float:
 def _peers(columns: Sequence["array[float]"], node_count: int, shortest_s: float) -> Peers:
     ordered = sorted(value for column in columns for value in column)
     count = len(ordered)
-    median = middle(ordered)
+    median = statistics.median(ordered)
     base = math.log(max(median, shortest_s))
     # Every so many of the ordered values have the same quantiles.
     sample = ordered[:: max(1, count // _SAMPLE_COUNT)]
-    logs = sorted(abs(math.log(max(value, shortest_s)) - base) for value in sample)
+    logs = [abs(math.log(max(value, shortest_s)) - base) for value in sample]
     return Peers(
         median_s=median,
         p99_s=ordered[min(count - 1, math.ceil(0.99 * count) - 1)],
         max_s=ordered[-1],
         count=count,
-        spread=max(_MAD_TO_SIGMA * middle(logs), _SPREAD_MIN, _SPREAD_MIN_TIMES_NODES / node_count),
+        spread=max(
+            _MAD_TO_SIGMA * statistics.median(logs),
+            _SPREAD_MIN,
+            _SPREAD_MIN_TIMES_NODES / node_count,
+        ),
         shortest_s=shortest_s,
     )
-
-
-def middle(ordered: Sequence[float]) -> float:
-    """The median of values in ascending order."""
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def find_outliers(
@@ -129,10 +132,7 @@ def find_outliers(
     """The nodes that are slower than the others in some piece of time; the worst first."""
     least_s = max(_EXCESS_MIN_S, _SHARE_MIN * ready_s)
     suspects: dict[tuple[Who, str], list[tuple[float, int]]] = {}
-    by_who: dict[Who, list[Piece]] = {}
-    for piece in pieces:
-        by_who.setdefault(who(piece), []).append(piece)
-    for key, same in by_who.items():
+    for key, same in _by_who(pieces).items():
         known = peers[key]
         if known.count < _PEERS_MIN or not _stands_out(known, known.max_s, least_s):
             continue
@@ -150,11 +150,10 @@ def find_outliers(
                     suspects.setdefault((key, node), []).append((seconds, rank))
     found = []
     for (key, node), ranks in suspects.items():
-        ranks.sort()
-        seconds = middle([value for value, _ in ranks])
+        seconds = statistics.median(value for value, _ in ranks)
         if _stands_out(peers[key], seconds, least_s):
             sigmas = peers[key].sigmas(seconds)
-            (label, role), rank = key, ranks[-1][1]
+            (label, role), rank = key, max(ranks)[1]
             found.append(Outlier(node, label, role, seconds, peers[key].median_s, sigmas, rank))
     return sorted(found, key=lambda one: -one.excess_s)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from bootseer.profile.model.analysis import Analysis
+from bootseer.profile.model.tracks import node_of, rank_of
 from bootseer.timeline.otlp import PROCESS, READY, START, Stage
 
 _NAMED_MAX = 10
@@ -43,9 +43,12 @@ class Progress(Struct, frozen=True):
 
 
 def progress(
-    stages: Iterable[Stage], now_ns: int, times_median: float, earlier: Sequence[Analysis] = ()
+    stages: Iterable[Stage], now_ns: int, times_median: float, earlier_s: Sequence[float] = ()
 ) -> Progress:
-    """Who is where at `now_ns`, and which stages are open for `times_median` times their median."""
+    """Who is where at `now_ns`, and which stages are open for `times_median` times their median.
+
+    `earlier_s` is how long earlier starts took until they were ready.
+    """
     stages = sorted(stages, key=lambda stage: stage.start_ns)
     began_ns = stages[0].start_ns if stages else now_ns
     by_name: dict[str, list[Stage]] = {}
@@ -55,21 +58,18 @@ def progress(
     hanging: list[Hanging] = []
     for name, found in by_name.items():
         hanging += _hanging(name, found, now_ns, times_median)
-    expected = [start.ready_s for start in earlier if start.is_ready]
     return Progress(
         elapsed_s=(now_ns - began_ns) / 1e9,
-        node_count=len({str(stage.resource.get("host.name", "?")) for stage in stages}),
+        node_count=len({node_of(stage) for stage in stages}),
         ready_count=len({_process(stage) for stage in stages if stage.name == READY}),
         stages=tuple(StageProgress(name, *_counts(found)) for name, found in by_name.items()),
         hanging=tuple(sorted(hanging, key=lambda one: -one.open_s)[:_NAMED_MAX]),
-        expected_s=sorted(expected)[len(expected) // 2] if expected else None,
+        expected_s=sorted(earlier_s)[len(earlier_s) // 2] if earlier_s else None,
     )
 
 
 def _process(stage: Stage) -> tuple[str, int, str]:
-    rank = stage.resource.get("bootseer.rank", -1)
-    process = str(stage.resource.get(PROCESS, ""))
-    return str(stage.resource.get("host.name", "?")), rank if isinstance(rank, int) else -1, process
+    return node_of(stage), rank_of(stage), str(stage.resource.get(PROCESS, ""))
 
 
 def _counts(found: Sequence[Stage]) -> tuple[int, int]:

@@ -107,11 +107,8 @@ class Replay:
         return self._change(piece) or piece.seconds
 
     def ready_s(self) -> float:
-        """When the last process was ready to train; without that, when the last command began."""
-        return max(
-            (max(self.times[group][end_of(span)]) for group, span in ready_spans(self.graph)),
-            default=0.0,
-        )
+        """As `ready_s` of the module, by the times of this replay."""
+        return ready_s(self.graph, self.times)
 
 
 def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
@@ -125,6 +122,14 @@ def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
     return [
         (group, span) for group in below or graph.groups for span in range(len(group.shape.names))
     ]
+
+
+def ready_s(graph: StartGraph, times: "dict[Group, list[array[float]]] | None" = None) -> float:
+    """When the last of `ready_spans` ended, by the measured times or by others; 0 of no start."""
+    return max(
+        (max(_columns(group, times)[end_of(span)]) for group, span in ready_spans(graph)),
+        default=0.0,
+    )
 
 
 def started(

@@ -100,6 +100,11 @@ class Shape:
         """The label of a span of this shape."""
         return Label(self.names[span], kind, self.occurrences[span])
 
+    def waited_stage(self, span: int) -> str:
+        """The stage of the other node that a span of this shape waits for: its parent's name."""
+        parent = self.parents[span]
+        return self.names[parent if parent >= 0 else span]
+
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """All events in an order in which each comes after those that it waited for."""

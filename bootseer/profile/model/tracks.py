@@ -56,10 +56,10 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
     `origin_ns` is the instant that counts as zero, in nanoseconds since 1970.
     """
     stages = list(stages)
-    launchers = {_node_of(stage): _rank_of(stage) for stage in stages if stage.name == START}
+    launchers = {node_of(stage): rank_of(stage) for stage in stages if stage.name == START}
     by_process: dict[tuple[str, str], list[Stage]] = {}
     for stage in stages:
-        node, rank = _node_of(stage), _rank_of(stage)
+        node, rank = node_of(stage), rank_of(stage)
         # Training code that is not watched, and calls bootseer.stage() by itself.
         other = "" if launchers.get(node, rank) == rank else f"rank {rank}"
         process = str(stage.resource.get(PROCESS, other))
@@ -69,11 +69,13 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
     ]
 
 
-def _node_of(stage: Stage) -> str:
+def node_of(stage: Stage) -> str:
+    """The node that a stage was noted on."""
     return str(stage.resource.get("host.name", "?"))
 
 
-def _rank_of(stage: Stage) -> int:
+def rank_of(stage: Stage) -> int:
+    """The rank of the process that noted a stage; `NO_RANK` where it has none."""
     rank = stage.resource.get("bootseer.rank", NO_RANK)
     return rank if isinstance(rank, int) else NO_RANK
 
@@ -88,7 +90,7 @@ def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Trac
         node=node,
         spans=spans,
         role=str(resource.get(ROLE, "python")),
-        rank=_rank_of(stages[0]),
+        rank=rank_of(stages[0]),
         process=process,
         parent=str(resource.get(PARENT, "")),
     )

@@ -7,6 +7,7 @@ hostile: JSON is escaped for HTML, and the page inserts text only as text.
 import base64
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 
 from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.graph import Group
-from bootseer.profile.model.peers import Who, middle
+from bootseer.profile.model.peers import Who
 from bootseer.profile.model.shape import begin_of, end_of
 from bootseer.profile.views.document import analysis_document
 
@@ -109,7 +110,7 @@ def _heat(model: StartModel, analysis: Analysis) -> dict[str, Any]:
                 values.setdefault((places[node], column), []).append(seconds)
     for (place, column), found in values.items():
         median = analysis.peers[chosen[column]].median_s
-        cells[place * len(chosen) + column] = _cell(middle(sorted(found)), median)
+        cells[place * len(chosen) + column] = _cell(statistics.median(found), median)
     return {
         "stages": [
             {"name": str(label), "role": role, "median_s": analysis.peers[label, role].median_s}

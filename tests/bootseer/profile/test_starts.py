@@ -112,7 +112,7 @@ def test_progress_names_what_hangs() -> None:
     earlier = StartModel(StartGraph(tracks(Recipe(3, 1)))).analyse()
     early = progress(stages, 6 * 10**9, 3.0)
     assert (early.hanging, early.expected_s) == ((), None)
-    late = progress(stages, 20 * 10**9, 3.0, [earlier])
+    late = progress(stages, 20 * 10**9, 3.0, [earlier.ready_s])
     assert [(one.node, one.stage, one.median_s) for one in late.hanging] == [("d", "image", 4.0)]
     assert late.stages == (StageProgress("image", 1, 3),)
     assert late.expected_s == earlier.ready_s
