@@ -8,7 +8,6 @@ quick. `ask` is the other side, for any thread.
 """
 
 import contextlib
-import json
 import logging
 import os
 import selectors
@@ -20,7 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from msgspec import Struct
+
+from bootseer.base.documents import from_line, to_line
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    UnavailableError,
+    from_oserror,
+)
 from bootseer.served.ready_socket import ReadySocket
 
 _log = logging.getLogger(__name__)
@@ -33,6 +41,10 @@ _CLIENT_S = 2.0
 _REQUEST_BYTES_MAX = 4096
 _ANSWER_BYTES_MAX = 2**22
 _CREDENTIALS = struct.Struct("3i")
+
+
+class _Request(Struct, frozen=True):
+    command: str
 
 
 class ControlServer:
@@ -166,7 +178,7 @@ def _answer_client(client: socket.socket, commands: Mapping[str, Command]) -> No
     with client:
         try:
             client.settimeout(_CLIENT_S)
-            client.sendall(json.dumps(_answer(client, commands), default=str).encode() + b"\n")
+            client.sendall(to_line(_answer(client, commands)).encode() + b"\n")
         except OSError as error:
             _log.debug("a client hung up: %s", error)
 
@@ -183,8 +195,8 @@ def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[s
             break
         line += part
     try:
-        command = commands[json.loads(line)["command"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        command = commands[from_line(line, _Request).command]
+    except (CorruptError, KeyError):
         return {"error": "unknown command"}
     try:
         return command()
@@ -208,18 +220,17 @@ def ask_at(path: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any
         ):
             connection.settimeout(timeout_s)
             connection.connect(short)
-            connection.sendall(json.dumps({"command": command}).encode() + b"\n")
+            connection.sendall(to_line(_Request(command)).encode() + b"\n")
             while not answer.endswith(b"\n") and len(answer) < _ANSWER_BYTES_MAX:
                 part = connection.recv(65536)
                 if not part:
                     break
                 answer += part
-        document = json.loads(answer)
+        document = from_line(answer, dict[str, Any])
     except TimeoutError as error:
         raise DeadlineError(f"{whom} did not answer in {timeout_s:g} s") from error
-    except (OSError, ValueError) as error:
+    except (OSError, CorruptError) as error:
         raise UnavailableError(f"{whom} does not answer: {error}") from error
-    if not isinstance(document, dict) or "error" in document:
-        reason = document.get("error") if isinstance(document, dict) else "nonsense"
-        raise UnavailableError(f"{whom} says: {reason}")
+    if "error" in document:
+        raise UnavailableError(f"{whom} says: {document['error']}")
     return document

@@ -5,11 +5,11 @@ by commas; each a field, and perhaps an operator (`==`, `!=`, `~=` for a regular
 value; names and values may be quoted. A selector without an operator asks whether the field exists.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 
-from bootseer.errors import InvalidInputError
+from bootseer.base.documents import from_line
+from bootseer.errors import CorruptError, InvalidInputError
 from bootseer.prefetch.snapshotter.snapshot import Snapshot
 
 Filter = Callable[[Snapshot], bool]
@@ -50,8 +50,8 @@ def _unquoted(text: str) -> str:
     if not text.startswith('"'):
         return text
     try:
-        return str(json.loads(text))
-    except ValueError:
+        return from_line(text, str)
+    except CorruptError:
         raise InvalidInputError(f"{text[:200]} in a filter of a list is quoted wrongly") from None
 
 

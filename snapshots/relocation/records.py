@@ -16,6 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.documents import parse
+from bootseer.errors import CorruptError
+
 _DIGEST = re.compile(r"[a-z0-9]+=[A-Za-z0-9_=-]+")
 
 
@@ -111,8 +114,8 @@ def _path_bytes(entry: Mapping[str, Any]) -> bytes:
 
 def _decoded(data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
+        return parse(data, "a record of conda", len(data))
+    except CorruptError:
         return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from bootseer.base.documents import from_line
 from bootseer.base.redact import take_command_secrets, take_secrets
 from bootseer.errors import UnsupportedError
 from bootseer.snapshots.targets.paths import text_of
@@ -118,8 +119,8 @@ def published(part: Part) -> Part:
     single values."""
     if part.name == "command":
         try:
-            words = [str(word) for word in json.loads(part.value)]
-        except (ValueError, TypeError, RecursionError):
+            words = from_line(part.value, list[str])
+        except ValueError:
             return Part(part.name, take_secrets(part.value)[0])
         return command_part(words).parts[0]
     if part.name.startswith("env "):

@@ -5,7 +5,6 @@ Alone owns the document that a process leaves to the one that it becomes (execve
 single-threaded process only.
 """
 
-import json
 import logging
 import os
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.documents import to_builtins
+from bootseer.base.documents import from_line, to_builtins, to_line
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
 from bootseer.fuse.kernel.server import Attached
@@ -56,7 +55,7 @@ def become_newer(
     }
     left = os.memfd_create("bootseer-resume")
     with open(left, "w", encoding="utf-8", closefd=False) as file:
-        json.dump(whole, file)
+        file.write(to_line(whole))
     os.lseek(left, 0, os.SEEK_SET)
     for fd in (left, *_descriptors(whole)):
         os.set_inheritable(fd, True)
@@ -67,7 +66,7 @@ def become_newer(
 def taken_over(left: int) -> tuple[dict[str, Any], Attached]:
     """The document of who this process was before, and the mount."""
     with open(left, encoding="utf-8") as file:
-        document: dict[str, Any] = json.load(file)
+        document = from_line(file.read(), dict[str, Any])
     for fd in _descriptors(document):
         os.set_inheritable(fd, False)
     attached = Attached(
