@@ -8,7 +8,6 @@ who use it, per process); everything that the processes of one node move togethe
 in slices, in turn, so that parallel streams share fairly. Thread-safe.
 """
 
-import fcntl
 import os
 import struct
 import threading
@@ -24,6 +23,7 @@ from msgspec import Meta, Struct
 
 from bootseer.base.redact import public_url
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
+from bootseer.linux.locks import lock_within, unlock
 from bootseer.store import open_backend
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 from bootseer.transfer.attempt import Attempt
@@ -38,6 +38,7 @@ _ACCOUNT = struct.Struct("<8sqqqq")
 _MAGIC = b"BSACCT1\0"
 # What can be reserved ahead, at most: a later moment was written before the machine's last boot.
 _AHEAD_MAX_NS = 600 * 1_000_000_000
+_ACCOUNT_LOCK_S = 60.0
 
 
 _Rate = Annotated[float, Meta(gt=0, lt=1e15)]
@@ -238,7 +239,7 @@ class _Meter:
         rate = self._limits.node_bytes_per_s
         # The lock of the file excludes other processes, not other threads of this one.
         with self._lock:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock_within(fd, _ACCOUNT_LOCK_S)
             try:
                 data = os.pread(fd, _ACCOUNT.size, 0)
                 free_ns, *counts = _parse(data, path) if data else (0, 0, 0, 0)
@@ -249,7 +250,7 @@ class _Meter:
                 counts = [counts[0] + read, counts[1] + written, counts[2] + requests]
                 os.pwrite(fd, _ACCOUNT.pack(_MAGIC, free_ns, *counts), 0)
             finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                unlock(fd)
         return free_ns if rate is not None and read + written else 0
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -170,16 +170,8 @@ def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> S
         if forks and may_fork():
             process = fork_into(module, [str(theirs)], python_environment(), sink.fileno(), theirs)
         else:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs)],
-                stdin=subprocess.PIPE,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=[theirs],
-                start_new_session=True,
-                env=python_environment(),
-                cwd="/",
-            )
+            command = [sys.executable, "-m", module, str(theirs)]
+            process = spawn(command, sink.fileno(), theirs, stdin=subprocess.PIPE)
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):
@@ -189,6 +181,23 @@ def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> S
         os.close(theirs)
         sink.close()
     return ServerProcess(process, ours, what, log)
+
+
+def spawn(
+    command: Sequence[str], sink: int, fd: int, *, stdin: int = subprocess.DEVNULL
+) -> "subprocess.Popen[bytes]":
+    """Start a program of ours in a session of its own. It inherits the descriptor `fd`, and its
+    output goes to `sink`. Raises: OSError."""
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=sink,
+        stderr=sink,
+        pass_fds=[fd],
+        start_new_session=True,
+        env=python_environment(),
+        cwd="/",
+    )
 
 
 def begin_server(

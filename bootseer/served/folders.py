@@ -6,7 +6,6 @@ to a server that died; `ending` removes it. Edge module; any thread.
 """
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import Form
 from bootseer.errors import from_oserror
+from bootseer.linux.locks import lock_within
 from bootseer.linux.private_files import (
     private_directory,
     read_private_file,
@@ -32,7 +32,6 @@ LINK = "link"
 
 _STATE = "state.json"
 # Looking whether somebody holds a lock takes as long as one system call.
-_LOOK_S = 0.01
 _LOOK_MAX_S = 2.0
 
 
@@ -103,15 +102,17 @@ def new_mount_dir(run_dir: Path, identity: str | None = None) -> Path:
 # ---- the lock ---------------------------------------------------------------------------------
 
 
-def take_lock(directory: Path, *, create: bool = True) -> int:
-    """The lock of a folder, as a descriptor that holds it until closed in every process.
+def take_lock(
+    directory: Path, timeout_s: float = 0.0, *, create: bool = True, name: str = "lock"
+) -> int:
+    """A lock of a folder, as a descriptor that holds it until closed in every process.
 
-    Raises: BlockingIOError when another process has it; OSError.
+    Raises: TimeoutError when another process has it; OSError.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-    fd = os.open(directory / "lock", flags, 0o600)
+    fd = os.open(directory / name, flags, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_within(fd, timeout_s)
     except OSError:
         os.close(fd)
         raise
@@ -121,14 +122,7 @@ def take_lock(directory: Path, *, create: bool = True) -> int:
 def lock_new(directory: Path) -> int:
     """The lock of a folder that nobody else may hold, as `take_lock`; who looks whether somebody
     does (`is_alive`) holds it for a moment. Raises: OSError."""
-    end_s = time.monotonic() + _LOOK_MAX_S
-    while True:
-        try:
-            return take_lock(directory)
-        except BlockingIOError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(_LOOK_S)
+    return take_lock(directory, _LOOK_MAX_S)
 
 
 def is_alive(directory: Path) -> bool:
@@ -136,7 +130,7 @@ def is_alive(directory: Path) -> bool:
     try:
         # Without making one: its holder may be removing the folder this moment.
         os.close(take_lock(directory, create=False))
-    except BlockingIOError:
+    except TimeoutError:
         return True
     except OSError:
         return False

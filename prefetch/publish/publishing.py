@@ -26,7 +26,7 @@ from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, private_opener, write_private_file
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.served.background import python_environment
+from bootseer.served.background import spawn
 from bootseer.served.folders import PUBLISH, MountState, is_alive, log_path, take_lock, write_state
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
@@ -81,7 +81,7 @@ def start_publisher(
     """Hand a record to a new publisher process and return at once. Raises: OSError."""
     with _new_job(identity, _Job(settings, info)) as (directory, lock, log):
         (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
-        return _start(_command(directory), lock, log)
+        return spawn(_command(directory), log.fileno(), lock)
 
 
 def start_image_publisher(settings: Settings, index_digest: str) -> None:
@@ -113,7 +113,7 @@ def _start_orphan(identity: str, job: _Job) -> None:
     with _new_job(identity, job) as (directory, lock, log):
         # The shell ends at once, and what it began has no parent any more.
         command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
-        _start(command, lock, log).wait()
+        spawn(command, log.fileno(), lock).wait()
 
 
 def _command(directory: Path) -> list[str]:
@@ -122,7 +122,7 @@ def _command(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _new_job(identity: str, job: _Job) -> Iterator[tuple[Path, int, BinaryIO]]:
-    """A job's folder, the lock that says that somebody is at it, and its log."""
+    """A job's folder, its lock, which the publisher inherits so that it is never free, its log."""
     settings = job.settings
     private_directory(settings.run_dir / "logs")
     directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
@@ -133,20 +133,6 @@ def _new_job(identity: str, job: _Job) -> Iterator[tuple[Path, int, BinaryIO]]:
             yield directory, lock, log
     finally:
         os.close(lock)
-
-
-def _start(command: Sequence[str], lock: int, log: BinaryIO) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        # It goes along: there is no moment at which nobody holds it.
-        pass_fds=[lock],
-        start_new_session=True,
-        env=python_environment(),
-        cwd="/",
-    )
 
 
 def wait_published(settings: Settings, timeout_s: float) -> bool:

@@ -6,7 +6,6 @@ the cover off when the last of them has ended. Any thread, and every process of 
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -15,12 +14,14 @@ from pathlib import Path
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
 from bootseer.served.covering.covers import Cover, cover_at, covers, uncover
-from bootseer.served.folders import LINK, is_alive, mounts_dir, read_state
+from bootseer.served.folders import LINK, is_alive, mounts_dir, read_state, take_lock
 
 _log = logging.getLogger(__name__)
 
 _KEEP = "keep"
 _USERS = "users"
+LOCK_S = 30.0
+"""The lock is held for moments, though a stuck unmounting may be one of them."""
 
 
 def sweep_covers(run_dir: Path) -> int:
@@ -53,13 +54,9 @@ def serves_itself(state_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(state_dir: Path) -> Iterator[None]:
-    """While users come and go. Raises: OSError."""
-    fd = os.open(
-        state_dir / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-    )
+    """While users come and go. Raises: TimeoutError, OSError."""
+    fd = take_lock(state_dir, LOCK_S, name="users.lock")
     try:
-        # Held for moments only, and not while anything is waited for.
-        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)

@@ -64,7 +64,7 @@ while True:
     try:
         lock = take_lock(Path(sys.argv[1]), create=False)
         break
-    except BlockingIOError:
+    except TimeoutError:
         time.sleep(0.001)
 print("held", flush=True)
 time.sleep(60)
