@@ -18,8 +18,8 @@ from msgspec import Struct
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.registry.http.transport import Response
 from bootseer.transfer.executor import Batch, Executor
-from bootseer.transfer.flight import Reader
 from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
+from bootseer.transfer.pending import Reader
 from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 

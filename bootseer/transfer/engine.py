@@ -1,7 +1,7 @@
-"""The engine room: the threads of two lanes, and the clock that watches over them.
+"""The engine: the threads of two pools, and the clock that watches over them.
 
-Owns the one lock, the threads and the running attempts; what is under way is on the `Board`. The
-demand lane carries DEMAND alone; the shared lane carries everything, DEMAND first.
+Owns the one lock, the threads and the running attempts; the `Scheduler` has what is under way.
+The demand pool reads DEMAND alone; the shared pool reads everything, DEMAND first.
 """
 
 import logging
@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
-from bootseer.transfer.board import Board
-from bootseer.transfer.flight import Flight, Phase, Reader, Reading, Task
-from bootseer.transfer.lanes import Lane, Worker
 from bootseer.transfer.pace import LOOK_AFTER_S, TokenBucket
+from bootseer.transfer.pending import PendingChunk, Phase, Reader, Reading, Task
 from bootseer.transfer.plan import Priority
 from bootseer.transfer.policy import Policy, as_bootseer_error
 from bootseer.transfer.running import Running
+from bootseer.transfer.scheduler import Scheduler
 from bootseer.transfer.statistics import Recorder
+from bootseer.transfer.worker_pool import Worker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _CLOSE_S = 2.0
 
 
 class Engine:
-    """Carries out what is queued on `board`. Methods need `lock` held unless they say that they
+    """Carries out what is queued in `scheduler`. Methods need `lock` held unless they say that they
     take it themselves."""
 
     def __init__(
@@ -46,14 +46,14 @@ class Engine:
     ) -> None:
         self.lock = threading.Lock()
         self.recorder = Recorder()
-        self.board = Board(policy, self.recorder, self._wake)
+        self.scheduler = Scheduler(policy, self.recorder, self._wake)
         self._read = read
         self._take_buffer = take_buffer
         self._deadline_s = deadline_s
         self._attempt_deadline_s = attempt_deadline_s
         self._on_progress = on_progress
-        self._demand_lane = self._make_lane("demand", demand_workers)
-        self._shared_lane = self._make_lane("transfer", workers)
+        self._demand_pool = self._make_pool("demand", demand_workers)
+        self._shared_pool = self._make_pool("transfer", workers)
         self._bucket: TokenBucket | None = None
         if fill_bytes_per_s is not None:
             self._bucket = TokenBucket(fill_bytes_per_s, now_s=time.monotonic())
@@ -76,37 +76,37 @@ class Engine:
 
     def close(self) -> None:
         """Fail everything and end the threads. Takes the lock. Idempotent."""
-        lanes = (self._demand_lane, self._shared_lane)
+        pools = (self._demand_pool, self._shared_pool)
         with self.lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._running.clear()
-                self.board.fail_everything(UnavailableError("the transfer was stopped"))
-            for lane in lanes:
-                lane.wake_all()
+                self.scheduler.fail_everything(UnavailableError("the transfer was stopped"))
+            for pool in pools:
+                pool.wake_all()
             self._clock_alarm.notify_all()
         until_s = time.monotonic() + _CLOSE_S
-        left_count = sum(lane.join(until_s) for lane in lanes)
+        left_count = sum(pool.join(until_s) for pool in pools)
         if left_count:
             logger.warning("%d reads still hang; their threads end with them", left_count)
         if self._clock is not None and self._clock is not threading.current_thread():
             self._clock.join(_CLOSE_S)
 
-    def _make_lane(self, name: str, size: int) -> Lane:
+    def _make_pool(self, name: str, size: int) -> WorkerPool:
         # As many replacements as threads: an outage that hangs all reads once is survived.
-        return Lane(name, size=size, spare_count=2 * size, lock=self.lock, run=self._work)
+        return WorkerPool(name, size=size, spare_count=2 * size, lock=self.lock, run=self._work)
 
-    def _lanes_for(self, priority: Priority) -> tuple[Lane, ...]:
+    def _pools_for(self, priority: Priority) -> tuple[WorkerPool, ...]:
         if priority is Priority.DEMAND:
-            return (self._demand_lane, self._shared_lane)
-        return (self._shared_lane,)
+            return (self._demand_pool, self._shared_pool)
+        return (self._shared_pool,)
 
     def _wake(self, priority: Priority) -> None:
         """See that a thread comes for what has just been queued."""
-        lanes = self._lanes_for(priority)
-        if any(lane.wake_idle() for lane in lanes) or any(lane.spawn() for lane in lanes):
+        pools = self._pools_for(priority)
+        if any(pool.wake_idle() for pool in pools) or any(pool.spawn() for pool in pools):
             return
-        if any(lane.stalled_since_s is not None for lane in lanes):
+        if any(pool.stalled_since_s is not None for pool in pools):
             self._alarm(time.monotonic())
 
     def _alarm(self, at_s: float) -> None:
@@ -115,17 +115,17 @@ class Engine:
             self._clock_due_s = at_s
             self._clock_alarm.notify()
 
-    def _take(self, lane: Lane) -> Task | None:
-        """The next task for a thread of `lane`."""
-        queue = self.board.queue
-        task = self._running.next_late(is_demanded=lane is self._demand_lane)
+    def _take(self, pool: WorkerPool) -> Task | None:
+        """The next task for a thread of `pool`."""
+        queue = self.scheduler.queue
+        task = self._running.next_late(is_demanded=pool is self._demand_pool)
         task = task or queue.pop(Priority.DEMAND)
-        if task is not None or lane is self._demand_lane:
+        if task is not None or pool is self._demand_pool:
             return task
         return queue.pop(Priority.PREFETCH) or self._take_fill()
 
     def _take_fill(self) -> Task | None:
-        queue = self.board.queue
+        queue = self.scheduler.queue
         if self._bucket is None:
             return queue.pop(Priority.FILL)
         now_s = time.monotonic()
@@ -148,7 +148,7 @@ class Engine:
             f"{task.fetch.key} could not be read within {self._deadline_s:g} s; "
             "the store answers too slowly"
         )
-        self.board.fail(task.flights.values(), late)
+        self.scheduler.fail(task.pending_chunks.values(), late)
         return True
 
     def _start_attempt(self, worker: Worker, task: Task) -> Reading:
@@ -167,17 +167,17 @@ class Engine:
 
     def _work(self, worker: Worker) -> None:
         """Life of one worker thread. Takes the lock."""
-        lane = worker.lane
+        pool = worker.pool
         while True:
             with self.lock:
-                if not lane.rejoin(worker):
+                if not pool.rejoin(worker):
                     return
                 while True:
                     if self._is_closed:
                         return
-                    task = self._take(lane)
+                    task = self._take(pool)
                     if task is None:
-                        lane.sleep()
+                        pool.sleep()
                     elif not self._is_late(task):
                         break
                 attempt = self._start_attempt(worker, task)
@@ -200,7 +200,7 @@ class Engine:
                 if not self._is_void(attempt):
                     now_s = time.monotonic()
                     self._failed(attempt, error, now_s)
-                    self._alarm(self.board.wake_rested(now_s))
+                    self._alarm(self.scheduler.wake_rested(now_s))
             return
         with self.lock:
             if self._is_void(attempt):
@@ -212,29 +212,29 @@ class Engine:
             attempt.is_landing = True
             attempt.deadline_s = time.monotonic() + self._attempt_deadline_s
         whole = attempt.buffer
-        corrupt: list[Flight] = []
-        for flight in attempt.flights:
-            chunk = flight.chunk
+        corrupt: list[PendingChunk] = []
+        for pending in attempt.pending_chunks:
+            chunk = pending.chunk
             piece = whole[chunk.offset - fetch.offset : chunk.end - fetch.offset]
             if chunk.digest is not None and content_digest(piece) != chunk.digest:
-                corrupt.append(flight)
-            elif not self._deliver(attempt, flight, piece):
+                corrupt.append(pending)
+            elif not self._deliver(attempt, pending, piece):
                 return
         with self.lock:
             if self._is_void(attempt):
                 return
             self._running.discard(attempt)
             now_s = time.monotonic()
-            for flight in corrupt:
-                chunk = flight.chunk
+            for pending in corrupt:
+                chunk = pending.chunk
                 damage = CorruptError(
                     f"bytes {chunk.offset} to {chunk.end} of {chunk.key} do not match their "
                     "digest; the stored object or the network is damaged"
                 )
-                self.board.chunk_corrupt(flight, damage, now_s)
-            self._alarm(self.board.wake_rested(now_s))
+                self.scheduler.chunk_corrupt(pending, damage, now_s)
+            self._alarm(self.scheduler.wake_rested(now_s))
 
-    def _deliver(self, attempt: Reading, flight: Flight, piece: memoryview) -> bool:
+    def _deliver(self, attempt: Reading, pending: PendingChunk, piece: memoryview) -> bool:
         """Hand `piece` to everybody who asked, also to who asks meanwhile, then wake them. False:
         the attempt was given up. Takes the lock; never raises."""
         done_count = 0
@@ -242,18 +242,18 @@ class Engine:
             with self.lock:
                 if self._is_void(attempt):
                     return False
-                if done_count == len(flight.deliveries):
-                    self.board.finish(flight)
+                if done_count == len(pending.deliveries):
+                    self.scheduler.finish(pending)
                     break
-                delivery = flight.deliveries[done_count]
+                delivery = pending.deliveries[done_count]
             try:
-                delivery.deliver(flight.chunk, piece)
+                delivery.deliver(pending.chunk, piece)
             except BaseException as error:  # a worker outlives whatever a callback raises
-                delivery.error = as_bootseer_error(error, f"keep a chunk of {flight.chunk.key}")
+                delivery.error = as_bootseer_error(error, f"keep a chunk of {pending.chunk.key}")
             done_count += 1
         if self._on_progress is not None:
             try:
-                self._on_progress(flight.chunk.length)
+                self._on_progress(pending.chunk.length)
             except Exception:
                 logger.exception("a progress callback failed")
         return True
@@ -267,7 +267,7 @@ class Engine:
                     self._give_up(attempt, now_s)
                 for attempt in self._running.newly_late(now_s):
                     self._ask_again(attempt)
-                rested_at_s = self.board.wake_rested(now_s)
+                rested_at_s = self.scheduler.wake_rested(now_s)
                 if self._fill_at_s <= now_s:
                     self._fill_at_s = math.inf
                     self._wake(Priority.FILL)
@@ -284,7 +284,7 @@ class Engine:
         """The attempt is late: have another thread, by another connection, bring what it lacks."""
         logger.debug("asking again for %s, which is late", attempt.fetch.key)
         self.recorder.retry_count += 1
-        attempt.worker.lane.abandon(attempt.worker)
+        attempt.worker.pool.abandon(attempt.worker)
         self._wake(attempt.task.priority)
 
     def _failed(self, attempt: Reading, error: BaseException, now_s: float) -> None:
@@ -297,13 +297,13 @@ class Engine:
             if attempt.has_progressed:
                 attempt.task.attempts_made = 0
         if not self._running.beside(attempt):
-            self.board.attempt_failed(attempt.task, error, now_s)
+            self.scheduler.attempt_failed(attempt.task, error, now_s)
 
     def _give_up(self, attempt: Reading, now_s: float) -> None:
         """The attempt outlived its deadline: replace its thread, and try elsewhere."""
         self._running.discard(attempt)
         self.recorder.hung_count += 1
-        attempt.worker.lane.abandon(attempt.worker)
+        attempt.worker.pool.abandon(attempt.worker)
         fetch = attempt.fetch
         doing = "keeping" if attempt.is_landing else "reading"
         error = DeadlineError(
@@ -313,26 +313,26 @@ class Engine:
         logger.warning("%s", error)
         if attempt.is_landing:
             # The callback may still be at it: the same bytes must not reach it a second time.
-            self.board.fail(attempt.task.flights.values(), error)
+            self.scheduler.fail(attempt.task.pending_chunks.values(), error)
         else:
             attempt.attempt.give_up()
             self._failed(attempt, error, now_s)
         # The abandoned thread may be replaced, by one that comes for what waits.
         for priority in Priority:
-            if self.board.queue.peek(priority) is not None:
+            if self.scheduler.queue.peek(priority) is not None:
                 self._wake(priority)
 
     def _fail_stalled(self, now_s: float) -> float:
         """Give up what no thread can come for; when to look again (monotonic, inf: no stall)."""
         look_again_s = math.inf
         for priority in Priority:
-            since_s = [lane.stalled_since_s for lane in self._lanes_for(priority)]
+            since_s = [pool.stalled_since_s for pool in self._pools_for(priority)]
             stalls_s = [stall_s for stall_s in since_s if stall_s is not None]
-            if len(stalls_s) < len(since_s) or self.board.queue.peek(priority) is None:
+            if len(stalls_s) < len(since_s) or self.scheduler.queue.peek(priority) is None:
                 continue
             fails_at_s = max(stalls_s) + self._deadline_s
             if fails_at_s <= now_s:
-                self.board.fail_queued(
+                self.scheduler.fail_queued(
                     priority, DeadlineError("every connection to the store hangs")
                 )
             else:

@@ -1,7 +1,7 @@
 """Carries out fetches: in parallel, bounded, verified, shared, with deadlines.
 
 The public face of transfers; threads and clock are the `Engine`'s, the sharing of what is under way
-is the `Board`'s. All methods may be called from any thread, except that callbacks (`deliver`,
+is the `Scheduler`'s. All methods may be called from any thread, except that callbacks (`deliver`,
 `on_progress`, `is_cached`) must not wait for this executor. An executor does not survive fork(2):
 make it in the process that uses it.
 """
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bootseer.base.closing import Closing
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.transfer.engine import Engine
-from bootseer.transfer.flight import Deliver, Reader, Ticket
+from bootseer.transfer.pending import Deliver, Reader, Ticket
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
 from bootseer.transfer.policy import REQUEST, Policy, fresh_copy
 from bootseer.transfer.statistics import Statistics
@@ -56,7 +56,7 @@ class Batch:
     def cancel(self) -> None:
         """Drop what has not started. Idempotent. What is being read is still delivered."""
         with self._engine.lock:
-            if self._engine.board.leave(self._ticket):
+            if self._engine.scheduler.leave(self._ticket):
                 self._ticket.fail(UnavailableError("the transfer was cancelled"))
 
 
@@ -115,15 +115,15 @@ class Executor(Closing):
             # The lock is taken anew for each, so that a long plan never holds up a demand.
             with self._engine.lock:
                 self._engine.check_open()
-                self._engine.board.request(fetch, ticket, deliver, self._is_cached)
+                self._engine.scheduler.request(fetch, ticket, deliver, self._is_cached)
         return Batch(self._engine, ticket)
 
     def demand(self, chunk: Chunk, deliver: Deliver, *, deadline_s: float | None = None) -> None:
         """Returns once `chunk` has been delivered.
 
         In flight already: waits for it; should that read fail and be larger than the chunk, the
-        chunk is read alone at once. Queued: its fetch moves to the demand lane. Neither: fetched
-        at once on the demand lane, which prefetch and fill never occupy.
+        chunk is read alone at once. Queued: its fetch moves to the demand pool. Neither: fetched
+        at once on the demand pool, which prefetch and fill never occupy.
         Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError; what `deliver` raised.
         """
         self.demand_all((covering((chunk,), Priority.DEMAND),), deliver, deadline_s=deadline_s)
@@ -143,12 +143,12 @@ class Executor(Closing):
             self._engine.check_open()
             self._engine.recorder.demand_count += 1
             for fetch in urgent:
-                self._engine.board.request(fetch, ticket, deliver, self._is_cached)
+                self._engine.scheduler.request(fetch, ticket, deliver, self._is_cached)
         arrived = ticket.wait(deadline_s)
         with self._engine.lock:
             self._engine.recorder.demand_done(time.monotonic_ns() - started_ns)
             if not arrived or ticket.error is not None:
-                self._engine.board.leave(ticket)
+                self._engine.scheduler.leave(ticket)
         if ticket.error is not None:
             raise fresh_copy(ticket.error)
         if not arrived and not ticket.is_settled:

@@ -7,8 +7,8 @@ first that ends is the one that counts.
 import math
 from collections import deque
 
-from bootseer.transfer.flight import Reading, Task
 from bootseer.transfer.pace import LOOK_AFTER_S, LOOK_S, Pace
+from bootseer.transfer.pending import Reading, Task
 from bootseer.transfer.plan import Priority
 
 
@@ -82,4 +82,4 @@ class Running:
             self._readings.discard(other)
             other.attempt.give_up()
             # Until its read has ended, another thread works in its stead.
-            other.worker.lane.abandon(other.worker)
+            other.worker.pool.abandon(other.worker)

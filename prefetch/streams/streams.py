@@ -25,7 +25,7 @@ from bootseer.prefetch.streams.frame_memory import FrameMemory
 from bootseer.prefetch.streams.readahead import ReadAhead
 from bootseer.prefetch.streams.repairs import Repair, Repairs
 from bootseer.transfer.executor import Executor
-from bootseer.transfer.flight import Reader
+from bootseer.transfer.pending import Reader
 from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
 from bootseer.transfer.statistics import Statistics
 

@@ -142,8 +142,8 @@ def test_waiters_keep_their_deadline_while_the_reader_hangs(
 def test_hung_threads_are_replaced(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
-    # Each lane hangs once. Which of two lanes the next of a row of hangs hits is a matter of luck,
-    # and a lane has but one thread to spare.
+    # Each pool hangs once. Which of two pools the next of a row of hangs hits is a matter of luck,
+    # and a pool has but one thread to spare.
     reader.always = faults.blocking_first(gate)
     executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
     batch = executor.submit([fetch(0, 1)], cache.deliver)

@@ -17,7 +17,7 @@ from bootseer.registry.hosts import Host
 from bootseer.store.generic.backend import FsspecBackend
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
-from bootseer.transfer.flight import Reader
+from bootseer.transfer.pending import Reader
 from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import Policy
 from tests.support.servers.faulty_relay import Fault as Broken

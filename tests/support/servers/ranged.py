@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.flight import Reader
+from bootseer.transfer.pending import Reader
 
 
 def into(read: Callable[[str, int, int], bytes]) -> Reader:

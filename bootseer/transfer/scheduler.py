@@ -1,4 +1,4 @@
-"""The board: which chunks are under way, for whom, and what happens when a read fails.
+"""The scheduler: which chunks are pending, who waits for them, and what follows a failed read.
 
 Owns the in-flight sharing (a chunk is never read twice at the same time), promotion, splitting,
 retries and cancellation. Reads nothing and starts no thread: the executor carries out what is in
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from bootseer.errors import BootseerError
-from bootseer.transfer.flight import Deliver, Flight, Phase, Task, Ticket
+from bootseer.transfer.pending import Deliver, PendingChunk, Phase, Task, Ticket
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering, remaining
 from bootseer.transfer.policy import Policy, as_bootseer_error, dice, is_retryable
 from bootseer.transfer.statistics import Recorder
@@ -57,8 +57,8 @@ class TaskQueue:
             heap.clear()
 
 
-class Board:
-    """State of all transfers of one executor."""
+class Scheduler:
+    """The state of all transfers of one executor."""
 
     def __init__(
         self, policy: Policy, recorder: Recorder, wake: Callable[[Priority], None]
@@ -68,7 +68,7 @@ class Board:
         self._policy = policy
         self._recorder = recorder
         self._wake = wake
-        self._pending: dict[Chunk, Flight] = {}
+        self._pending: dict[Chunk, PendingChunk] = {}
         self._resting: list[tuple[float, int, Task]] = []
         self._numbers = itertools.count()
 
@@ -82,10 +82,10 @@ class Board:
         """Have every chunk of `fetch` brought once, sharing what is under way already."""
         fresh: set[Chunk] = set()
         for chunk in dict.fromkeys(fetch.chunks):
-            flight = self._pending.get(chunk)
-            if flight is not None:
-                flight.add(ticket, deliver)
-                self._hasten(flight, fetch.priority, ticket.is_urgent)
+            pending = self._pending.get(chunk)
+            if pending is not None:
+                pending.add(ticket, deliver)
+                self._hasten(pending, fetch.priority, ticket.is_urgent)
                 self._recorder.joined_count += ticket.is_urgent
             elif is_cached is not None and is_cached(chunk):
                 # It landed between the caller's look into the cache and this call.
@@ -95,9 +95,11 @@ class Board:
         for part in remaining(fetch, fresh.__contains__):
             task = Task(part, fetch.priority, next(self._numbers))
             for chunk in part.chunks:
-                if chunk not in task.flights:
-                    flight = task.flights[chunk] = self._pending[chunk] = Flight(chunk, task)
-                    flight.add(ticket, deliver)
+                if chunk not in task.pending_chunks:
+                    pending = task.pending_chunks[chunk] = self._pending[chunk] = PendingChunk(
+                        chunk, task
+                    )
+                    pending.add(ticket, deliver)
             self._enqueue(task)
 
     def leave(self, ticket: Ticket) -> int:
@@ -106,58 +108,58 @@ class Board:
         ticket.has_left = True
         dropped_count = 0
         touched: set[Task] = set()
-        for flight in tuple(ticket.flights):
-            task = flight.task
+        for pending in tuple(ticket.pending_chunks):
+            task = pending.task
             if task.phase in (Phase.QUEUED, Phase.RESTING):
                 dropped_count += 1
-                flight.drop(ticket)
-                if not flight.deliveries:
-                    self._remove(flight)
+                pending.drop(ticket)
+                if not pending.deliveries:
+                    self._remove(pending)
                     touched.add(task)
         for task in touched:
             self._cut(task)
         return dropped_count
 
-    def finish(self, flight: Flight, error: BootseerError | None = None) -> None:
+    def finish(self, pending: PendingChunk, error: BootseerError | None = None) -> None:
         """The chunk was handed to its deliveries, or failed with `error`: wake who waits."""
-        self._remove(flight)
-        if error is not None or any(delivery.error for delivery in flight.deliveries):
+        self._remove(pending)
+        if error is not None or any(delivery.error for delivery in pending.deliveries):
             self._recorder.failed_count += 1
         else:
             self._recorder.delivered_count += 1
-            self._recorder.delivered_bytes += flight.chunk.length
-        for delivery in flight.deliveries:
+            self._recorder.delivered_bytes += pending.chunk.length
+        for delivery in pending.deliveries:
             for ticket in delivery.tickets:
-                ticket.flights.discard(flight)
+                ticket.pending_chunks.discard(pending)
                 ticket.settle(error or delivery.error)
 
     def attempt_failed(self, task: Task, error: BaseException, now_s: float) -> None:
         """The attempt under way brought nothing: try again, or give up."""
         # Who waits does not wait for a large read twice: it gets a small one of its own.
-        may_split = len(task.flights) > 1 and is_retryable(error)
-        others: list[Flight] = []
-        for flight in tuple(task.flights.values()):
-            if not flight.is_wanted:
+        may_split = len(task.pending_chunks) > 1 and is_retryable(error)
+        others: list[PendingChunk] = []
+        for pending in tuple(task.pending_chunks.values()):
+            if not pending.is_wanted:
                 # Cancelled while it was being read: no second attempt, but an answer.
-                self.finish(flight, as_bootseer_error(error, f"read {task.fetch.key}"))
-            elif may_split and flight.is_urgent:
-                self._isolate(flight, Priority.DEMAND, attempts_made=0)
-                self._enqueue(flight.task)
+                self.finish(pending, as_bootseer_error(error, f"read {task.fetch.key}"))
+            elif may_split and pending.is_urgent:
+                self._isolate(pending, Priority.DEMAND, attempts_made=0)
+                self._enqueue(pending.task)
                 self._recorder.retry_count += 1
             else:
-                others.append(flight)
-        for rest in {flight.task: None for flight in others}:
+                others.append(pending)
+        for rest in {pending.task: None for pending in others}:
             self._cut(rest)
-        for rest in {flight.task: None for flight in others}:
+        for rest in {pending.task: None for pending in others}:
             self._rest_or_fail(rest, error, now_s)
 
-    def chunk_corrupt(self, flight: Flight, error: BaseException, now_s: float) -> None:
+    def chunk_corrupt(self, pending: PendingChunk, error: BaseException, now_s: float) -> None:
         """The chunk came with the wrong digest: read it again, alone."""
         self._recorder.corrupt_count += 1
-        attempts_made = flight.task.attempts_made
-        priority = Priority.DEMAND if flight.is_urgent else flight.task.priority
-        self._isolate(flight, priority, attempts_made=attempts_made)
-        self._rest_or_fail(flight.task, error, now_s)
+        attempts_made = pending.task.attempts_made
+        priority = Priority.DEMAND if pending.is_urgent else pending.task.priority
+        self._isolate(pending, priority, attempts_made=attempts_made)
+        self._rest_or_fail(pending.task, error, now_s)
 
     def wake_rested(self, now_s: float) -> float:
         """Queue what has rested; when the next one is due (monotonic, inf: none rests)."""
@@ -175,7 +177,7 @@ class Board:
     def fail_queued(self, priority: Priority, error: BootseerError) -> None:
         """Give up everything that waits in the queue at this priority."""
         while (task := self.queue.pop(priority)) is not None:
-            self.fail(task.flights.values(), error)
+            self.fail(task.pending_chunks.values(), error)
 
     def fail_everything(self, error: BootseerError) -> None:
         """Give up all there is."""
@@ -183,59 +185,59 @@ class Board:
         self.queue.clear()
         self._resting.clear()
 
-    def fail(self, flights: Iterable[Flight], error: BootseerError) -> None:
+    def fail(self, pending_chunks: Iterable[PendingChunk], error: BootseerError) -> None:
         """Give up these chunks."""
-        for flight in tuple(flights):
-            self.finish(flight, error)
+        for pending in tuple(pending_chunks):
+            self.finish(pending, error)
 
     def _enqueue(self, task: Task) -> None:
         self.queue.put(task)
         self._wake(task.priority)
 
-    def _hasten(self, flight: Flight, priority: Priority, is_urgent: bool) -> None:
-        """Somebody else wants `flight`, maybe sooner."""
-        task = flight.task
-        alone = len(task.flights) == 1
+    def _hasten(self, pending: PendingChunk, priority: Priority, is_urgent: bool) -> None:
+        """Another requester wants the chunk, maybe sooner."""
+        task = pending.task
+        alone = len(task.pending_chunks) == 1
         if task.phase is Phase.QUEUED and priority < task.priority:
             task.priority = priority
             task.sequence = next(self._numbers)
             self._enqueue(task)
         elif task.phase is Phase.RESTING and is_urgent and not alone:
-            self._isolate(flight, Priority.DEMAND, attempts_made=0)
+            self._isolate(pending, Priority.DEMAND, attempts_made=0)
             self._cut(task)
-            self._enqueue(flight.task)
+            self._enqueue(pending.task)
         elif alone:
             # Counts from its next attempt on.
             task.priority = min(task.priority, priority)
 
-    def _isolate(self, flight: Flight, priority: Priority, *, attempts_made: int) -> None:
-        """Move `flight` to a task of its own, which the caller queues or lets rest; the caller
+    def _isolate(self, pending: PendingChunk, priority: Priority, *, attempts_made: int) -> None:
+        """Move a chunk to a task of its own, which the caller queues or lets rest; the caller
         also cuts the old one."""
-        del flight.task.flights[flight.chunk]
-        if not flight.task.flights:
-            flight.task.phase = Phase.DONE
-        fetch = covering((flight.chunk,), priority)
-        flight.task = Task(
+        del pending.task.pending_chunks[pending.chunk]
+        if not pending.task.pending_chunks:
+            pending.task.phase = Phase.DONE
+        fetch = covering((pending.chunk,), priority)
+        pending.task = Task(
             fetch,
             priority,
             next(self._numbers),
-            flights={flight.chunk: flight},
+            pending_chunks={pending.chunk: pending},
             attempts_made=attempts_made,
-            deadline_s=flight.task.deadline_s if attempts_made else None,
+            deadline_s=pending.task.deadline_s if attempts_made else None,
         )
 
-    def _remove(self, flight: Flight) -> None:
-        """Forget `flight`; the caller cuts its task."""
-        if self._pending.get(flight.chunk) is flight:
-            del self._pending[flight.chunk]
-        flight.task.flights.pop(flight.chunk, None)
-        if not flight.task.flights:
-            flight.task.phase = Phase.DONE
+    def _remove(self, pending: PendingChunk) -> None:
+        """Forget a chunk; the caller cuts its task."""
+        if self._pending.get(pending.chunk) is pending:
+            del self._pending[pending.chunk]
+        pending.task.pending_chunks.pop(pending.chunk, None)
+        if not pending.task.pending_chunks:
+            pending.task.phase = Phase.DONE
 
     def _cut(self, task: Task) -> None:
         """Make `task` read only what it still has to bring; where a chunk was taken out of its
         middle, the rest becomes a task of its own in the same state."""
-        parts = remaining(task.fetch, task.flights.__contains__)
+        parts = remaining(task.fetch, task.pending_chunks.__contains__)
         if not parts:
             task.phase = Phase.DONE
             return
@@ -250,8 +252,8 @@ class Board:
                 deadline_s=task.deadline_s,
             )
             for chunk in part.chunks:
-                flight = twin.flights[chunk] = task.flights.pop(chunk)
-                flight.task = twin
+                pending = twin.pending_chunks[chunk] = task.pending_chunks.pop(chunk)
+                pending.task = twin
             if task.phase is Phase.QUEUED:
                 self._enqueue(twin)
             elif task.phase is Phase.RESTING:
@@ -273,4 +275,4 @@ class Board:
             self._recorder.retry_count += 1
             self._rest(task, now_s + delay_s)
         else:
-            self.fail(task.flights.values(), as_bootseer_error(error, what))
+            self.fail(task.pending_chunks.values(), as_bootseer_error(error, what))

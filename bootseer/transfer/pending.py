@@ -1,7 +1,7 @@
 """The model of what is under way: chunks, who waits for them, and the reads that bring them.
 
-State, which the board and the engine change. Not thread-safe: the executor's lock guards all of it,
-except that anybody may wait for a `Ticket`.
+State, which the scheduler and the engine change. Not thread-safe: the executor's lock guards all of
+it, except that any thread may wait for a `Ticket`.
 """
 
 import threading
@@ -13,9 +13,9 @@ from msgspec import Struct, field
 
 from bootseer.errors import BootseerError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.lanes import Worker
 from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
 from bootseer.transfer.plan import Chunk, Fetch, Priority
+from bootseer.transfer.worker_pool import Worker
 
 Deliver: TypeAlias = Callable[[Chunk, memoryview], None]
 """Called once per chunk with its verified bytes, from a worker thread, before any waiter wakes."""
@@ -38,7 +38,7 @@ class Phase(Enum):
 class Ticket:
     """One requester's stake in a number of chunks; the thing that it waits for."""
 
-    __slots__ = ("_arrived", "error", "flights", "has_left", "is_urgent", "remaining_count")
+    __slots__ = ("_arrived", "error", "has_left", "is_urgent", "pending_chunks", "remaining_count")
 
     def __init__(self, chunk_count: int, *, is_urgent: bool) -> None:
         self.remaining_count = chunk_count
@@ -48,7 +48,7 @@ class Ticket:
         """The requester gave up: nothing needs to be tried again for it."""
         self.error: BootseerError | None = None
         """The first failure."""
-        self.flights: set[Flight] = set()
+        self.pending_chunks: set[PendingChunk] = set()
         self._arrived = threading.Event()
         if chunk_count == 0:
             self._arrived.set()
@@ -78,15 +78,15 @@ class Ticket:
 
 
 class Delivery(Struct, eq=False):
-    """A callback that gets one chunk once, and those who count on it."""
+    """A callback that gets one chunk once, and the requesters that count on it."""
 
     deliver: Deliver
     tickets: list[Ticket]
     error: BootseerError | None = None
 
 
-class Flight(Struct, eq=False):
-    """One chunk under way."""
+class PendingChunk(Struct, eq=False):
+    """One chunk that is wanted and has not come."""
 
     chunk: Chunk
     task: "Task"
@@ -103,7 +103,7 @@ class Flight(Struct, eq=False):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still counts on it."""
+        """Whether a requester still counts on it."""
         return any(
             not ticket.has_left for delivery in self.deliveries for ticket in delivery.tickets
         )
@@ -111,7 +111,7 @@ class Flight(Struct, eq=False):
     def add(self, ticket: Ticket, deliver: Deliver) -> None:
         """`ticket` counts on this chunk through `deliver`, which is called once however many
         requesters name it."""
-        ticket.flights.add(self)
+        ticket.pending_chunks.add(self)
         for delivery in self.deliveries:
             if delivery.deliver == deliver:
                 delivery.tickets.append(ticket)
@@ -120,7 +120,7 @@ class Flight(Struct, eq=False):
 
     def drop(self, ticket: Ticket) -> None:
         """`ticket` no longer counts on it."""
-        ticket.flights.discard(self)
+        ticket.pending_chunks.discard(self)
         for delivery in self.deliveries:
             delivery.tickets = [other for other in delivery.tickets if other is not ticket]
         self.deliveries = [delivery for delivery in self.deliveries if delivery.tickets]
@@ -133,7 +133,7 @@ class Task(Struct, eq=False):
     priority: Priority
     sequence: int
     """Submission order: what runs first within a priority."""
-    flights: dict[Chunk, Flight] = field(default_factory=dict)
+    pending_chunks: dict[Chunk, PendingChunk] = field(default_factory=dict)
     """The chunks it still has to bring, in the fetch's order."""
     phase: Phase = Phase.QUEUED
     attempts_made: int = 0
@@ -157,8 +157,8 @@ class Reading:
         "deadline_s",
         "earlier",
         "fetch",
-        "flights",
         "is_landing",
+        "pending_chunks",
         "start_bytes",
         "started_s",
         "task",
@@ -175,7 +175,7 @@ class Reading:
         self.was_late = False
         # Copies: when the attempt is given up, the task goes on without it.
         self.fetch = task.fetch
-        self.flights = tuple(task.flights.values())
+        self.pending_chunks = tuple(task.pending_chunks.values())
         self.attempt = Attempt()
         self.attempt.is_second = task.earlier is not None
         self.buffer = memoryview(b"")

@@ -1,6 +1,6 @@
-"""Lanes: bounded groups of worker threads, and what becomes of a thread that hangs in a read.
+"""A pool of worker threads, and what becomes of a thread that hangs in a read.
 
-Owns the threads and their counts. A thread that hangs cannot be ended, only abandoned: its lane
+Owns the threads and their counts. A thread that hangs cannot be ended, only abandoned: its pool
 starts another in its place, up to a bound, and takes it back if it ever returns. All methods but
 `join` need the executor's lock.
 """
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker(Struct, eq=False):
-    """One thread of a lane."""
+    """One thread of a pool."""
 
-    lane: "Lane"
+    pool: "WorkerPool"
     thread: threading.Thread | None = None
     is_abandoned: bool = False
 
 
-class Lane:
+class WorkerPool:
     """Up to `size` working threads, started when first needed, and up to `spare_count` abandoned
     ones beside them."""
 
@@ -47,10 +47,10 @@ class Lane:
         self._abandoned_count = 0
         self._numbers = itertools.count(1)
         self.stalled_since_s: float | None = None
-        """Since when every thread hangs and none may be added; None: the lane works."""
+        """Since when every thread hangs and none may be added; None: the pool works."""
 
     def sleep(self) -> None:
-        """Idle until woken; releases the lock meanwhile. Called by a worker of this lane."""
+        """Idle until woken; releases the lock meanwhile. Called by a worker of this pool."""
         self._idle_count += 1
         self._idle.wait()
 
@@ -71,7 +71,7 @@ class Lane:
         self._idle.notify_all()
 
     def spawn(self) -> bool:
-        """Start one more thread; False: the lane is full, or the system refuses."""
+        """Start one more thread; False: the pool is full, or the system refuses."""
         if self._working_count >= self._size:
             return False
         if len(self._workers) >= self._size + self._spare_count:
@@ -114,7 +114,7 @@ class Lane:
     def join(self, deadline_s: float) -> int:
         """Wait for the threads to end, until the monotonic `deadline_s`; how many have not.
 
-        Without the lock. A thread that joins its own lane does not wait for itself.
+        Without the lock. A thread that joins its own pool does not wait for itself.
         """
         threads = [worker.thread for worker in list(self._workers)]
         left_count = 0
