@@ -20,7 +20,7 @@ from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.serve.worker import ImageServer
 from bootseer.served.background import Report
 from bootseer.served.life import living
-from bootseer.served.supervision.pulse import silence_for
+from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy
 

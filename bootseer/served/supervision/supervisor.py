@@ -6,7 +6,7 @@ worker dies, another takes over and makes the kernel repeat what was not answere
 do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
 hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
 
-A worker that runs but does not answer (it was stopped, or frozen with its cgroup; see `pulse`) is
+A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) is
 told to continue, and where that does not help it is killed and replaced as any that died. If the
 supervisor is stopped or frozen as well, nobody notices: readers wait until both go on, or until the
 kernel gives up (`MountOptions.kernel_deadline_s`).
@@ -40,7 +40,7 @@ from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.linux.processes import wait_readable
 from bootseer.served.background import Report
-from bootseer.served.supervision.pulse import Pulse
+from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.worker import (
     Factory,
     RestartPolicy,
@@ -126,7 +126,7 @@ class _Supervisor(Struct):
     restart: RestartPolicy
     hand_over: Callable[[Attached], None] | None
     report: Report | None
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     dying: set[int] = field(default_factory=set)
     """Workers that were killed and could not end yet."""
 
@@ -166,7 +166,7 @@ class _Supervisor(Struct):
         silence_s = self.options.worker_silence_s
         if not self.attached.connection.resend:
             silence_s *= _CANNOT_REPLACE_FACTOR
-        pulse = Pulse(max(_READY_DEADLINE_S, silence_s), silence_s)
+        heartbeat = Heartbeat(max(_READY_DEADLINE_S, silence_s), silence_s)
         # A signal between the fork and the worker's own handlers would reach ours in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -179,15 +179,15 @@ class _Supervisor(Struct):
                     self.report,
                     tell,
                     resend,
-                    pulse,
+                    heartbeat,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.close(tell)
-        pulse.keep_asking()
-        if self.pulse is not None:
-            self.pulse.close()
-        self.pulse = pulse
+        heartbeat.keep_asking()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+        self.heartbeat = heartbeat
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
@@ -209,15 +209,15 @@ class _Supervisor(Struct):
 
     def _await_death(self, worker: int) -> bool:
         """Until the worker ends (False) or we are told to stop (True)."""
-        assert self.pulse is not None
+        assert self.heartbeat is not None
         pidfd = os.pidfd_open(worker)
         try:
             readable: list[int] = []
             # This is the life of the mount.
             while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self.stop.fileno()], self.pulse.look_s)
+                readable = wait_readable([pidfd, self.stop.fileno()], self.heartbeat.look_s)
                 reap_ended(self.dying)
-                if not readable and not self._sees_to(worker, self.pulse.look()):
+                if not readable and not self._sees_to(worker, self.heartbeat.look()):
                     break
         finally:
             os.close(pidfd)

@@ -14,7 +14,7 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Attached, Server
 from bootseer.linux.processes import stat_fields, wait_ended
 from bootseer.served.background import Report
-from bootseer.served.supervision.pulse import Pulse
+from bootseer.served.supervision.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def work(
     report: Report | None,
     tell: int,
     resend: bool,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
 ) -> NoReturn:
     """The worker's life, from the fork to its exit."""
     code = _WORKER_FAILED
@@ -71,7 +71,7 @@ def work(
             except BrokenPipeError:
                 pass
             os.close(tell)
-            pulse.answer_until(stop.fileno())
+            heartbeat.answer_until(stop.fileno())
             if server.failure is None:
                 server.unmount()
                 code = 0

@@ -1,7 +1,7 @@
 """How a file gets new content in one step, and what everybody who changes names shares.
 
 Owns the commit (a rename, a put or a join, as the storage can) and the order of its steps: what is
-open is made safe first (`open_readers`), what was replaced goes to the `graveyard` last. Changes
+open is made safe first (`open_readers`), replaced parts are retired last (`retired_parts`). Changes
 of names are made one at a time. Thread-safe.
 """
 
@@ -19,8 +19,8 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.names.graveyard import Graveyard, run_name
 from bootseer.fuse.striped.names.open_readers import OpenReaders
+from bootseer.fuse.striped.names.retired_parts import RetiredParts, run_name
 from bootseer.fuse.striped.names.stored import StoredFiles, new_generation, plain_view, refuse
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
@@ -60,7 +60,7 @@ class Publishing:
         self._deadline_s = deadline_s
         self.stored = StoredFiles(backend)
         self._open_readers = OpenReaders(backend, reader)
-        self._graveyard = Graveyard(backend, grace_s, self._open_readers.generations_in_use)
+        self._retired_parts = RetiredParts(backend, grace_s, self._open_readers.generations_in_use)
         self._changing = threading.Lock()
 
     def publish_layout(
@@ -197,7 +197,7 @@ class Publishing:
         if generations and not self.backend.has_atomic_rename:
             # Where a rename is a copy and a delete, one that was cut short left two names.
             generations -= self._named_in(old.directory, generations)
-        self._graveyard.retire(old.directory, generations)
+        self._retired_parts.retire(old.directory, generations)
 
     def _named_in(self, directory: str, generations: set[str]) -> set[str]:
         """Returns those of `generations` that a file of `directory` is made of."""

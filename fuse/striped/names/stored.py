@@ -21,7 +21,7 @@ from bootseer.fuse.striped.layout import (
     decode_layout,
     may_be_layout,
 )
-from bootseer.fuse.striped.names.graveyard import is_hidden
+from bootseer.fuse.striped.names.retired_parts import is_hidden
 from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import Backend, FileInfo
 

@@ -18,13 +18,13 @@ class StripedTree(Publishing):
 
     def close(self) -> None:
         """Delete what was replaced and is not open. The backend stays open."""
-        self._graveyard.close()
+        self._retired_parts.close()
 
     # ---- changing files -------------------------------------------------------------------
 
     def discard(self, path: str, generations: set[str]) -> None:
         """These generations, written for `path`, will be named by no layout."""
-        self._graveyard.retire(directory_of(path), generations, were_visible=False)
+        self._retired_parts.retire(directory_of(path), generations, were_visible=False)
 
     def unlink(self, path: str) -> None:
         """Remove a file; who has it open reads on."""
@@ -34,7 +34,7 @@ class StripedTree(Publishing):
                 raise NotFoundError(f"{path} does not exist")
             readers = self._open_readers
             if old.layout is None and readers.open_here(old) and not readers.pin(old):
-                self._graveyard.retire(old.directory, {readers.move_aside(old)})
+                self._retired_parts.retire(old.directory, {readers.move_aside(old)})
             else:
                 self.backend.delete(path)
             self.stored.forget(path)
@@ -81,7 +81,7 @@ class StripedTree(Publishing):
                 raise refuse(errno.ENOTDIR, target)
             self._remove_directory(target)
         self.backend.rename(source, target)
-        self._graveyard.moved(source, target)
+        self._retired_parts.moved(source, target)
         self._open_readers.renamed(source, target)
 
     # ---- directories ----------------------------------------------------------------------
@@ -121,7 +121,7 @@ class StripedTree(Publishing):
                 )
             name = view.path.rpartition("/")[2]
             file.view = view.moved(f"{parent}/{name}" if parent else name)
-            self._graveyard.retire(parent, generations)
-        self._graveyard.take(path)
+            self._retired_parts.retire(parent, generations)
+        self._retired_parts.take(path)
         self.backend.delete(parts_folder(path), recursive=True)
         self.backend.delete(path)

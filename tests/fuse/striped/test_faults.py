@@ -18,7 +18,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on

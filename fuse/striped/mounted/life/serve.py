@@ -39,7 +39,7 @@ from bootseer.served.folders import (
 )
 from bootseer.served.life import living
 from bootseer.served.supervision.hand_over import become_newer, taken_over
-from bootseer.served.supervision.pulse import silence_for
+from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.store.paths import split_scheme
 

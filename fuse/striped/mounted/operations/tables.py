@@ -27,8 +27,8 @@ from bootseer.fuse.striped.mounted.operations.presentation import (
     attributes_ttl_s,
     entry_of,
 )
-from bootseer.fuse.striped.names.graveyard import is_hidden
 from bootseer.fuse.striped.names.listing import Listings
+from bootseer.fuse.striped.names.retired_parts import is_hidden
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store import open_backend
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace

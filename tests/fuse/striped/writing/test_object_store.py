@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store import Backend, open_backend
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise

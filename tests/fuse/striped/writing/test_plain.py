@@ -10,7 +10,7 @@ import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import MAGIC
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend

@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.striped.layout import decode_layout
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.writing.writer import FileWriter

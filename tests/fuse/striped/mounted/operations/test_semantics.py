@@ -11,7 +11,7 @@ import pytest
 from bootseer.fuse.kernel.operations import SetAttributes
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.mounted.operations.nodes import Node
-from bootseer.fuse.striped.names.graveyard import find_garbage
+from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.view import FileView
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
 from tests.support.named_tests import REPOSITORY, check_promises

@@ -36,7 +36,7 @@ _MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class _Grave(Struct):
+class _Retired(Struct):
     directory: str
     generation: str
     due_s: float
@@ -44,7 +44,7 @@ class _Grave(Struct):
     mark: str = ""
 
 
-class Graveyard:
+class RetiredParts:
     """Deletes retired generations when their time has come."""
 
     def __init__(self, backend: Backend, grace_s: float, in_use: Callable[[], set[str]]) -> None:
@@ -52,7 +52,7 @@ class Graveyard:
         self._backend = backend
         self._grace_s = grace_s
         self._in_use = in_use
-        self._graves: list[_Grave] = []
+        self._folders: list[_Retired] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
@@ -65,8 +65,8 @@ class Graveyard:
         """
         due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
         with self._lock:
-            self._graves += [_Grave(directory, name, due_s) for name in sorted(generations)]
-            if self._thread is None and not self._closed and self._graves:
+            self._folders += [_Retired(directory, name, due_s) for name in sorted(generations)]
+            if self._thread is None and not self._closed and self._folders:
                 self._thread = threading.Thread(target=self._run, name="stripe-delete", daemon=True)
                 self._thread.start()
         if self._grace_s <= 0:
@@ -75,15 +75,17 @@ class Graveyard:
     def moved(self, source: str, target: str) -> None:
         """Directory `source` is now called `target`."""
         with self._lock:
-            for grave in self._graves:
-                if grave.directory == source or grave.directory.startswith(source + "/"):
-                    grave.directory = target + grave.directory[len(source) :]
+            for retired in self._folders:
+                if retired.directory == source or retired.directory.startswith(source + "/"):
+                    retired.directory = target + retired.directory[len(source) :]
 
     def take(self, directory: str) -> set[str]:
-        """Hand the graves of one directory, which is about to be removed, to the caller."""
+        """Hand the folders of one directory, which is about to be removed, to the caller."""
         with self._lock:
-            mine = {grave.generation for grave in self._graves if grave.directory == directory}
-            self._graves = [grave for grave in self._graves if grave.directory != directory]
+            mine = {
+                retired.generation for retired in self._folders if retired.directory == directory
+            }
+            self._folders = [retired for retired in self._folders if retired.directory != directory]
         return mine
 
     def sweep(self, *, all_due: bool = False) -> None:
@@ -92,35 +94,35 @@ class Graveyard:
         used = self._in_use()
         with self._lock:
             due = [
-                grave
-                for grave in self._graves
-                if (all_due or grave.due_s <= now_s) and grave.generation not in used
+                retired
+                for retired in self._folders
+                if (all_due or retired.due_s <= now_s) and retired.generation not in used
             ]
-            self._graves = [grave for grave in self._graves if grave not in due]
+            self._folders = [retired for retired in self._folders if retired not in due]
             held = [
-                grave
-                for grave in self._graves
-                if grave.due_s <= now_s and grave.marked_s + _MARK_EVERY_S <= now_s
+                retired
+                for retired in self._folders
+                if retired.due_s <= now_s and retired.marked_s + _MARK_EVERY_S <= now_s
             ]
-            for grave in held:
-                grave.marked_s = now_s
-        for grave in held:
-            self._mark(grave)
-        for grave in due:
-            folder = generation_folder(grave.directory, grave.generation)
+            for retired in held:
+                retired.marked_s = now_s
+        for retired in held:
+            self._mark(retired)
+        for retired in due:
+            folder = generation_folder(retired.directory, retired.generation)
             try:
                 self._backend.delete(folder, recursive=True)
             except BootseerError as error:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
 
-    def _mark(self, grave: _Grave) -> None:
+    def _mark(self, retired: _Retired) -> None:
         """Makes the folder look young to fsck on every node: a reader of this mount needs it."""
-        folder = generation_folder(grave.directory, grave.generation)
+        folder = generation_folder(retired.directory, retired.generation)
         with contextlib.suppress(BootseerError):
-            old, mark = grave.mark, f"open-{secrets.token_hex(8)}"
+            old, mark = retired.mark, f"open-{secrets.token_hex(8)}"
             with self._backend.create(f"{folder}/{mark}") as writer:
                 writer.write(b"\n")
-            grave.mark = mark
+            retired.mark = mark
             if old:
                 self._backend.delete(f"{folder}/{old}")
 

@@ -32,7 +32,7 @@ def silence_for(deadline_s: float) -> float:
     return min(max(_DEADLINE_SHARE * deadline_s, low_s), high_s)
 
 
-class Pulse:
+class Heartbeat:
     """The pipes between a supervisor and one worker."""
 
     def __init__(self, start_s: float, silence_s: float) -> None:
