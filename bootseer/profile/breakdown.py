@@ -3,16 +3,21 @@
 Times count from the first stage of the same node, by that node's clock: clocks of nodes differ.
 """
 
+import itertools
 import math
 import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import sub
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from bootseer.profile.model.tracks import LAUNCHER, node_of
-from bootseer.timeline.otlp import PROCESS, READY, ROLE, START, Stage
+from bootseer.profile.model.graph import NOTES_MAX, Group, StartGraph
+from bootseer.profile.model.shape import begin_of, end_of
+from bootseer.profile.model.tracks import LAUNCHER, UNWATCHED
+from bootseer.timeline.otlp import READY, START
 
 
 class StageRow(Struct, frozen=True):
@@ -37,7 +42,7 @@ class StageRow(Struct, frozen=True):
     bytes_moved: int
     """Sum of `bootseer.bytes` over the nodes."""
     notes: tuple[str, ...]
-    """Distinct fallbacks and errors."""
+    """Distinct fallbacks and errors, some of them where there are many."""
 
     @property
     def max_over_median(self) -> float | None:
@@ -66,160 +71,131 @@ class Breakdown(Struct, frozen=True):
     stages: tuple[StageRow, ...]
 
 
-class BreakdownBuilder:
-    """Takes in a start node by node, and keeps of each stage what its row needs."""
-
-    def __init__(self) -> None:
-        self._first: Stage | None = None
-        self._node_count = 0
-        self._restart_count = 0
-        self._rows: dict[tuple[str, str], _RowBuilder] = {}
-
-    def add(self, stages: Sequence[Stage]) -> None:
-        """Take in all stages of one node. Those of workers that were started again are left out."""
-        if not stages:
-            return
-        first = min(stages, key=lambda stage: stage.start_ns)
-        if self._first is None or first.start_ns < self._first.start_ns:
-            self._first = first
-        self._node_count += 1
-        restarts = max(map(_restart, stages)) - _restart(first)
-        self._restart_count = max(self._restart_count, restarts)
-        stages = of_the_start(stages)
-        roles = _roles(stages)
-        by_process: dict[tuple[str, str, str], list[Stage]] = {}
-        for stage in stages:
-            if stage.name == READY:
-                # It says when, not how long: what is asked is how long that took.
-                stage = stage._replace(start_ns=first.start_ns, end_ns=stage.start_ns)
-            process = str(stage.resource.get(PROCESS, ""))
-            by_process.setdefault((stage.name, process, _rank(stage)), []).append(stage)
-        for (name, process, rank), same in by_process.items():
+def break_down(graph: StartGraph) -> Breakdown | None:
+    """The breakdown of a start; None if there was no stage."""
+    heading = graph.heading
+    if heading is None:
+        return None
+    origins: dict[str, float] = {}
+    for group in graph.groups:
+        for node, begin in zip(group.nodes, group.times[0], strict=True):
+            origins[node] = min(begin, origins.get(node, begin))
+    parts: dict[tuple[str, str], list[_Part]] = {}
+    for group in graph.groups:
+        origin = array("d", [origins[node] for node in group.nodes])
+        role = "" if group.role in (LAUNCHER, UNWATCHED) else group.role
+        by_name: dict[str, list[int]] = {}
+        for span, name in enumerate(group.shape.names):
+            by_name.setdefault(name, []).append(span)
+        for name, spans in by_name.items():
             # The start as a whole and its end are one row each, whoever says so.
-            role = "" if name in (READY, START) else roles.get(process, "")
-            row = self._rows.setdefault((name, role), _RowBuilder())
-            row.add(same, rank, first.start_ns)
-
-    def build(self) -> Breakdown | None:
-        """The breakdown; None if there was no stage."""
-        first = self._first
-        if first is None:
-            return None
-        names = Counter(name for name, _ in self._rows)
-        # Programs are told apart where several have a stage of one name.
-        rows = {
-            key: row.build(key[0] if names[key[0]] == 1 else f"{key[0]} ({key[1] or LAUNCHER})")
-            for key, row in self._rows.items()
-        }
-        total, ready = rows.pop((START, ""), None), rows.pop((READY, ""), None)
-        return Breakdown(
-            job=str(first.resource.get("bootseer.job", "")),
-            submission=str(first.resource.get("bootseer.submission", "")),
-            attempt=_whole(first, "bootseer.attempt"),
-            trace_id=first.trace_id,
-            node_count=self._node_count,
-            rank_count=max(row.rank_count for row in [*rows.values(), total, ready] if row),
-            restart_count=self._restart_count,
-            total=total,
-            ready=ready,
-            stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
-        )
-
-
-class _RowBuilder:
-    def __init__(self) -> None:
-        self._nodes: set[str] = set()
-        self._ranks: set[str] = set()
-        self._open_on: dict[str, None] = {}
-        self._begins: array[float] = array("d")
-        self._finished: array[float] = array("d")
-        self._slowest = (-1.0, "")
-        self._failed_count = 0
-        self._moved = 0
-        self._notes: dict[str, None] = {}
-
-    def add(self, stages: Sequence[Stage], rank: str, origin_ns: int) -> None:
-        """Take in all that one process did under one name, as one stage."""
-        self._nodes.add(node_of(stages[0]))
-        self._ranks.add(rank)
-        self._begins.append((min(stage.start_ns for stage in stages) - origin_ns) / 1e9)
-        for stage in stages:
-            self._failed_count += stage.failed
-            self._moved += _whole(stage, "bootseer.bytes")
-            fallback = str(stage.attributes.get("bootseer.fallback", ""))
-            self._notes.update(dict.fromkeys(filter(None, (fallback, stage.message))))
-        seconds = _together_s(stages)
-        if seconds is None:
-            self._open_on[rank] = None
-            return
-        self._finished.append(seconds)
-        self._slowest = max(self._slowest, (seconds, rank), key=lambda one: one[0])
-
-    def build(self, name: str) -> StageRow:
-        ordered = sorted(self._finished)
-        return StageRow(
-            name=name,
-            node_count=len(self._nodes),
-            rank_count=len(self._ranks),
-            open_count=len(self._open_on),
-            open_on=tuple(self._open_on),
-            failed_count=self._failed_count,
-            begins_s=statistics.median(self._begins),
-            median_s=statistics.median(ordered) if ordered else None,
-            p99_s=ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else None,
-            max_s=ordered[-1] if ordered else None,
-            slowest_node=self._slowest[1] if ordered else None,
-            bytes_moved=self._moved,
-            notes=tuple(self._notes),
-        )
-
-
-def break_down(stages: Iterable[Stage]) -> Breakdown | None:
-    """The breakdown of the stages of one start (any number of nodes); None if there are none."""
-    by_node: dict[str, list[Stage]] = {}
-    for stage in stages:
-        by_node.setdefault(node_of(stage), []).append(stage)
-    builder = BreakdownBuilder()
-    for node in by_node.values():
-        builder.add(node)
-    return builder.build()
-
-
-def of_the_start(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages of one node without those of workers that were started again in place since."""
-    first = min(stages, key=lambda stage: stage.start_ns)
-    return [stage for stage in stages if _restart(stage) <= _restart(first)]
-
-
-def _together_s(stages: Sequence[Stage]) -> float | None:
-    """For how long any of the stages ran; None where one never ended."""
-    total = until = 0
-    for stage in sorted(stages, key=lambda stage: stage.start_ns):
-        if stage.end_ns is None:
-            return None
-        total += max(0, stage.end_ns - max(stage.start_ns, until))
-        until = max(until, stage.end_ns)
-    return total / 1e9
-
-
-def _roles(stages: Iterable[Stage]) -> dict[str, str]:
-    """The program of each process that is known."""
-    return {
-        str(stage.resource[PROCESS]): str(stage.resource[ROLE])
-        for stage in stages
-        if PROCESS in stage.resource and ROLE in stage.resource
+            key = name, "" if name in (READY, START) else role
+            parts.setdefault(key, []).append(_Part(group, spans, origin))
+    names = Counter(name for name, _ in parts)
+    # Programs are told apart where several have a stage of one name.
+    rows = {
+        (name, role): _row(name if names[name] == 1 else f"{name} ({role or LAUNCHER})", found)
+        for (name, role), found in parts.items()
     }
+    total, ready = rows.pop((START, ""), None), rows.pop((READY, ""), None)
+    return Breakdown(
+        job=heading.job,
+        submission=heading.submission,
+        attempt=heading.attempt,
+        trace_id=heading.trace_id,
+        node_count=len(origins),
+        rank_count=max(row.rank_count for row in [*rows.values(), total, ready] if row),
+        restart_count=heading.restart_count,
+        total=total,
+        ready=ready,
+        stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
+    )
 
 
-def _rank(stage: Stage) -> str:
-    return f"{node_of(stage)}/{stage.resource.get('bootseer.rank', 0)}"
+class _Part(NamedTuple):
+    """The spans of one name of the processes of a group: together one stage of each process."""
+
+    group: Group
+    spans: list[int]
+    origin: "array[float]"
+    """When the node of each process began."""
+
+    @property
+    def says_ready(self) -> bool:
+        """Whether it says when, not how long: what is asked is how long that took."""
+        return self.group.shape.names[self.spans[0]] == READY
+
+    def begins(self) -> Iterable[float]:
+        """After the node's own start."""
+        first = self.origin if self.says_ready else self.group.times[begin_of(self.spans[0])]
+        return map(sub, first, self.origin)
+
+    def seconds(self) -> Iterable[float]:
+        """How long it took each process, were it not open."""
+        begins = [self.group.times[begin_of(span)] for span in self.spans]
+        if self.says_ready:
+            return map(sub, begins[0], self.origin)
+        ends = [self.group.times[end_of(span)] for span in self.spans]
+        if len(begins) == 1:
+            return map(sub, ends[0], begins[0])
+        return map(_together_s, zip(*begins, strict=True), zip(*ends, strict=True))
+
+    def open_rows(self) -> set[int]:
+        return {row for span in self.spans for row in self.group.open_spans.get(span, ())}
 
 
-def _restart(stage: Stage) -> int:
-    return _whole(stage, "bootseer.restart")
+def _row(name: str, parts: Sequence[_Part]) -> StageRow:
+    ranks: set[tuple[str, int]] = set()
+    open_on: dict[str, None] = {}
+    begins: array[float] = array("d")
+    finished: array[float] = array("d")
+    slowest = (-1.0, "")
+    failed_count, moved = 0, 0.0
+    notes: dict[str, None] = {}
+    for part in parts:
+        group = part.group
+        ranks.update(zip(group.nodes, group.tasks, strict=True))
+        begins.extend(part.begins())
+        still = part.open_rows()
+        open_on.update(dict.fromkeys(_rank(group, row) for row in sorted(still)))
+        seconds = array("d", part.seconds())
+        done = [one for row, one in enumerate(seconds) if row not in still] if still else seconds
+        finished.extend(done)
+        longest = max(done, default=-1.0)
+        if longest > slowest[0]:
+            row = next(r for r, one in enumerate(seconds) if one == longest and r not in still)
+            slowest = longest, _rank(group, row)
+        for span in part.spans:
+            failed_count += group.failed_counts.get(span, 0)
+            notes.update(group.notes.get(span, {}))
+            figures = group.evidence[span].get("bootseer.bytes", ())
+            moved += sum(one for one in figures if not math.isnan(one))
+    ordered = sorted(finished)
+    return StageRow(
+        name=name,
+        node_count=len({node for node, _ in ranks}),
+        rank_count=len(ranks),
+        open_count=len(open_on),
+        open_on=tuple(open_on),
+        failed_count=failed_count,
+        begins_s=statistics.median(begins),
+        median_s=statistics.median(ordered) if ordered else None,
+        p99_s=ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else None,
+        max_s=ordered[-1] if ordered else None,
+        slowest_node=slowest[1] if ordered else None,
+        bytes_moved=round(moved),
+        notes=tuple(itertools.islice(notes, NOTES_MAX)),
+    )
 
 
-def _whole(stage: Stage, name: str) -> int:
-    """A count of a stage, or of its writer; 0 where there is none."""
-    value = stage.attributes.get(name, stage.resource.get(name, 0))
-    return value if isinstance(value, int) else 0
+def _rank(group: Group, row: int) -> str:
+    return f"{group.nodes[row]}/{group.tasks[row]}"
+
+
+def _together_s(begins: Iterable[float], ends: Iterable[float]) -> float:
+    """For how long any of the intervals ran."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(zip(begins, ends, strict=True)):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

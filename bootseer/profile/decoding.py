@@ -6,53 +6,58 @@ since training code must load nothing but the standard library for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from bootseer.timeline.otlp import PARENT_SPAN, START_EVENT, STATUS_ERROR, Stage, Value
 
 _LINE_BYTES_MAX = 1024 * 1024
 """Larger than any line of ours."""
 _NUMBER_MAX = 2**63 - 1
-_COUNTS = frozenset(("bootseer.rank", "bootseer.attempt", "bootseer.restart", "bootseer.bytes"))
 _RESOURCES_MAX = 10_000
 
+# OTLP has numbers of 64 bits as texts; the decoder is told to take both.
+_Nanoseconds = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
+_Whole = Annotated[int, Meta(ge=-_NUMBER_MAX, le=_NUMBER_MAX)]
 
-class _AnyValue(Struct, rename="camel"):
-    string_value: str | None = None
-    int_value: str | int | None = None
+
+# None of these is ever part of a circle: the collector of those has nothing to look for in them.
+class _AnyValue(Struct, rename="camel", gc=False):
     double_value: float | None = None
+    int_value: _Whole | None = None
+    string_value: str | None = None
     bool_value: bool | None = None
 
 
-class _Attribute(Struct, rename="camel"):
+class _Attribute(Struct, rename="camel", gc=False):
     key: str
     value: _AnyValue
 
 
-class _Resource(Struct, rename="camel"):
+class _Resource(Struct, rename="camel", gc=False):
     attributes: list[_Attribute] = []
 
 
-class _Status(Struct, rename="camel"):
+class _Status(Struct, rename="camel", gc=False):
     code: int = 0
     message: str = ""
 
 
-class _Span(Struct, rename="camel"):
+class _Span(Struct, rename="camel", gc=False):
     trace_id: str
     span_id: str
     name: str
-    start_time_unix_nano: str | int
-    end_time_unix_nano: str | int
+    start_time_unix_nano: _Nanoseconds
+    end_time_unix_nano: _Nanoseconds
     parent_span_id: str = ""
     attributes: list[_Attribute] = []
     status: _Status = msgspec.field(default_factory=_Status)
 
 
-class _Record(Struct, rename="camel"):
-    time_unix_nano: str | int
+class _Record(Struct, rename="camel", gc=False):
+    time_unix_nano: _Nanoseconds
     event_name: str = ""
     body: _AnyValue = msgspec.field(default_factory=_AnyValue)
     trace_id: str = ""
@@ -60,39 +65,52 @@ class _Record(Struct, rename="camel"):
     attributes: list[_Attribute] = []
 
 
-class _Scope(Struct, rename="camel"):
+class _Scope(Struct, rename="camel", gc=False):
     spans: list[_Span] = []
     log_records: list[_Record] = []
 
 
-class _Group(Struct, rename="camel"):
+class _Group(Struct, rename="camel", gc=False):
     resource: Raw = Raw(b"{}")
     scope_spans: list[_Scope] = []
     scope_logs: list[_Scope] = []
 
 
-class _Request(Struct, rename="camel"):
+class _Request(Struct, rename="camel", gc=False):
     resource_spans: list[_Group] = []
     resource_logs: list[_Group] = []
 
 
-_requests = msgspec.json.Decoder(_Request)
-_resources = msgspec.json.Decoder(_Resource)
+_requests = msgspec.json.Decoder(_Request, strict=False)
+_resources = msgspec.json.Decoder(_Resource, strict=False)
 
 
 def decode(data: bytes) -> list[Stage]:
     """The stages of a timeline file, in order of their start, finished ones once."""
-    stages: dict[str, Stage] = {}
-    resources: dict[bytes, Mapping[str, Value]] = {}
+    finished: dict[str, Stage] = {}
+    begun: list[tuple[_Record, Mapping[str, Value]]] = []
+    writers = _Writers()
     for line in _lines(data):
         try:
-            for found in _stages(_requests.decode(line), resources):
-                known = stages.get(found.span_id)
-                if known is None or known.end_ns is None:
-                    stages[found.span_id] = found
-        except (ValueError, OverflowError, RecursionError):
+            request = _requests.decode(line)
+            for group in request.resource_spans:
+                resource = writers.of(group.resource)
+                for scope in group.scope_spans:
+                    for span in scope.spans:
+                        finished.setdefault(span.span_id, _finished(span, resource))
+            for group in request.resource_logs:
+                resource = writers.of(group.resource)
+                found = (one for one in _records(group) if one.event_name == START_EVENT)
+                begun.extend((record, resource) for record in found)
+        except (ValueError, RecursionError):
             continue
-    return sorted(stages.values(), key=lambda stage: stage.start_ns)
+    # Most have ended: what their begin says of them is said again by their end.
+    still = {one.span_id: (one, resource) for one, resource in begun if one.span_id not in finished}
+    stages = [
+        *finished.values(),
+        *(_begun(record, resource) for record, resource in still.values()),
+    ]
+    return sorted(stages, key=_start_ns)
 
 
 def decode_events(data: bytes, event: str) -> list[str]:
@@ -119,67 +137,71 @@ def _records(group: _Group) -> Iterator[_Record]:
     return (record for scope in group.scope_logs for record in scope.log_records)
 
 
-def _stages(request: _Request, resources: dict[bytes, Mapping[str, Value]]) -> Iterator[Stage]:
-    for group in request.resource_logs:
-        for record in _records(group):
-            if record.event_name == START_EVENT:
-                attributes = _attributes(record.attributes)
-                yield Stage(
-                    name=record.body.string_value or "",
-                    trace_id=record.trace_id,
-                    span_id=record.span_id,
-                    parent_id=str(attributes.pop(PARENT_SPAN, "")),
-                    start_ns=_number(record.time_unix_nano, 0),
-                    end_ns=None,
-                    attributes=attributes,
-                    resource=_resource(group.resource, resources),
-                )
-    for group in request.resource_spans:
-        for scope in group.scope_spans:
-            for span in scope.spans:
-                yield Stage(
-                    name=span.name,
-                    trace_id=span.trace_id,
-                    span_id=span.span_id,
-                    parent_id=span.parent_span_id,
-                    start_ns=_number(span.start_time_unix_nano, 0),
-                    end_ns=_number(span.end_time_unix_nano, 0),
-                    failed=span.status.code == STATUS_ERROR,
-                    message=span.status.message,
-                    attributes=_attributes(span.attributes),
-                    resource=_resource(group.resource, resources),
-                )
+def _start_ns(stage: Stage) -> int:
+    return stage.start_ns
 
 
-def _resource(raw: Raw, known: dict[bytes, Mapping[str, Value]]) -> Mapping[str, Value]:
-    """What a line says of its writer; the same for most lines of a file."""
-    key = bytes(raw)
-    found = known.get(key)
-    if found is None:
-        found = _attributes(_resources.decode(raw).attributes)
-        if len(known) < _RESOURCES_MAX:
-            known[key] = found
-    return found
+def _finished(span: _Span, resource: Mapping[str, Value]) -> Stage:
+    status = span.status
+    return Stage(
+        span.name,
+        span.trace_id,
+        span.span_id,
+        span.parent_span_id,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        status.code == STATUS_ERROR,
+        status.message,
+        _attributes(span.attributes),
+        resource,
+    )
+
+
+def _begun(record: _Record, resource: Mapping[str, Value]) -> Stage:
+    attributes = _attributes(record.attributes)
+    return Stage(
+        name=record.body.string_value or "",
+        trace_id=record.trace_id,
+        span_id=record.span_id,
+        parent_id=str(attributes.pop(PARENT_SPAN, "")),
+        start_ns=record.time_unix_nano,
+        end_ns=None,
+        attributes=attributes,
+        resource=resource,
+    )
+
+
+class _Writers:
+    """What lines say of who wrote them: the same for most lines of a file."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Raw, Mapping[str, Value]] = (Raw(), {})
+        self._known: dict[bytes, Mapping[str, Value]] = {}
+
+    def of(self, raw: Raw) -> Mapping[str, Value]:
+        if raw == self._last[0]:
+            return self._last[1]
+        key = bytes(raw)
+        found = self._known.get(key)
+        if found is None:
+            found = _attributes(_resources.decode(raw).attributes)
+            if len(self._known) < _RESOURCES_MAX:
+                self._known[key] = found
+        self._last = (raw.copy(), found)
+        return found
 
 
 def _attributes(items: Sequence[_Attribute]) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for item in items:
-        value = item.value
-        if value.int_value is not None or item.key in _COUNTS:
-            found[item.key] = _number(value.int_value, -_NUMBER_MAX)
-        elif value.string_value is not None:
-            found[item.key] = value.string_value
-        elif value.double_value is not None:
-            found[item.key] = value.double_value
-        elif value.bool_value is not None:
-            found[item.key] = value.bool_value
+        any_value = item.value
+        value: Value | None = any_value.double_value
+        if value is None:
+            value = any_value.int_value
+            if value is None:
+                value = any_value.string_value
+                if value is None:
+                    value = any_value.bool_value
+        if value is not None:
+            found[item.key] = value
     return found
-
-
-def _number(value: str | int | None, least: int) -> int:
-    """A number of 64 bits; OTLP has it as a text. Raises: ValueError, TypeError."""
-    number = int(value) if value is not None else least - 1
-    if not least <= number <= _NUMBER_MAX:
-        raise ValueError("a number is out of range")
-    return number

@@ -1,9 +1,11 @@
 """Finds and reads the timeline files of a start."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError, from_oserror
 from bootseer.profile.decoding import decode, decode_events
@@ -29,12 +31,22 @@ class StartFiles(Struct, frozen=True):
         """As `--compare` takes it."""
         return f"{self.submission}:{self.attempt}"
 
-    def nodes(self) -> Iterator[list[Stage]]:
-        """The stages of each node, one node at a time. A later file of a node and rank replaces the
-        earlier one; where no submission tells starts apart, it begins another start.
+    def parts(self, node_count: int) -> "list[StartFiles]":
+        """The same start in parts of so many nodes."""
+        nodes = list(self._by_node())
+        return [
+            replace(self, files=tuple(itertools.chain(*nodes[first : first + node_count])))
+            for first in range(0, len(nodes), node_count)
+        ]
 
-        Raises: PermissionDeniedError.
-        """
+    def nodes(self) -> Iterator[list[Stage]]:
+        """The stages of each node, one node at a time. Raises: PermissionDeniedError."""
+        for paths in self._by_node():
+            yield [stage for path in paths for stage in decode(_bytes(path))]
+
+    def _by_node(self) -> Iterable[list[Path]]:
+        """A later file of a node and rank replaces the earlier one; where no submission tells
+        starts apart, it begins another start."""
         chosen: dict[tuple[str, str], Path] = {}
         for path in sorted(self.files, key=_when):
             place = _place(path)
@@ -44,8 +56,7 @@ class StartFiles(Struct, frozen=True):
         by_node: dict[str, list[Path]] = {}
         for (node, _), path in chosen.items():
             by_node.setdefault(node, []).append(path)
-        for paths in by_node.values():
-            yield [stage for path in paths for stage in decode(_bytes(path))]
+        return by_node.values()
 
     def stages(self) -> list[Stage]:
         """The stages of all nodes. Raises: PermissionDeniedError."""

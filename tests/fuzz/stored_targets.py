@@ -18,7 +18,6 @@ from bootseer.profile.breakdown import break_down
 from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.views.document import analysis_document
 from bootseer.snapshots.catalogue import manifest_codec
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
@@ -203,9 +202,11 @@ def _timelines(draw: st.DrawFn) -> bytes:
 
 def _read_timeline(data: bytes) -> None:
     stages = decode(data)
-    breakdown = break_down(stages)
+    graph = StartGraph()
+    graph.add_node(stages, 0)
+    breakdown = break_down(graph)
     assert (breakdown is None) == (not stages)
-    analysis = StartModel(StartGraph(tracks_of(stages, 0))).analyse()
+    analysis = StartModel(graph).analyse()
     found = [msgspec.to_builtins(breakdown), analysis_document(analysis)]
     json.dumps(found, allow_nan=False)
 

@@ -9,12 +9,11 @@ from msgspec import Struct, to_builtins
 
 from bootseer.cli.output import emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
-from bootseer.profile.breakdown import Breakdown, BreakdownBuilder, StageRow, of_the_start
+from bootseer.profile.breakdown import Breakdown, StageRow, break_down
 from bootseer.profile.files import StartFiles, list_starts
 from bootseer.profile.model.analysis import Analysis, StartModel
-from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import compare_starts, look_back
-from bootseer.profile.model.tracks import tracks_of
+from bootseer.profile.reading import read_graph
 from bootseer.profile.views.document import analysis_document
 from bootseer.profile.views.text import explain, headline
 
@@ -41,21 +40,9 @@ class Explained(Struct, dict=True):
 
 def explained(files: StartFiles) -> Explained | None:
     """The start of these files; None where they hold no stage."""
-    builder, graph = BreakdownBuilder(), StartGraph()
-    origin_ns: int | None = None
-    # One node after the other: the stages of thousands do not fit in memory.
-    for stages in files.nodes():
-        if not stages:
-            continue
-        builder.add(stages)
-        if origin_ns is None:
-            origin_ns = stages[0].start_ns
-        for track in tracks_of(of_the_start(stages), origin_ns):
-            graph.add(track)
-    breakdown = builder.build()
-    if breakdown is None:
-        return None
-    return Explained(files, breakdown, StartModel(graph))
+    graph = read_graph(files)
+    breakdown = break_down(graph)
+    return None if breakdown is None else Explained(files, breakdown, StartModel(graph))
 
 
 def _seconds(value: float | None) -> str:

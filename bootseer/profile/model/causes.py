@@ -67,7 +67,7 @@ class Evidence:
             if group.role != outlier.role:
                 continue
             span = _span(group, outlier)
-            column = group.evidence.get((span, figure)) if span is not None else None
+            column = group.evidence[span].get(figure) if span is not None else None
             for node, value in zip(group.nodes, column or (), strict=False):
                 if not math.isnan(value):
                     yield node, value

@@ -4,13 +4,20 @@ A column holds one figure of all processes of a group as an array of doubles: fo
 take 64 MB for their times, where four million objects would take a gigabyte.
 """
 
+import itertools
 import math
+import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from bootseer.profile.model.shape import Shape
-from bootseer.profile.model.tracks import LAUNCHER, Track
+from bootseer.profile.model.tracks import LAUNCHER, Heading, Track, of_the_start, tracks_of
+from bootseer.timeline.otlp import Stage
+
+NOTES_MAX = 20
 
 
 class Place(NamedTuple):
@@ -38,8 +45,14 @@ class Group:
         }
         self.open_spans: dict[int, list[int]] = {}
         """Rows of the processes in which a span never ended, by span."""
-        self.evidence: dict[tuple[int, str], array[float]] = {}
-        """Figures by span and name; rows that have none are NaN, or missing at the end."""
+        self.evidence: list[dict[str, array[float]]] = [{} for _ in shape.names]
+        """Figures of each span by name; rows that have none are NaN, or missing at the end."""
+        self.failed_counts: dict[int, int] = {}
+        """In how many processes a span failed, by span."""
+        self.notes: dict[int, dict[str, None]] = {}
+        """What was noted of failures and of ways around them, by span: some of it, each once."""
+        self.tasks: array[int] = array("q")
+        """The ranks that the processes were given, those of launchers too."""
         self.parents: list[tuple[str, str]] = []
         """Node and process of those that started these."""
 
@@ -51,21 +64,63 @@ class Group:
         row = len(self.nodes)
         self.nodes.append(track.node)
         self.ranks.append(track.rank)
+        self.tasks.append(track.task)
         self.parents.append((track.node, track.parent))
-        for number, span in enumerate(track.spans):
-            self.times[2 * number].append(span.begin_s)
-            self.times[2 * number + 1].append(max(span.begin_s, span.end_s))
+        times = self.times
+        for number, (span, evidence) in enumerate(zip(track.spans, self.evidence, strict=True)):
+            begin_s, end_s = span.begin_s, span.end_s
+            times[2 * number].append(begin_s)
+            times[2 * number + 1].append(end_s if end_s > begin_s else begin_s)
             if span.barrier:
-                self.barriers[number].append(span.barrier)
+                self.barriers[number].append(sys.intern(span.barrier))
             if span.waited_for:
-                self.waited_for[number].append(span.waited_for)
+                self.waited_for[number].append(sys.intern(span.waited_for))
             if span.is_open:
                 self.open_spans.setdefault(number, []).append(row)
+            if span.has_failed:
+                self.failed_counts[number] = self.failed_counts.get(number, 0) + 1
+            if span.notes:
+                self._note(number, span.notes)
             for name, value in span.evidence.items():
-                column = self.evidence.setdefault((number, name), array("d"))
-                if missing := row - len(column):
-                    column.extend([math.nan] * missing)
-                column.append(value)
+                if value.__class__ is float or value.__class__ is int:
+                    column = evidence.get(name)
+                    if column is None:
+                        column = evidence[name] = array("d")
+                    if len(column) != row:
+                        column.extend(_missing(row - len(column)))
+                    column.append(value)
+
+    def _note(self, span: int, notes: Iterable[str]) -> None:
+        known = self.notes.setdefault(span, {})
+        known.update(dict.fromkeys(itertools.islice(notes, NOTES_MAX - len(known))))
+
+    def extend(self, other: "Group") -> None:
+        """Add the processes of a group of the same shape and role."""
+        rows = len(self)
+        self.nodes += other.nodes
+        self.ranks += other.ranks
+        self.tasks += other.tasks
+        self.parents += other.parents
+        for column, more in zip(self.times, other.times, strict=True):
+            column += more
+        for own, others in ((self.barriers, other.barriers), (self.waited_for, other.waited_for)):
+            for span, names in others.items():
+                own[span] += names
+        for span, found in other.open_spans.items():
+            self.open_spans.setdefault(span, []).extend(row + rows for row in found)
+        for span, count in other.failed_counts.items():
+            self.failed_counts[span] = self.failed_counts.get(span, 0) + count
+        for span, notes in other.notes.items():
+            self._note(span, notes)
+        for known, evidence in zip(self.evidence, other.evidence, strict=True):
+            for name, more in evidence.items():
+                column = known.setdefault(name, array("d"))
+                column.extend(_missing(rows - len(column)))
+                column += more
+
+
+def _missing(count: int) -> "array[float]":
+    return array("d", [math.nan]) * count
 
 
 class StartGraph:
@@ -75,6 +130,8 @@ class StartGraph:
         self._groups: dict[tuple[Shape, str], Group] = {}
         self._places: dict[tuple[str, str], Place] = {}
         self._started: dict[Group, list[tuple[Place, int] | None]] = {}
+        self.heading: Heading | None = None
+        """None where no node was added."""
         for track in tracks:
             self.add(track)
 
@@ -88,6 +145,11 @@ class StartGraph:
         """The nodes that took part, each once, in the order in which they were added."""
         return list(dict.fromkeys(node for group in self._groups.values() for node in group.nodes))
 
+    @property
+    def stage_count(self) -> int:
+        """Of all processes."""
+        return sum(len(group) * len(group.shape.names) for group in self._groups.values())
+
     def add(self, track: Track) -> None:
         """Add what one process did."""
         if not track.spans:
@@ -99,6 +161,36 @@ class StartGraph:
             group = self._groups[key] = Group(shape, track.role)
         self._places.setdefault((track.node, track.process), Place(group, len(group)))
         group.append(track)
+
+    def add_node(self, stages: Sequence[Stage], origin_ns: int) -> None:
+        """Add all that one node noted; see `tracks_of`."""
+        if stages:
+            stages, heading = of_the_start(stages)
+            self._head(heading)
+            for track in tracks_of(stages, origin_ns):
+                self.add(track)
+
+    def _head(self, heading: Heading) -> None:
+        known = self.heading
+        if known is not None:
+            restart_count = max(known.restart_count, heading.restart_count)
+            first = min(known, heading, key=lambda one: one.began_ns)
+            heading = replace(first, restart_count=restart_count)
+        self.heading = heading
+
+    def merge(self, other: "StartGraph") -> None:
+        """Add the nodes of another graph, which is given up for it: no node is in both."""
+        if other.heading is not None:
+            self._head(other.heading)
+        rows: dict[Group, tuple[Group, int]] = {}
+        for key, group in other._groups.items():
+            own = self._groups.setdefault(key, group)
+            rows[group] = own, len(own) if own is not group else 0
+            if own is not group:
+                own.extend(group)
+        for process, (group, row) in other._places.items():
+            own, before = rows[group]
+            self._places.setdefault(process, Place(own, before + row))
 
     def launcher(self, node: str) -> Place | None:
         """Where the launcher of a node stands."""

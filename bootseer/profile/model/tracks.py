@@ -9,16 +9,19 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, START, WAITED_FOR, Stage
+from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, START, WAITED_FOR, Stage, Value
 
 LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
+UNWATCHED = "python"
+"""The role of training code that is not watched, and calls `bootseer.stage()` by itself."""
 NO_RANK = -1
 
-_NOTHING: Mapping[str, float] = MappingProxyType({})
+_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-class Span(Struct, frozen=True):
+# Millions of them come and go, and none is part of a circle.
+class Span(Struct, frozen=True, gc=False):
     """One stage of one process."""
 
     name: str
@@ -33,8 +36,11 @@ class Span(Struct, frozen=True):
     lease, or publishes what this node uses."""
     is_open: bool = False
     """The stage never ended: `end_s` is the last instant that its process noted anything."""
-    evidence: Mapping[str, float] = _NOTHING
-    """Figures of the node and of the stage: pressure, faults, bytes; `causes` reads them."""
+    evidence: Mapping[str, Value] = _NOTHING
+    """What was noted with the stage; of it the graph keeps the numbers: pressure, faults, bytes."""
+    notes: tuple[str, ...] = ()
+    """What went wrong, and which way was taken instead of the ordinary one."""
+    has_failed: bool = False
 
 
 class Track(Struct, frozen=True):
@@ -48,6 +54,20 @@ class Track(Struct, frozen=True):
     process: str = ""
     parent: str = ""
     """The process that started this one; empty: the launcher."""
+    task: int = 0
+    """The rank that the process was given: a launcher's, too, is one of the tasks of the job."""
+
+
+class Heading(Struct, frozen=True):
+    """What a start is called, by its earliest stage."""
+
+    began_ns: int
+    job: str
+    submission: str
+    attempt: int
+    trace_id: str
+    restart_count: int
+    """How often workers were started again in place since; their later stages are left out."""
 
 
 def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
@@ -55,18 +75,43 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
 
     `origin_ns` is the instant that counts as zero, in nanoseconds since 1970.
     """
-    stages = list(stages)
-    launchers = {node_of(stage): rank_of(stage) for stage in stages if stage.name == START}
-    by_process: dict[tuple[str, str], list[Stage]] = {}
+    by_writer: dict[int, list[Stage]] = {}
+    launchers: dict[str, int] = {}
     for stage in stages:
-        node, rank = node_of(stage), rank_of(stage)
-        # Training code that is not watched, and calls bootseer.stage() by itself.
+        by_writer.setdefault(id(stage.resource), []).append(stage)
+        if stage.name == START:
+            launchers[node_of(stage)] = rank_of(stage)
+    by_process: dict[tuple[str, str], list[Stage]] = {}
+    for same in by_writer.values():
+        node, rank = node_of(same[0]), rank_of(same[0])
         other = "" if launchers.get(node, rank) == rank else f"rank {rank}"
-        process = str(stage.resource.get(PROCESS, other))
-        by_process.setdefault((node, process), []).append(stage)
+        process = str(same[0].resource.get(PROCESS, other))
+        by_process.setdefault((node, process), []).extend(same)
     return [
         _track(node, process, found, origin_ns) for (node, process), found in by_process.items()
     ]
+
+
+def of_the_start(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]:
+    """The stages of one node without those of workers that were started again in place since.
+
+    There must be at least one.
+    """
+    restarts = {id(stage.resource): _whole(stage, "bootseer.restart") for stage in stages}
+    first = min(stages, key=lambda stage: stage.start_ns)
+    before = restarts[id(first.resource)]
+    since = max(restarts.values()) - before
+    if since:
+        stages = [stage for stage in stages if restarts[id(stage.resource)] <= before]
+    heading = Heading(
+        first.start_ns,
+        str(first.resource.get("bootseer.job", "")),
+        str(first.resource.get("bootseer.submission", "")),
+        _whole(first, "bootseer.attempt"),
+        first.trace_id,
+        since,
+    )
+    return stages, heading
 
 
 def node_of(stage: Stage) -> str:
@@ -80,41 +125,52 @@ def rank_of(stage: Stage) -> int:
     return rank if isinstance(rank, int) else NO_RANK
 
 
+def _whole(stage: Stage, name: str) -> int:
+    """A count of who wrote the stage; 0 where there is none."""
+    value = stage.resource.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
 def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Track:
     spans = _spans(stages, origin_ns)
+    task = _whole(stages[0], "bootseer.rank")
     if not process:
-        return Track(node, spans)
+        return Track(node, spans, task=task)
     # What the program itself notes says only which process it is.
     resource = max((stage.resource for stage in stages), key=len)
     return Track(
         node=node,
         spans=spans,
-        role=str(resource.get(ROLE, "python")),
+        role=str(resource.get(ROLE, UNWATCHED)),
         rank=rank_of(stages[0]),
         process=process,
         parent=str(resource.get(PARENT, "")),
+        task=task,
     )
 
 
-def _spans(stages: list[Stage], origin_ns: int) -> tuple[Span, ...]:
+def _spans(stages: list[Stage], origin_ns: int) -> list[Span]:
     last_ns = max(stage.end_ns or stage.start_ns for stage in stages)
     # The longer one first where two begin together: it encloses the other.
-    ordered = sorted(stages, key=lambda one: (one.start_ns, -(one.end_ns or last_ns)))
-    places = {stage.span_id: number for number, stage in enumerate(ordered)}
-    return tuple(
-        Span(
-            name=stage.name,
-            begin_s=(stage.start_ns - origin_ns) / 1e9,
-            end_s=((stage.end_ns or last_ns) - origin_ns) / 1e9,
-            parent=parent if (parent := places.get(stage.parent_id, -1)) < number else -1,
-            barrier=str(stage.attributes.get(BARRIER, "")),
-            waited_for=str(stage.attributes.get(WAITED_FOR, "")),
-            is_open=stage.end_ns is None,
-            evidence={
-                key: float(value)
-                for key, value in stage.attributes.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
-            },
+    stages.sort(key=lambda one: (one.start_ns, -(one.end_ns or last_ns)))
+    places = {stage.span_id: number for number, stage in enumerate(stages)}
+    spans = []
+    for number, stage in enumerate(stages):
+        attributes = stage.attributes
+        parent = places.get(stage.parent_id, -1)
+        fallback = attributes.get("bootseer.fallback")
+        spans.append(
+            Span(
+                stage.name,
+                (stage.start_ns - origin_ns) / 1e9,
+                ((stage.end_ns or last_ns) - origin_ns) / 1e9,
+                parent if parent < number else -1,
+                str(attributes.get(BARRIER, "")),
+                str(attributes.get(WAITED_FOR, "")),
+                stage.end_ns is None,
+                attributes,
+                tuple(str(one) for one in (fallback, stage.message) if one),
+                stage.failed,
+            )
         )
-        for number, stage in enumerate(ordered)
-    )
+    return spans

@@ -110,8 +110,8 @@ def _slices(group: Group, row: int) -> Iterator[Slice]:
 
 
 def _figures(group: Group, span: int, row: int) -> Iterator[tuple[str, float]]:
-    for (of_span, name), column in group.evidence.items():
-        if of_span == span and row < len(column) and not math.isnan(column[row]):
+    for name, column in group.evidence[span].items():
+        if row < len(column) and not math.isnan(column[row]):
             yield name, column[row]
 
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootseer.profile.breakdown import break_down
+from bootseer.profile.breakdown import Breakdown, break_down
 from bootseer.profile.files import read_start
+from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.model.tracks import node_of
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage
 
@@ -42,8 +44,15 @@ def _stage(
     )
 
 
+def _break_down(stages: list[Stage]) -> Breakdown | None:
+    graph = StartGraph()
+    for node in dict.fromkeys(map(node_of, stages)):
+        graph.add_node([stage for stage in stages if node_of(stage) == node], 0)
+    return break_down(graph)
+
+
 def test_one_row_per_stage_with_the_slowest_node() -> None:
-    breakdown = break_down(
+    breakdown = _break_down(
         [
             _stage("start", "a", 100, 110),
             _stage("image", "a", 100, 102, bytes=10),
@@ -79,7 +88,7 @@ def _torchrun(ready: bool = True) -> list[Stage]:
 
 
 def test_workers_are_measured_from_the_start_of_their_node() -> None:
-    breakdown = break_down(_torchrun())
+    breakdown = _break_down(_torchrun())
     assert breakdown is not None
     assert (breakdown.node_count, breakdown.rank_count) == (2, 4)
     image, load = breakdown.stages
@@ -89,20 +98,20 @@ def test_workers_are_measured_from_the_start_of_their_node() -> None:
 
 
 def test_how_long_it_took_until_ready() -> None:
-    breakdown = break_down(_torchrun())
+    breakdown = _break_down(_torchrun())
     assert breakdown is not None
     assert breakdown.ready is not None
     ready = breakdown.ready
     assert (ready.begins_s, ready.median_s, ready.max_s) == (0, 21.5, 23)
     assert (ready.slowest_node, ready.rank_count) == ("b/3", 4)
-    silent = break_down(_torchrun(ready=False))
+    silent = _break_down(_torchrun(ready=False))
     assert silent is not None
     assert silent.ready is None
 
 
 def test_an_open_stage_names_where_it_hangs() -> None:
     stages = [*_torchrun(), _stage("load data", "b", 613, None, rank=3)]
-    breakdown = break_down(stages)
+    breakdown = _break_down(stages)
     assert breakdown is not None
     (row,) = [row for row in breakdown.stages if row.name == "load data"]
     assert (row.open_count, row.open_on) == (1, ("b/3",))
@@ -110,16 +119,16 @@ def test_an_open_stage_names_where_it_hangs() -> None:
 
 def test_what_restarted_workers_did_is_no_part_of_the_start() -> None:
     again = [_stage("load", "a", 9000, 9001, rank=rank, restart=2) for rank in (0, 1)]
-    breakdown = break_down([*_torchrun(), *again])
+    breakdown = _break_down([*_torchrun(), *again])
     assert breakdown is not None
     assert breakdown.restart_count == 2
-    once = break_down(_torchrun())
+    once = _break_down(_torchrun())
     assert once is not None
     assert breakdown.stages == once.stages
 
 
 def test_no_stages_no_breakdown() -> None:
-    assert break_down([]) is None
+    assert _break_down([]) is None
 
 
 def _report(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -228,7 +237,7 @@ def test_timelines_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Written by 87a10d6: two nodes of one start, with two workers on each."""
     compat = Path(__file__).parents[2] / "compat" / "timeline-1"
     shutil.copytree(compat, tmp_path / "old" / "0")
-    breakdown = break_down(read_start(tmp_path, "old"))
+    breakdown = _break_down(read_start(tmp_path, "old"))
     assert breakdown is not None
     assert (breakdown.node_count, breakdown.rank_count, breakdown.submission) == (2, 4, "")
     assert [row.name for row in breakdown.stages] == ["environment", "load"]

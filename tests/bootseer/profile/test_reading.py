@@ -1,0 +1,93 @@
+"""A start is read by several processes as by one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.profile.generate import Recipe, some_faults, write_timelines
+from bootseer.profile.files import find_start
+
+_READ = """
+import os, pathlib, sys
+import msgspec
+from bootseer.profile.breakdown import break_down
+from bootseer.profile.files import find_start
+from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.reading import read_graph
+from bootseer.profile.views.document import analysis_document
+from bootseer.profile.views.page import to_page
+forks = 0
+def count():
+    global forks
+    forks += 1
+os.register_at_fork(after_in_parent=count)
+graph = read_graph(find_start(pathlib.Path(sys.argv[1]), "j"), int(sys.argv[2]))
+found = break_down(graph)
+model = StartModel(graph)
+analysis = model.analyse()
+sys.stdout.buffer.write(msgspec.json.encode([found, analysis_document(analysis)]))
+print(to_page("", model, analysis))
+print("forks:", forks, file=sys.stderr)
+"""
+
+
+def _read(folder: Path, process_count: int) -> "subprocess.CompletedProcess[bytes]":
+    """In a process of its own: this one has threads, and cannot be copied."""
+    command = [sys.executable, "-c", _READ, str(folder), str(process_count)]
+    return subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    faults = tuple(some_faults(5, 80, severity=2.5))
+    write_timelines(tmp_path, Recipe(80, 2, faults), job="j", submission="s")
+    one, two = _read(tmp_path, 1), _read(tmp_path, 2)
+    assert one.stderr == b"forks: 0\n"
+    assert two.stderr == b"forks: 2\n"
+    assert one.stdout == two.stdout
+    assert len(one.stdout) > 10_000
+
+
+def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
+    write_timelines(tmp_path, Recipe(10, 1), job="j", submission="s")
+    files = find_start(tmp_path, "j")
+    parts = files.parts(4)
+    assert [len(part.files) for part in parts] == [4, 4, 2]
+    assert [path for part in parts for path in part.files] == sorted(files.files)
+
+
+_IN_ORDER = """
+import os, signal, sys
+def square(number):
+    if number == 7 and sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 7 and sys.argv[1] == "raises":
+        raise ValueError("seven")
+    return number, number * number * b"x", os.getpid()
+try:
+    for number, squared, pid in in_order(square, range(30), 3):
+        assert len(squared) == number * number and pid != os.getpid()
+        print(number, end=" ")
+except Exception as error:
+    print(type(error).__name__, error)
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no children")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("ends", " 28 29 no children"),
+        ("raises", " 5 6 ValueError seven\nno children"),
+        ("killed", " 5 6 BootseerError a process that this one had started was killed"),
+    ],
+)
+def test_results_come_in_order_and_no_process_is_left(what: str, said: str) -> None:
+    command = [sys.executable, "-c", _IN_ORDER, what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert said in done.stdout
+    assert "no children" in done.stdout
