@@ -59,6 +59,7 @@ def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
 
 _IN_ORDER = """
 import os, signal, sys
+from bootseer.profile.parallel import in_order
 def square(number):
     if number == 7 and sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
