@@ -39,7 +39,7 @@ from bootseer.snapshots.targets.scan import base_digest
 from bootseer.snapshots.targets.state import remember
 from bootseer.snapshots.targets.target_users import check_unused, note_user, other_users
 from bootseer.store import LeaseWatch, Store, open_own_store, open_store
-from bootseer.store.objects.lease_renewal import LeaseRenewal
+from bootseer.store.objects.lease import LeaseRenewal
 
 __all__ = ["SetupResult", "run_setup"]
 

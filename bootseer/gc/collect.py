@@ -18,7 +18,7 @@ from bootseer.gc.inventory import Inventory, take_inventory
 from bootseer.gc.plan import CONTENT, Plan, make_plan
 from bootseer.gc.retention import Rules
 from bootseer.store import Store
-from bootseer.store.objects.lease_renewal import LeaseRenewal
+from bootseer.store.objects.lease import LeaseRenewal
 
 _log = logging.getLogger(__name__)
 

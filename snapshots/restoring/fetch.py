@@ -23,7 +23,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
 from bootseer.store import Store
-from bootseer.store.abilities.opened import Reader, open_reader
+from bootseer.store.abilities import Reader, open_reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering

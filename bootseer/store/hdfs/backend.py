@@ -14,13 +14,20 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bootseer.errors import AlreadyExistsError, InvalidInputError, NotFoundError, UnavailableError
+from bootseer.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.connection import HdfsConnection
-from bootseer.store.hdfs.joining import join_files
+from bootseer.store.hdfs.errors import translate
 from bootseer.store.hdfs.reader import HdfsReader, info_of
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, StoredBlock
+from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
+from bootseer.store.hdfs.rpc.frames import RpcError
 from bootseer.store.hdfs.writer import HdfsWriter
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.policy import Attempts
@@ -214,3 +221,18 @@ class HdfsBackend(HdfsConnection):
     def space(self) -> Space | None:
         """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
         return self._space.space(self.full(""))
+
+
+def join_files(name_node: NameNode | None, target: str, sources: Sequence[str], what: str) -> None:
+    """Absolute paths; `what` is for messages. Raises: errors of `bootseer.errors`."""
+    if name_node is None:
+        raise UnsupportedError(f"cannot {what}: the NameNode takes no calls from us")
+    try:
+        name_node.concat(target, sources)
+    except RpcError as error:
+        text = str(error)
+        if "FileNotFoundException" in text:
+            raise translate(FileNotFoundError(text), what) from error
+        raise translate(RuntimeError(text), what) from error
+    except (ConnectionError, TimeoutError) as error:
+        raise translate(error, what) from error

@@ -23,8 +23,7 @@ from bootseer.store.deadline import Call, DeadlineCaller
 from bootseer.store.hdfs.direct.datanode import DataNodes
 from bootseer.store.hdfs.direct.placing import HdfsPlacer
 from bootseer.store.hdfs.errors import refused_datanode_count, translate
-from bootseer.store.hdfs.folder import HdfsFolder
-from bootseer.store.hdfs.options import HdfsOptions
+from bootseer.store.hdfs.folder import HdfsFolder, HdfsOptions
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace
 from bootseer.transfer.policy import SOON, Attempts

@@ -1,8 +1,9 @@
-"""One folder of an HDFS: the paths of what is in it, and how messages call that. Pure (no I/O)."""
+"""What a URL of HDFS says: a folder, with the paths below it, and options. Pure (no I/O)."""
 
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from bootseer.base.redact import public_url
+from bootseer.errors import InvalidInputError
 from bootseer.store.paths import Folder, split_path
 
 
@@ -23,3 +24,28 @@ class HdfsFolder(Folder):
     def name(self, path: str) -> str:
         """The full URL, for messages."""
         return self._name(path)
+
+
+class HdfsOptions:
+    """The options in the query of one URL; None where it leaves something to the cluster."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        """`deadline_s`: where the URL has none. Raises: InvalidInputError."""
+        try:
+            parts = urlsplit(url, allow_fragments=False)
+            _, query = parts.port, parts.query  # a port that is none raises
+            values = {
+                key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
+            }
+            self.deadline_s = float(values.pop("deadline_s", deadline_s))
+            block_size_bytes = int(values.pop("block_size_bytes", 0))
+            replication = int(values.pop("replication", 0))
+        except ValueError as error:
+            raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
+        if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
+            raise InvalidInputError(
+                f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
+                "each a positive number"
+            )
+        self.block_size_bytes = block_size_bytes or None
+        self.replication = replication or None

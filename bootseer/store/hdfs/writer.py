@@ -1,5 +1,5 @@
 """Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive; or
-directly, without hdfs-native, as long as nothing fails (`direct_files`).
+directly, without hdfs-native, as long as nothing fails (`direct/direct_writer`).
 
 A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
 may lose a DataNode, or the NameNode may answer the request for the next block with
@@ -29,8 +29,7 @@ from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.connection import HdfsConnection
 from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
-from bootseer.store.hdfs.direct.direct_files import begin_direct
-from bootseer.store.hdfs.direct.direct_writer import DirectFile
+from bootseer.store.hdfs.direct.direct_writer import DirectFile, begin_direct
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.transfer.policy import PATIENT, Attempts
 

@@ -19,8 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.errors import refused_datanode_count, translate
-from bootseer.store.hdfs.folder import HdfsFolder
-from bootseer.store.hdfs.options import HdfsOptions
+from bootseer.store.hdfs.folder import HdfsFolder, HdfsOptions
 from bootseer.store.hdfs.space import HdfsSpace
 from bootseer.store.java import file_system as java_fs
 from bootseer.store.java.calls import Java, JavaError

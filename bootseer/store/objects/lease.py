@@ -51,6 +51,7 @@ SKEW_S = 2.0
 TTL_MAX_S = 12 * 3600
 _NS = 1_000_000_000
 _Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
+_JOIN_S = 5.0
 
 
 class Record(Struct, frozen=True):
@@ -239,3 +240,38 @@ def _tombstone(token: str) -> str:
 
 def _renewal(token: str) -> str:
     return f"{TEMPORARY}/renewed-{token}"
+
+
+class LeaseRenewal:
+    """`with LeaseRenewal(lease, ttl_s): ...` renews three times per `ttl_s`, by a thread of its
+    own, then releases. A lost lease is no error: the snapshot is published by an atomic create, so
+    that two writers cost time, never correctness."""
+
+    def __init__(self, lease: Lease, ttl_s: float) -> None:
+        self._lease = lease
+        self._pause_s = ttl_s / 3
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._pause_s):
+            try:
+                self._lease.renew()
+            except BusyError as error:
+                logger.warning("%s; another node may run the same set-up", error)
+                return
+            except (BootseerError, OSError) as error:
+                # The next renewal may still come in time.
+                logger.info("cannot renew the lease yet: %s", error)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(_JOIN_S)
+        try:
+            self._lease.release()
+        except (BootseerError, OSError) as problem:
+            logger.info("cannot release the lease, it will expire: %s", problem)

@@ -17,7 +17,6 @@ from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.local.marked_folder import MARK, admit, remember
-from bootseer.store.objects.clock import storage_time_ns
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
 from bootseer.store.objects.publish import TEMPORARY, publish_object
 from bootseer.store.paths import split_path
@@ -227,3 +226,21 @@ def check_key(key: str) -> str:
     if size_bytes > KEY_MAX_BYTES:
         raise InvalidInputError(f"the key {key[:80]!r} is longer than {KEY_MAX_BYTES} bytes")
     return key
+
+
+def storage_time_ns(backend: Backend, path: str) -> int:
+    """What the storage's clock says, in nanoseconds since 1970: the time of a new file, which is
+    written at `path` and removed again. A node's clock may be days off. 0 where the storage tells
+    no times.
+
+    Beside an image in a registry (`oci://`) it is this node's clock: objects there carry the time
+    of the node that wrote them. Raises: PermissionDeniedError, NoSpaceError, UnavailableError,
+    DeadlineError.
+    """
+    with backend.create(path) as writer:
+        writer.write(b"\n")
+    try:
+        return backend.stat(path).modified_ns
+    finally:
+        with contextlib.suppress(BootseerError):
+            backend.delete(path)

@@ -20,7 +20,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.hdfs.open_files import is_being_written
-from bootseer.store.objects.clock import storage_time_ns
+from bootseer.store.objects.store import storage_time_ns
 
 MIN_AGE_S = 3600.0
 """Younger garbage is never deleted: a writer may wait this long for its own storage."""

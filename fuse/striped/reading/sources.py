@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict
 
-from bootseer.store.abilities.opened import HasDescriptor, Reader, open_reader
+from bootseer.store.abilities import HasDescriptor, Reader, open_reader
 from bootseer.store.backend import Backend
 
 # Each one is a new chance of another replica; a block rarely has more than three.

@@ -14,7 +14,7 @@ from bootseer.fuse.striped.writing.body import Body, begin_segment
 from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
-from bootseer.store.abilities.joining import joiner
+from bootseer.store.abilities import joiner
 from bootseer.store.backend import Piece
 
 RUN_UNITS = 8

@@ -10,7 +10,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.store import Store
-from bootseer.store.abilities.opened import HasDescriptor, open_reader
+from bootseer.store.abilities import HasDescriptor, open_reader
 from bootseer.transfer.attempt import Attempt
 
 # File systems of one disk, whose device numbers files show; any other is taken for a remote one.

@@ -19,8 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.served.forked import may_fork
 from bootseer.store import Backend, Space, open_backend
-from bootseer.store.abilities.joining import joiner
-from bootseer.store.abilities.opened import open_reader
+from bootseer.store.abilities import joiner, open_reader
 from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.store.conftest import JAVA_HDFS

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc import messages
-from bootseer.store.hdfs.rpc.failover import CONNECT_S, Failover
 from bootseer.store.hdfs.rpc.frames import (
     FRAME_MAX_BYTES,
     NotHadoopError,
@@ -34,6 +33,8 @@ _CONTEXT_CALL_ID = -3
 
 UNANSWERED = (RpcError, OSError, ValueError)
 """What a call may end with, also where the answer is nonsense: for whom it was only a question."""
+CONNECT_S = 5.0
+"""The deadline of a connection where other NameNodes are left: TCP asks three times meanwhile."""
 
 
 class StoredBlock(Struct, frozen=True):
@@ -67,6 +68,31 @@ class AddedBlock(Struct, frozen=True):
     def block_of(self, size_bytes: int) -> messages.ExtendedBlock:
         """The block with so much in it."""
         return replace(self.located.block, length=size_bytes)
+
+
+class Failover:
+    """The order in which the NameNodes of one cluster are asked; they are counted from 0.
+
+    The one that answered last comes first. One that is silent (its host is dead, or it hangs)
+    leaves time for the others, and for another round: none may be active for a while. Any thread.
+    """
+
+    __slots__ = ("first",)
+
+    def __init__(self) -> None:
+        self.first = 0
+
+    def shares(self, count: int, end_s: float, *, is_last: bool) -> Iterator[tuple[int, float]]:
+        """Yields for one round each NameNode to ask and its deadline on the monotonic clock.
+
+        `is_last`: no further round follows.
+        """
+        first = self.first
+        for turn in range(count):
+            left_count = count - turn
+            now_s = time.monotonic()
+            until_s = now_s + max(0.0, end_s - now_s) / (left_count if is_last else 2 * left_count)
+            yield (first + turn) % count, until_s if count > 1 else end_s
 
 
 class NameNode(Struct, frozen=True):

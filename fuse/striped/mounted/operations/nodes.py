@@ -16,7 +16,7 @@ from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
-from bootseer.store.abilities.opened import HasDescriptor
+from bootseer.store.abilities import HasDescriptor
 
 
 class Node(Struct, eq=False):

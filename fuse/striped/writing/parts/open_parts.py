@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.store.abilities.buffering import BuffersWrites
+from bootseer.store.abilities import BuffersWrites
 from bootseer.store.backend import Backend
 
 # Of a part that is written well: one that is sent, one in its queue, and one that is being filled.

@@ -26,7 +26,7 @@ from bootseer.errors import (
 from bootseer.fuse.striped.writing.checksums import block_checksums
 from bootseer.fuse.striped.writing.kept_units import Unit
 from bootseer.fuse.striped.writing.parts.part_group import PartGroup
-from bootseer.store.abilities.placing import PlacesFiles
+from bootseer.store.abilities import PlacesFiles
 from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
 from bootseer.transfer.policy import Policy, dice
 

@@ -12,7 +12,7 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.rpc.failover import Failover
+from bootseer.store.hdfs.rpc.calls import Failover
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.store.using import put
 from tests.hdfs.cluster import MiniHdfs

@@ -14,7 +14,7 @@ from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend
-from bootseer.store.abilities.joining import joiner
+from bootseer.store.abilities import joiner
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
 from tests.hdfs.cluster import MiniHdfs

@@ -1,10 +1,12 @@
-"""A stored file that is kept open for many reads, and reads that can be given up.
+"""What some backends can do besides, and how it is asked for: files that are kept open for many
+reads, files that are joined, servers that are chosen, writes that a library buffers.
 
 Opening costs a walk through folders, or a call to a NameNode: the striped file system reads a file
 in many pieces and opens it once. Backends that have nothing to keep open are served by
 `open_reader`, too. Thread-safe.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from bootseer.store.backend import Backend, FileInfo
@@ -84,3 +86,62 @@ def open_reader(backend: Backend, path: str, *, is_checked: bool = False) -> Rea
     if isinstance(backend, OpensReaders):
         return backend.open_reader(path, is_checked=is_checked)
     return _PathReader(backend, path)
+
+
+@runtime_checkable
+class JoinsFiles(Protocol):
+    """A backend that can join stored files into one without moving bytes. Thread-safe."""
+
+    def can_join(self) -> bool:
+        """Whether the server at the other end can, and lets us. Asked once, then remembered."""
+        ...
+
+    def join(self, target: str, sources: Sequence[str]) -> None:
+        """Append `sources`, in order, to the file `target` in one atomic step; they vanish.
+
+        All are closed files of ours. Raises: NotFoundError, UnavailableError, DeadlineError.
+        """
+        ...
+
+
+def joiner(backend: Backend) -> JoinsFiles | None:
+    """`backend` as one that can join files; None where it cannot."""
+    if isinstance(backend, JoinsFiles) and backend.can_join():
+        return backend
+    return None
+
+
+@runtime_checkable
+class PlacesFiles(Protocol):
+    """A backend that lets a writer choose the servers of a file. Thread-safe. Nothing raises:
+    nothing depends on it but speed."""
+
+    @property
+    def is_one_rack(self) -> bool:
+        """Whether replicas may lie on any servers: as far as is known, none are nearer to each
+        other than the rest."""
+        ...
+
+    def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
+        """Have servers chosen, other than `avoid`, for the first block of a file that was just
+        created, before anything is written to it.
+
+        Returns them, one for each replica; empty where nobody says; None where there are too few
+        others, and nothing was chosen.
+        """
+        ...
+
+    def servers_of(self, path: str) -> tuple[str, ...]:
+        """The servers that take the block which is being written now, one for each replica.
+
+        Empty where nobody says.
+        """
+        ...
+
+
+@runtime_checkable
+class BuffersWrites(Protocol):
+    """A backend whose client library holds much of files that are being written."""
+
+    writer_bytes: int
+    """What an open writer takes at most, beside what was handed to it and `Writer.held_bytes`."""

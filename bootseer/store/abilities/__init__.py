@@ -1,1 +1,0 @@
-"""What some backends can do besides, and how it is asked for."""
