@@ -20,7 +20,7 @@ from bootseer.errors import (
     SetupFailedError,
 )
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.covering.cover_users import sweep_covers
+from bootseer.served.cover_users import sweep_covers
 from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
 from bootseer.snapshots.attempt import Attempt
 from bootseer.snapshots.catalogue import catalogue

@@ -1,4 +1,8 @@
-"""Names that are bytes, as people read them: in messages and tables. Pure (no I/O)."""
+"""Names in messages and tables: bytes as text, and the word that a misspelt one was meant to be.
+Pure (no I/O).
+"""
+
+from collections.abc import Iterable
 
 _LENGTH_MAX = 200
 """The longest name in a message; a path may have a megabyte."""
@@ -17,3 +21,11 @@ def quoted(name: bytes) -> str:
         for char in text
     )
     return f"'{plain}{'...' if len(name) > _LENGTH_MAX else ''}'"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The one of `words` that is most like `word`; empty where none is."""
+    # Here: hardly any command needs it.
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, sorted(words), n=1)), "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from bootseer.base.nearest import nearest
+from bootseer.base.shown import nearest
 
 
 class LazyGroup(click.Group):

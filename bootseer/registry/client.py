@@ -26,6 +26,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.registry.blobs import BlobReader
+from bootseer.registry.credentials import Credential, find_credential
 from bootseer.registry.documents import (
     INDEX_TYPE,
     INDEX_TYPES,
@@ -36,7 +37,6 @@ from bootseer.registry.documents import (
     parse_object,
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
-from bootseer.registry.login.credentials import Credential, find_credential
 from bootseer.registry.reference import Reference
 from bootseer.registry.servers import Servers
 from bootseer.registry.session import Body, Session

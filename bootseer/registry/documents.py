@@ -1,6 +1,9 @@
-"""Manifests and indexes of manifests: what they are called, and their digests and JSON. Pure."""
+"""Manifests and indexes of manifests: their types, digests and JSON, and the platform that suits
+this machine. Pure but for asking what machine this is.
+"""
 
 import hashlib
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +18,17 @@ DOCUMENT_BYTES_MAX = 8 * 2**20
 """Registries refuse manifests above 4 MiB; a configuration with a long history may be larger."""
 INDEX_TYPES = (INDEX_TYPE, "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFEST_TYPES = (MANIFEST_TYPE, "application/vnd.docker.distribution.manifest.v2+json")
+# platform.machine() -> GOARCH, where they differ.
+_ARCHITECTURES = {
+    "x86_64": "amd64",
+    "aarch64": "arm64",
+    "armv7l": "arm",
+    "i686": "386",
+    "loongarch64": "loong64",
+}
+# The variants of an architecture in the order of preference; others come last. Any machine runs
+# what names no variant of amd64, and arm64 has only ever had v8.
+_VARIANTS = {"amd64": ("", "v1"), "arm64": ("v8", ""), "arm": ("v7", "v6", "v5", "")}
 
 
 class Document(Struct, frozen=True):
@@ -46,3 +60,18 @@ def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     if not isinstance(document, dict):
         raise CorruptError(f"{where} sent what is not a JSON object")
     return document
+
+
+def this_architecture() -> str:
+    """What images call this machine's architecture."""
+    machine = platform.machine()
+    return _ARCHITECTURES.get(machine, machine)
+
+
+def unsuitability(system: str, architecture: str, variant: str) -> int | None:
+    """0 for the platform that suits this machine best, more for others; None: it does not run."""
+    wanted = this_architecture()
+    if architecture != wanted or system not in ("linux", ""):
+        return None
+    preferred = _VARIANTS.get(wanted, ())
+    return preferred.index(variant) if variant in preferred else len(preferred)

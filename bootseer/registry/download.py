@@ -16,7 +16,7 @@ from math import inf
 from msgspec import Struct
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.registry.http.transport import Response
+from bootseer.registry.transport import Response
 from bootseer.transfer.executor import Batch, Executor
 from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
 from bootseer.transfer.pending import Reader

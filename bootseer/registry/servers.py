@@ -15,8 +15,8 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.login.credentials import Credential
 from bootseer.registry.session import Session
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 

@@ -23,12 +23,11 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.status import is_transient, retry_after_s
-from bootseer.registry.http.transport import Response, Transport
-from bootseer.registry.login.credentials import Credential
-from bootseer.registry.login.tokens import Authorizer
 from bootseer.registry.reference import is_loopback
+from bootseer.registry.tokens import Authorizer
+from bootseer.registry.transport import Response, Transport, is_transient, retry_after_s
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))

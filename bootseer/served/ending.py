@@ -19,8 +19,8 @@ from bootseer.linux import namespaces
 from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import start_time, wait_readable
 from bootseer.linux.removal import remove_tree
-from bootseer.served.covering.cover_users import serves_itself
-from bootseer.served.covering.covers import covers, uncover_all
+from bootseer.served.cover_users import serves_itself
+from bootseer.served.covers import covers, uncover_all
 from bootseer.served.folders import (
     CHECKPOINT,
     MountState,

@@ -73,7 +73,7 @@ def living(directory: Path, state: "MountState", lock: int | None = None) -> Ite
     from bootseer.linux.namespaces import mount_namespace
     from bootseer.linux.processes import start_time
     from bootseer.served import ending, folders
-    from bootseer.served.covering.covers import uncover_all
+    from bootseer.served.covers import uncover_all
 
     is_new = lock is None
     try:

@@ -18,8 +18,8 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import living_processes, start_time
 from bootseer.served.control import ask_at
-from bootseer.served.covering.cover_users import serves_itself
-from bootseer.served.covering.covers import Cover, covers
+from bootseer.served.cover_users import serves_itself
+from bootseer.served.covers import Cover, covers
 from bootseer.served.folders import (
     CHECKPOINT,
     PUBLISH,

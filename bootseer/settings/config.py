@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct, structs
 
-from bootseer.base.nearest import nearest
+from bootseer.base.shown import nearest
 from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
 from bootseer.linux.ownership import parse_owners

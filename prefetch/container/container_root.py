@@ -18,7 +18,7 @@ from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, 
 from bootseer.linux import namespaces
 from bootseer.linux.namespaces import MS_BIND, MS_REC
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.covering.overlay import mount_layers
+from bootseer.served.covers import mount_layers
 
 _log = logging.getLogger(__name__)
 

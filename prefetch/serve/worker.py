@@ -39,8 +39,8 @@ from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.serve.upkeep import Upkeep
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
-from bootseer.served.covering import cover_users
 from bootseer.served.folders import write_state
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use

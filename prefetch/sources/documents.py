@@ -15,8 +15,12 @@ from msgspec import Meta, Struct, field
 from bootseer.base.documents import Digest, Form, Text
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES
-from bootseer.registry.platforms import this_architecture, unsuitability
+from bootseer.registry.documents import (
+    DOCUMENT_BYTES_MAX,
+    INDEX_TYPES,
+    this_architecture,
+    unsuitability,
+)
 
 LAYER_COUNT_MAX = 1000
 """Overlayfs stops at 500, Docker at 127."""

@@ -16,8 +16,8 @@ from bootseer.errors import BootseerError, BusyError
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory
 from bootseer.served.background import end_early
-from bootseer.served.covering.cover_users import add_user, is_others_only
-from bootseer.served.covering.covers import cover_at, covers, source_of, uncover
+from bootseer.served.cover_users import add_user, is_others_only
+from bootseer.served.covers import cover_at, covers, source_of, uncover
 from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.restoring.host_paths import is_entered

@@ -15,7 +15,7 @@ from bootseer.fuse.kernel.operations import Caller, Operations
 from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_object
 from bootseer.registry.hosts import parse_hosts
-from bootseer.registry.login.challenge import parse_challenges
+from bootseer.registry.tokens import parse_challenges
 from bootseer.store.hdfs.direct.datanode import DataNodes, _Connection, _headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock

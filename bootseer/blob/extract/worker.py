@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import zstandard
 from blake3 import blake3
 
-from bootseer.blob.extract.directories import Directories
 from bootseer.blob.extract.sections import SETTINGS, taken
+from bootseer.blob.extract.writer import Directories
 from bootseer.blob.pack.stat_record import Records, put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]

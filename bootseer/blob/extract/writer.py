@@ -9,13 +9,13 @@ import errno
 import logging
 import os
 import stat
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 
 from msgspec import Struct
 
-from bootseer.blob.extract.directories import Directories
 from bootseer.blob.extract.plan import Plan
 from bootseer.blob.extract.sections import Section
 from bootseer.blob.pack.stat_record import Records, put_directory, put_record
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EINVAL)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_MAX = 64
 
 
 class Settings(Struct, frozen=True):
@@ -217,3 +219,45 @@ class Writer:
         else:
             rdev = self._tree.columns.rdev[number]
             os.mknod(name, mode & ~0o7777 | 0o600, rdev, dir_fd=directory)
+
+
+class Directories:
+    """Descriptors of directories by inode number; the latest stay open."""
+
+    def __init__(
+        self, names: list[bytes], parents: "array[int]", name_of: "array[int]", root_fd: int
+    ) -> None:
+        """`name_of`: the index of each directory's name, by its inode number."""
+        self._names = names
+        self._parents = parents
+        self._name_of = name_of
+        self._root_fd = root_fd
+        self._open: dict[int, int] = {}
+
+    def get(self, number: int) -> int:
+        """Open until others have been asked for. Raises: OSError."""
+        if not number:
+            return self._root_fd
+        fds = self._open
+        found = fds.pop(number, None)
+        if found is not None:
+            # A dict keeps the order in which its keys came: the first is the longest unused.
+            fds[number] = found
+            return found
+        missing = []
+        while number and number not in fds:
+            missing.append(number)
+            number = self._parents[self._name_of[number]]
+        fd = self._root_fd
+        if number:
+            fd = fds[number] = fds.pop(number)
+        for below in reversed(missing):
+            fd = fds[below] = os.open(self._names[self._name_of[below]], _DIRECTORY, dir_fd=fd)
+            if len(fds) > _OPEN_MAX:
+                os.close(fds.pop(next(iter(fds))))
+        return fd
+
+    def close(self) -> None:
+        """All of them."""
+        while self._open:
+            os.close(self._open.popitem()[1])

@@ -12,7 +12,6 @@ import zstandard
 
 from bootseer.blob.columns import LINK_BYTES_MAX, NAME_BYTES_MAX, SECTIONS, Columns, check_names
 from bootseer.blob.frames import FrameTable
-from bootseer.blob.index.digest_codec import ENCODED_BYTES, decode_digests
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, UnknownFormatError
 
@@ -49,6 +48,11 @@ FREE_BYTES = 2**24
 XATTRS_RATIO_MAX = 32
 """Extended attributes take sixteen times their bytes when they are objects."""
 XATTRS_FREE_BYTES = 2**22
+_ALGORITHMS = ("sha256", "blake3")
+"""Their positions are part of the format."""
+
+ENCODED_BYTES = 33
+"""The number of the algorithm, and 32 bytes."""
 
 
 def digest(data: bytes) -> str:
@@ -228,3 +232,28 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
     if sum(whole_lengths) > STREAMS_BYTES_MAX:
         raise CorruptError(f"the streams of a tree have more than {STREAMS_BYTES_MAX} bytes")
     return tuple(blobs)
+
+
+def encode_digest(digest: str) -> bytes:
+    """Raises: CorruptError for anything but an algorithm that we know and 64 hex digits."""
+    algorithm, _, value = digest.partition(":")
+    try:
+        raw = bytes.fromhex(value)
+    except ValueError:
+        raw = b""
+    if algorithm not in _ALGORITHMS or len(raw) != 32 or value != raw.hex():
+        raise CorruptError(f"{digest!r} is not a digest like sha256:<64 hex digits>")
+    return bytes((_ALGORITHMS.index(algorithm),)) + raw
+
+
+def decode_digests(encoded: bytes, count: int) -> list[str]:
+    """`count` digests. Raises: CorruptError."""
+    if len(encoded) != ENCODED_BYTES * count:
+        raise CorruptError("a table of digests has a wrong length")
+    found = []
+    for start in range(0, len(encoded), ENCODED_BYTES):
+        number, raw = encoded[start], encoded[start + 1 : start + ENCODED_BYTES]
+        if number >= len(_ALGORITHMS):
+            raise CorruptError("a digest has an unknown algorithm")
+        found.append(f"{_ALGORITHMS[number]}:{raw.hex()}")
+    return found

@@ -7,7 +7,6 @@ import sys
 import click
 
 from bootseer.blob.tree import Tree
-from bootseer.cli.image.image_output import image_summary
 from bootseer.cli.image.image_run_commands import COMMANDS
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
@@ -22,6 +21,7 @@ from bootseer.cli.output import (
 )
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
+from bootseer.prefetch.index.records import ImageRecord
 
 _SHORT_DIGEST = 19
 """sha256: and twelve digits, as Docker shows them."""
@@ -162,4 +162,35 @@ def _entry(tree: Tree, name: bytes, number: int) -> dict[str, object]:
         "mtime_ns": inode.mtime_ns,
         "target": inode.link_target.decode("utf-8", "surrogateescape") or None,
         "digest": f"blake3:{inode.digest.hex()}" if inode.digest else None,
+    }
+
+
+def image_summary(record: ImageRecord) -> dict[str, object]:
+    """What `--json` shows of an image. Additive: keys are never removed or renamed."""
+    config = record.config
+    return {
+        "reference": record.reference,
+        "identity": record.identity,
+        "index_digest": record.index_digest,
+        "index_bytes": record.index_size_bytes,
+        "files": record.file_count,
+        "bytes": record.size_bytes,
+        "blob_bytes": sum(layer.blob_size_bytes for layer in record.layers),
+        "created_ns": record.created_ns,
+        "config": {
+            "env": config.env,
+            "entrypoint": config.entrypoint,
+            "cmd": config.cmd,
+            "working_dir": config.working_dir,
+            "user": config.user,
+            "architecture": config.architecture,
+        },
+        "layers": [
+            {
+                "digest": layer.digest,
+                "blob_digest": layer.blob_digest,
+                "blob_bytes": layer.blob_size_bytes,
+            }
+            for layer in record.layers
+        ],
     }

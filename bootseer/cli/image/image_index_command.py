@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from bootseer.base.progress import Progress
-from bootseer.cli.image.image_output import image_summary
+from bootseer.cli.image.image_commands import image_summary
 from bootseer.cli.output import (
     current_settings,
     emit_json,

@@ -4,6 +4,7 @@ Alone owns the client of hdfs-native and how its failures become ours. Any threa
 """
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -20,10 +21,13 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.hdfs.direct.checksums import ChecksumKind
 from bootseer.store.hdfs.direct.datanode import DataNodes
+from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.direct.placing import HdfsPlacer
 from bootseer.store.hdfs.errors import refused_datanode_count, translate
 from bootseer.store.hdfs.folder import HdfsFolder, HdfsOptions
+from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace
 from bootseer.transfer.policy import SOON, Attempts
@@ -31,11 +35,15 @@ from bootseer.transfer.policy import SOON, Attempts
 if TYPE_CHECKING:
     from hdfs_native import Client
 
+_log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
 # A DataNode that hangs is left in time for hdfs-native to try, and then for another replica.
 _SILENCES_PER_DEADLINE = 4
+# A DataNode that hangs is left in time for the caller to try another one.
+_SILENCE_SHARE = 0.5
 # More parallel calls than any plan of ours makes; a call that is stuck keeps one.
 _THREADS_MAX = 128
 # hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
@@ -248,3 +256,21 @@ def _outlive_inherited_connections() -> None:
         time.sleep(max(0.0, _Fork.time_s + _CONNECTION_KEPT_S - time.monotonic()))
         _Fork.time_s = 0.0
     _Fork.parent_has_client = True
+
+
+def begin_direct(connection: HdfsConnection, path: str, kind: ChecksumKind) -> DirectFile | None:
+    """The file at `path`, of which nothing was written; None if it was not placed, or if its
+    DataNode does not take it so. hdfs-native, which is then given the same block, knows more ways.
+    """
+    full = connection.full(path)
+    placed = connection.placer.take_placed(full)
+    if placed is None:
+        return None
+    try:
+        block_bytes = placed.name_node.plain_block_bytes(full)
+        if block_bytes:
+            silence_max_s = connection.deadline_s * _SILENCE_SHARE
+            return DirectFile(placed, block_bytes, silence_max_s, kind)
+    except (*UNANSWERED, BootseerError) as error:
+        _log.debug("%s is not written directly to DataNodes: %s", path, error)
+    return None

@@ -1,5 +1,5 @@
 """Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive; or
-directly, without hdfs-native, as long as nothing fails (`direct/direct_writer`).
+directly, without hdfs-native, as long as nothing fails (`direct`).
 
 A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
 may lose a DataNode, or the NameNode may answer the request for the next block with
@@ -27,9 +27,9 @@ from bootseer.errors import (
 )
 from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
-from bootseer.store.hdfs.connection import HdfsConnection
+from bootseer.store.hdfs.connection import HdfsConnection, begin_direct
 from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
-from bootseer.store.hdfs.direct.direct_writer import DirectFile, begin_direct
+from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.transfer.policy import PATIENT, Attempts
 

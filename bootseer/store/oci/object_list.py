@@ -20,8 +20,13 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.registry.client import RegistryClient
-from bootseer.registry.documents import INDEX_TYPES, MANIFEST_TYPE, digest_of, parse_object
-from bootseer.registry.platforms import unsuitability
+from bootseer.registry.documents import (
+    INDEX_TYPES,
+    MANIFEST_TYPE,
+    digest_of,
+    parse_object,
+    unsuitability,
+)
 from bootseer.registry.reference import Reference
 from bootseer.store.oci.objects import (
     ARTIFACT_TYPE,

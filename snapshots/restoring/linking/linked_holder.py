@@ -15,7 +15,7 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
 from bootseer.served.background import Report
-from bootseer.served.covering.staying import stay_while_covered
+from bootseer.served.cover_users import stay_while_covered
 from bootseer.served.folders import MountState
 from bootseer.served.life import living, run_server
 from bootseer.settings.config import Settings

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootseer.errors import UnsupportedError, from_oserror
 from bootseer.linux import namespaces
-from bootseer.served.covering.overlay import mount_layers
+from bootseer.served.covers import mount_layers
 
 _log = logging.getLogger(__name__)
 

@@ -30,14 +30,14 @@ from bootseer.linux.private_files import (
     write_private_file,
 )
 from bootseer.prefetch.cache.damage import is_damage_known
-from bootseer.served.covering.cover_users import (
+from bootseer.served.cover_users import (
     add_user,
     join,
     other_users,
     sweep_covers,
     take_off_all_unused,
 )
-from bootseer.served.covering.covers import Cover, cover_at, covers, source_of, uncover
+from bootseer.served.covers import Cover, cover_at, covers, source_of, uncover
 from bootseer.served.folders import mounts_dir, read_state, wait_released
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest

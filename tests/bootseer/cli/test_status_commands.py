@@ -21,7 +21,7 @@ from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_sp
 from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
 from bootseer.linux import namespaces
 from bootseer.prefetch.resolve.mount import mount_image
-from bootseer.served.covering.cover_users import add_user
+from bootseer.served.cover_users import add_user
 from bootseer.served.folders import (
     PUBLISH,
     MountState,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.registry.client import RegistryClient
+from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.login.credentials import Credential
 from bootseer.transfer.policy import Policy
 from tests.support.servers.registry import Registry, running_registry
 

@@ -5,10 +5,10 @@ import socket
 import pytest
 
 from bootseer.errors import PermissionDeniedError
+from bootseer.registry import transport
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.hosts import Host
-from bootseer.registry.http import transport
-from bootseer.registry.http.addresses import Reach, may_lead, reach_of
+from bootseer.registry.transport import Reach, may_lead, reach_of
 from tests.support.servers.registry import QuietHandler, serve
 
 

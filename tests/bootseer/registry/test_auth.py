@@ -10,11 +10,11 @@ import pytest
 
 from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableError
 from bootseer.registry.client import open_registry_client
+from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.hosts import Host
-from bootseer.registry.login.credentials import Credential
-from bootseer.registry.login.tokens import Authorizer
 from bootseer.registry.reference import parse_reference
+from bootseer.registry.tokens import Authorizer
 from tests.bootseer.registry.conftest import Connect
 from tests.bootseer.registry.pushing import manifest_of, push_blob
 from tests.support.servers.faulty_relay import Fault, FaultyRelay

@@ -14,7 +14,7 @@ from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedEr
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host, load_hosts
-from bootseer.registry.http.transport import _proxy
+from bootseer.registry.transport import _proxy
 from tests.support.servers.registry import QuietHandler, Registry, running_registry, serve
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootseer.registry.login import credentials
-from bootseer.registry.login.credentials import Credential, find_credential
+from bootseer.registry import credentials
+from bootseer.registry.credentials import Credential, find_credential
 
 SECRET = "s3cret:with-colon"
 

@@ -15,8 +15,8 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.registry.client import RegistryClient
+from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
-from bootseer.registry.login.credentials import Credential
 from tests.bootseer.registry.conftest import Connect
 from tests.bootseer.registry.pushing import manifest_of, push_blob
 from tests.support.servers.faulty_relay import Fault, FaultyRelay

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.registry.http.status import retry_after_s
-from bootseer.registry.login.challenge import parse_challenges
+from bootseer.registry.tokens import parse_challenges
+from bootseer.registry.transport import retry_after_s
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import DeadlineError
-from bootseer.served.covering import cover_users
+from bootseer.served import cover_users
 from bootseer.served.folders import new_mount_dir, take_lock
 
 

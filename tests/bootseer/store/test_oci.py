@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError, UnavailableError
 from bootseer.registry.client import RegistryClient, open_registry_client
-from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of
-from bootseer.registry.platforms import this_architecture
+from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, this_architecture
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Store, open_store
 from bootseer.store.oci import object_list as oci_list

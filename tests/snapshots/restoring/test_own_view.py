@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, exit_code_of
 from bootseer.linux.processes import start_time
-from bootseer.served.covering.covers import covers
+from bootseer.served.covers import covers
 from bootseer.served.folders import live_mounts, mounts_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot

@@ -16,8 +16,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.served.covering.cover_users import has_users
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.cover_users import has_users
+from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.catalogue import catalogue

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bootseer.base.documents import to_builtins
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.covers import cover_at
 from bootseer.settings.config import Settings
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.linux import namespaces
-from bootseer.served.covering.overlay import mount_layers
+from bootseer.served.covers import mount_layers
 from bootseer.snapshots.targets.upper_layer import Layers
 
 

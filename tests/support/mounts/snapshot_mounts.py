@@ -11,7 +11,7 @@ import pytest
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.covering.covers import covers, uncover
+from bootseer.served.covers import covers, uncover
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 

@@ -7,7 +7,6 @@ authentication, no encryption, no recovery: whatever is not as foreseen is a fai
 file, and its writer writes another one. Belongs to one thread; waits are bounded.
 """
 
-import logging
 import select
 import socket
 import time
@@ -15,12 +14,10 @@ from collections import deque
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError
 from bootseer.store.backend import Piece
-from bootseer.store.hdfs.connection import HdfsConnection
 from bootseer.store.hdfs.direct.checksums import LARGE, ChecksumKind, checksums_of
 from bootseer.store.hdfs.rpc import messages
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
+from bootseer.store.hdfs.rpc.calls import AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.frames import RpcError
 from bootseer.store.hdfs.rpc.protobuf import take_delimited, zigzag
 from bootseer.transfer.policy import SOON, Attempts
@@ -31,8 +28,6 @@ _MESSAGE_MAX_BYTES = 64 << 10
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
-# A DataNode that hangs is left in time for the caller to try another one.
-_SILENCE_SHARE = 0.5
 
 
 class Placed(Struct, frozen=True):
@@ -253,24 +248,3 @@ class _Block:
             if not data:
                 raise ConnectionError("the DataNode closed the connection")
             received += data
-
-
-_log = logging.getLogger(__name__)
-
-
-def begin_direct(connection: HdfsConnection, path: str, kind: ChecksumKind) -> DirectFile | None:
-    """The file at `path`, of which nothing was written; None if it was not placed, or if its
-    DataNode does not take it so. hdfs-native, which is then given the same block, knows more ways.
-    """
-    full = connection.full(path)
-    placed = connection.placer.take_placed(full)
-    if placed is None:
-        return None
-    try:
-        block_bytes = placed.name_node.plain_block_bytes(full)
-        if block_bytes:
-            silence_max_s = connection.deadline_s * _SILENCE_SHARE
-            return DirectFile(placed, block_bytes, silence_max_s, kind)
-    except (*UNANSWERED, BootseerError) as error:
-        _log.debug("%s is not written directly to DataNodes: %s", path, error)
-    return None

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.served.control import ask
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.early_server import early_server

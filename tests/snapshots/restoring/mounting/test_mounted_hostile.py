@@ -11,7 +11,7 @@ from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Stored

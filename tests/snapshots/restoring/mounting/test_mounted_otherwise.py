@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup

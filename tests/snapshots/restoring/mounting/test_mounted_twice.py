@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.served.covering.cover_users import add_user, leave
-from bootseer.served.covering.covers import covers, parse_covers
+from bootseer.served.cover_users import add_user, leave
+from bootseer.served.covers import covers, parse_covers
 from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings
 from tests.snapshots.conftest import MakeNode

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
-from bootseer.served.covering.covers import cover_at
+from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest

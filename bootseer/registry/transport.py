@@ -2,11 +2,13 @@
 
 Uses urllib3: connection pools, certificates, proxies, and the deadline of every wait. Knows
 nothing of logins, redirects and retries. Before anything is sent to another server than the
-registry's, the address that answers is judged (`addresses`). An answer's head must be there within
+registry's, the address that answers is judged (`may_lead`). An answer's head must be there within
 the deadline, also when it trickles; its body is watched by who reads it. Thread-safe; a `Response`
 is for one thread.
 """
 
+import email.utils
+import ipaddress
 import logging
 import socket
 import ssl
@@ -14,6 +16,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import IntEnum
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
@@ -28,21 +32,35 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.registry.connections import CONNECT_S, Guarded, pool_classes
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.addresses import Reach, may_lead, reach_of
-from bootseer.registry.http.connections import CONNECT_S, Guarded, pool_classes
 from bootseer.registry.reference import is_loopback
 
 # It logs whole URLs, and the URL that a registry redirects to is a secret.
 logging.getLogger("urllib3").setLevel(logging.CRITICAL + 1)
 
 _CONNECTIONS_MAX = 32
+
+
+class Reach(IntEnum):
+    """Who can reach an address."""
+
+    EVERYBODY = 0
+    NETWORK = 1
+    """Private, shared and reserved networks."""
+    LINK = 2
+    MACHINE = 3
+
+
 _WHERE = {
     Reach.NETWORK: "a private network",
     Reach.LINK: "this node's own network (link-local)",
     Reach.MACHINE: "this machine",
 }
 _PIECE_BYTES = 2**20
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_IPv4_BITS = 0xFFFFFFFF
+_TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 class Response:
@@ -270,3 +288,51 @@ def _error(error: BaseException, server: str) -> BootseerError:
     if isinstance(error, exceptions.ProtocolError) and not reason:
         reason = "it closed the connection"
     return UnavailableError(f"cannot talk to {server}: {reason or type(error).__name__}")
+
+
+def reach_of(address: str) -> Reach:
+    """Of an address, as `getpeername` tells it. Raises: ValueError where it is none."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _NAT64:
+            ip = ipaddress.IPv4Address(int(ip) & _IPv4_BITS)
+        else:
+            ip = ip.ipv4_mapped or ip.sixtofour or ip
+    if ip.is_loopback or ip.is_unspecified:
+        return Reach.MACHINE
+    if ip.is_link_local or ip.is_multicast:
+        return Reach.LINK
+    return Reach.EVERYBODY if ip.is_global else Reach.NETWORK
+
+
+def may_lead(registry: Reach, target: Reach) -> bool:
+    """Whether a registry may send us to `target`: to the internet always; into private networks
+    where it is not on the internet itself; to a link or this machine only where it is there.
+
+    Registries redirect downloads to object stores, and logins to token servers. A registry on the
+    internet has no business with what only this node or its network can reach: the cloud's metadata
+    (169.254.169.254), services on this machine, the intranet. Pure.
+    """
+    if target is Reach.NETWORK:
+        return registry is not Reach.EVERYBODY
+    return target in (Reach.EVERYBODY, registry)
+
+
+def is_transient(status: int) -> bool:
+    """Whether the same request may succeed later."""
+    return status in _TRANSIENT
+
+
+def retry_after_s(header: str | None, now: datetime) -> float:
+    """Seconds that `Retry-After` asks for (RFC 9110, 10.2.3): a number or a date; 0 where it says
+    nothing that can be understood."""
+    text = (header or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        when = email.utils.parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return 0.0
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return max(0.0, (when - now).total_seconds())

@@ -9,9 +9,10 @@ The protocol: distribution.github.io/distribution/spec/auth/{token,oauth}.
 
 import base64
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -24,12 +25,10 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.http.status import is_transient
-from bootseer.registry.http.transport import Response, Transport
-from bootseer.registry.login.challenge import Challenge, parse_challenges
-from bootseer.registry.login.credentials import Credential
 from bootseer.registry.reference import is_loopback
+from bootseer.registry.transport import Response, Transport, is_transient
 
 _ANSWER_BYTES_MAX = 2**20
 _Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]
@@ -38,6 +37,10 @@ _LIFE_DEFAULT_S = 60.0
 _LIFE_MAX_S = 1e9
 _LIFE_SHARE = 0.9
 """Renewed that early, so that it does not expire on its way."""
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_PARAMETER = re.compile(rf'({_TOKEN})\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*))')
+_SCHEME = re.compile(rf"({_TOKEN})(?:\s+|\s*$|(?=\s*,))")
+_HEADER_CHARACTERS_MAX = 16_384
 
 
 class _Answer(Struct, frozen=True):
@@ -47,6 +50,14 @@ class _Answer(Struct, frozen=True):
 
 
 _ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_ANSWER_BYTES_MAX, is_foreign=True)
+
+
+class Challenge(Struct, frozen=True):
+    """One way to log in that `WWW-Authenticate` names (RFC 9110, 11.6.1): `bearer` or `basic`, with
+    its parameters by lower-case name."""
+
+    scheme: str
+    parameters: Mapping[str, str]
 
 
 class _Grant(Struct, frozen=True):
@@ -195,3 +206,29 @@ class Authorizer:
 
 def _basic(login: Credential) -> str:
     return base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
+
+
+def parse_challenges(header: str) -> Sequence[Challenge]:
+    """All challenges in a header's value; what cannot be understood ends the list."""
+    text = header[:_HEADER_CHARACTERS_MAX]
+    challenges: list[Challenge] = []
+    parameters: dict[str, str] = {}
+    position = 0
+    while position < len(text):
+        if text[position] in " \t,":
+            position += 1
+            continue
+        parameter = _PARAMETER.match(text, position)
+        if parameter and challenges:
+            name, quoted, plain = parameter.groups()
+            value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else plain
+            parameters[name.lower()] = value
+            position = parameter.end()
+            continue
+        scheme = _SCHEME.match(text, position)
+        if scheme is None:
+            break
+        parameters = {}
+        challenges.append(Challenge(scheme[1].lower(), parameters))
+        position = scheme.end()
+    return challenges

@@ -1,6 +1,6 @@
-"""Who uses an overlay over a served tree (`covers`), and so how long it stays.
+"""The users of an overlay over a served tree (`covers`), and so how long it stays.
 
-Alone owns the folder `users` in a mount's own (`mount_state`): a file per process for which the
+Alone owns the folder `users` in a mount's own (`folders`): a file per process for which the
 cover is kept, or one for all times. A cover without any such file is not finished. The server takes
 the cover off when the last of them has ended. Any thread, and every process of the node.
 """
@@ -8,12 +8,13 @@ the cover off when the last of them has ended. Any thread, and every process of 
 import contextlib
 import logging
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
-from bootseer.served.covering.covers import Cover, cover_at, covers, uncover
+from bootseer.served.covers import Cover, cover_at, covers, uncover
 from bootseer.served.folders import LINK, is_alive, mounts_dir, read_state, take_lock
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _KEEP = "keep"
 _USERS = "users"
 LOCK_S = 30.0
 """The lock is held for moments, though a stuck unmounting may be one of them."""
+# The kernel tells of changed mounts and ended processes; this is for what it may not tell.
+_LOOK_MS = 60_000
 
 
 def sweep_covers(run_dir: Path) -> int:
@@ -176,3 +179,46 @@ def take_off_unused(mounts: Path, cover: Cover) -> bool:
             return False
         uncover(cover)
     return True
+
+
+def stay_while_covered(directory: Path, user: int) -> None:
+    """The life of a process that serves nothing: it returns when the overlay of the mount with this
+    folder is off, or when there is none and no process that would make one; it takes the overlay
+    off after its last user. `user`: a descriptor of the process that makes it, which is closed."""
+    poll = select.poll()
+    was_covered = False
+    try:
+        with Path("/proc/self/mountinfo").open("rb") as table:
+            # proc_pid_mountinfo(5): it is marked as having an error when mounts change.
+            poll.register(table, select.POLLPRI | select.POLLERR)
+            poll.register(user, select.POLLIN)
+            while True:
+                # Asked first: whoever has users has been covered before.
+                was_covered = was_covered or has_users(directory)
+                if was_covered and not _is_covered(directory.name):
+                    return
+                # With POLLIN, or with POLLHUP as well once its parent has reaped it.
+                if all(fd != user for fd, _ in poll.poll(_LOOK_MS)):
+                    continue
+                poll.unregister(user)
+                os.close(user)
+                user = _next_user(directory)
+                if user >= 0:
+                    poll.register(user, select.POLLIN)
+                elif not is_kept(directory) and not _is_covered(directory.name):
+                    return
+    finally:
+        if user >= 0:
+            os.close(user)
+
+
+def _is_covered(identity: str) -> bool:
+    return any(cover.id == identity for cover in covers())
+
+
+def _next_user(directory: Path) -> int:
+    """A descriptor of another process that uses the overlay; -1: none does, see `leave`."""
+    while (pid := leave(directory)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            return os.pidfd_open(pid)
+    return -1

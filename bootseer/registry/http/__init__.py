@@ -1,1 +1,0 @@
-"""Requests to registries: connections, addresses that may be reached, attempts."""

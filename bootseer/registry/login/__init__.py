@@ -1,1 +1,0 @@
-"""Logins at registries: credentials, challenges, tokens."""

@@ -1,1 +1,0 @@
-"""Overlays that show what is served, or lies here whole, on directories of the host."""
