@@ -25,7 +25,7 @@ def show(source: SettingsSource, as_json: bool) -> None:
     values["store_url"] = redact(loaded.settings.store_url)
     values["submission"] = loaded.settings.submission or "none"
     values["metrics_dir"] = loaded.settings.metrics_dir or "off"
-    for name in ("auto_index", "trace_python", "restore_privileges"):
+    for name in ("auto_index", "publish_timelines", "trace_python", "restore_privileges"):
         values[name] = "on" if values[name] else "off"
     if as_json:
         emit_json(

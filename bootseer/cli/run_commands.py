@@ -4,7 +4,7 @@ import click
 from msgspec.structs import replace
 
 from bootseer.cli.lazy_group import WrappingCommand
-from bootseer.cli.output import current_settings, entrypoint_option, say
+from bootseer.cli.output import current_config, entrypoint_option, say
 from bootseer.cli.snapshot.snapshot_output import mode_option
 
 
@@ -115,7 +115,11 @@ def run(
         entrypoint=entrypoint,
         binds=binds,
     )
-    settings = current_settings()
+    config = current_config()
+    settings = config.settings
+    if config.sources["store_url"] == "default":
+        # A folder of this node, as the one where the timeline is.
+        settings = replace(settings, publish_timelines=False)
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
     if no_index:

@@ -54,6 +54,22 @@ def store() -> None:
 @click.option("--snapshot", "snapshots", metavar="KEY", multiple=True, help="Delete this snapshot.")
 @click.option("--image", "images", metavar="REF", multiple=True, help="Delete this image.")
 @click.option(
+    "--keep-starts",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Of each job keep the timelines of the newest N starts.",
+)
+@click.option(
+    "--keep-start-days",
+    metavar="DAYS",
+    type=click.FloatRange(min=0),
+    default=90.0,
+    show_default=True,
+    help="Keep timelines for so many days at most.",
+)
+@click.option(
     "--age",
     "grace_s",
     metavar="TIME",
@@ -70,6 +86,8 @@ def gc(
     keep: tuple[str, ...],
     snapshots: tuple[str, ...],
     images: tuple[str, ...],
+    keep_starts: int,
+    keep_start_days: float,
     grace_s: float,
     delete: bool,
     as_json: bool,
@@ -78,7 +96,7 @@ def gc(
 
     Images and snapshots themselves stay, unless they are named or, for snapshots, --keep-last or
     --keep-days are given: then a snapshot stays if one of these keeps it. What was used within
-    three days stays readable in any case.
+    three days stays readable in any case. Timelines of old starts go.
     """
     from bootseer.base.progress import Progress
     from bootseer.gc.collect import collect
@@ -87,7 +105,9 @@ def gc(
     from bootseer.gc.retention import Rules
 
     settings = current_settings()
-    rules = Rules(keep_last, keep_days, keep, snapshots, images, grace_s)
+    rules = Rules(
+        keep_last, keep_days, keep, snapshots, images, keep_starts, keep_start_days, grace_s
+    )
     with open_current_store() as opened:
         inventory = take_inventory(opened)
         plan = make_plan(inventory, rules)

@@ -22,7 +22,7 @@ from bootseer.demo import image, limited, root_file_system, wheels
 from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.profile.files import read_start
+from bootseer.profile.files import Folder, read_start
 from bootseer.settings.config import load_settings
 from bootseer.store import TEST_NETWORK, open_store
 from bootseer.timeline.otlp import Stage
@@ -216,7 +216,7 @@ class World:
             tail = " / ".join(result.stderr.strip().splitlines()[-3:])
             raise BootseerError(f"launch {number} failed with code {result.returncode}: {tail}")
         return Launch(
-            stages=tuple(read_start(timeline, "demo", number)),
+            stages=tuple(read_start(Folder(timeline), "demo", number)),
             trainer=from_line(lines[-1], dict[str, Any]),
             bytes_read=after.bytes_read - before.bytes_read,
             wall_s=wall_s,

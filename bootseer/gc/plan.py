@@ -19,10 +19,12 @@ from bootseer.gc.retention import (
     judge_images,
     judge_snapshots,
     last_used_ns,
+    old_starts,
 )
 from bootseer.prefetch.bundle.bundle_reuse import name_of
 from bootseer.prefetch.bundle.hot_store import header_key, hotset_key, name_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key
+from bootseer.profile.stored import FOLDER as STARTS
 from bootseer.snapshots.catalogue.catalogue import manifest_key
 
 # What may be deleted, each before all that it may name. Other folders are nobody's garbage.
@@ -36,6 +38,7 @@ _ORDER = (
     "hot/streams/",
     "hot/",
     "traces/",
+    STARTS,
     "used/",
     "bundles/",
     "hotsets/",
@@ -98,6 +101,10 @@ class _Marks:
             for key, one in inventory.objects.items()
             if not _folder(key) or (one.modified_ns > self._limit_ns and key not in self._doomed)
         }
+        old = old_starts(inventory, rules)
+        self.marked.update(
+            key for key in inventory.objects if key.startswith(STARTS) and key not in old
+        )
         self._mark_uses()
         self._mark_snapshots()
         self._mark_images()

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
+from bootseer.profile.stored import start_of
 from bootseer.snapshots.catalogue.catalogue import manifest_key
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.store.objects.uses import use_key
@@ -32,6 +33,9 @@ class Rules(Struct, frozen=True):
     """Names or starts of keys of snapshots to remove in any case."""
     images: tuple[str, ...] = ()
     """References of images to remove."""
+    keep_starts: int = 20
+    """How many of the newest starts of each job keep their timelines, at most `keep_start_days`."""
+    keep_start_days: float = 90.0
     grace_s: float = DAY_S
     """Younger objects stay: an object that refers to them may be on its way."""
 
@@ -104,6 +108,26 @@ def _ranks(snapshots: Mapping[str, Manifest]) -> dict[str, int]:
         keys.sort(key=lambda key: snapshots[key].created_ns, reverse=True)
         ranks.update({key: rank for rank, key in enumerate(keys)})
     return ranks
+
+
+def old_starts(inventory: Inventory, rules: Rules) -> set[str]:
+    """The keys of timelines that go: whole starts, by the newest object of each."""
+    jobs: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key in inventory.objects:
+        if place := start_of(key):
+            jobs[place[0]][place[1]].append(key)
+    limit_ns = inventory.now_ns - int(rules.keep_start_days * DAY_S * 1e9)
+    old: set[str] = set()
+    for starts in jobs.values():
+        by_age = sorted(
+            (max(inventory.objects[key].modified_ns for key in keys), name)
+            for name, keys in starts.items()
+        )
+        count = max(0, len(by_age) - rules.keep_starts)
+        for number, (newest_ns, name) in enumerate(by_age):
+            if number < count or newest_ns < limit_ns:
+                old.update(starts[name])
+    return old
 
 
 def _find(inventory: Inventory, text: str) -> str:

@@ -22,6 +22,7 @@ from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
+from bootseer.profile.publish.begin import begin_publisher
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START
@@ -115,6 +116,7 @@ class _Start:
             rank=settings.rank,
         )
         self._is_watched = settings.trace_python and timeline.is_written
+        begin_publisher(settings, timeline)
         try:
             with timeline.span(START) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.

@@ -1,19 +1,48 @@
-"""Finds and reads the timeline files of a start."""
+"""Finds the timelines of a start, wherever they are, and reads them.
+
+A `Source` has timelines by job, attempt and submission: a `Folder` (a node's own, or one that nodes
+share), the store (`stored`), or several of these at once (`Merged`).
+"""
 
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+import os
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import NotFoundError, from_oserror
+from bootseer.errors import BootseerError, NotFoundError, from_oserror
 from bootseer.profile.decoding import decode, decode_events
 from bootseer.timeline.otlp import Stage
 
-# A timeline has a few lines per stage; a larger file is not one of ours.
-_MAX_BYTES = 64 * 1024 * 1024
+_log = logging.getLogger(__name__)
+
+BYTES_MAX = 64 * 1024 * 1024
+"""A timeline has a few lines per stage; a larger one is not one of ours."""
 _SUFFIX = ".jsonl"
+# A store is waited for, not worked for.
+_READERS = 16
+
+
+class TimelineFile(Protocol):
+    """One timeline, where it lies."""
+
+    @property
+    def name(self) -> str:
+        """`TIME-PID-NODE-RANK`."""
+        ...
+
+    @property
+    def modified_ns(self) -> int: ...
+
+    def read(self) -> bytes:
+        """Its lines; nothing where it is too large to be one of ours. Raises: BootseerError."""
+        ...
 
 
 class StartFiles(Struct, frozen=True):
@@ -22,14 +51,22 @@ class StartFiles(Struct, frozen=True):
     attempt: int
     submission: str
     """Empty where nothing tells it; then later starts of one attempt are in the same folder."""
-    files: tuple[Path, ...]
-    began: str
-    """UTC, as `20261123T000000Z`, of the newest file."""
+    files: tuple[TimelineFile, ...]
 
     @property
     def name(self) -> str:
         """As `--compare` takes it."""
         return f"{self.submission}:{self.attempt}"
+
+    @property
+    def began(self) -> str:
+        """UTC, as `20261123T000000Z`, of the newest file."""
+        return max(map(_when, self.files))[0]
+
+    @property
+    def modified_ns(self) -> int:
+        """When the last line was written."""
+        return max(file.modified_ns for file in self.files)
 
     def parts(self, node_count: int) -> "list[StartFiles]":
         """The same start in parts of so many nodes."""
@@ -40,106 +77,184 @@ class StartFiles(Struct, frozen=True):
         ]
 
     def nodes(self) -> Iterator[list[Stage]]:
-        """The stages of each node, one node at a time. Raises: PermissionDeniedError."""
-        for paths in self._by_node():
-            yield [stage for path in paths for stage in decode(_bytes(path))]
+        """The stages of each node, one node at a time. Raises: BootseerError."""
+        nodes = self._by_node()
+        contents = _contents([file for files in nodes for file in files])
+        for files in nodes:
+            yield [stage for _ in files for stage in decode(next(contents))]
 
-    def _by_node(self) -> Iterable[list[Path]]:
+    def _by_node(self) -> Collection[list[TimelineFile]]:
         """A later file of a node and rank replaces the earlier one; where no submission tells
         starts apart, it begins another start."""
-        chosen: dict[tuple[str, str], Path] = {}
-        for path in sorted(self.files, key=_when):
-            place = _place(path)
+        chosen: dict[tuple[str, str], TimelineFile] = {}
+        for file in sorted(self.files, key=_when):
+            place = _place(file)
             if place in chosen and not self.submission:
                 chosen.clear()
-            chosen[place] = path
-        by_node: dict[str, list[Path]] = {}
-        for (node, _), path in chosen.items():
-            by_node.setdefault(node, []).append(path)
+            chosen[place] = file
+        by_node: dict[str, list[TimelineFile]] = {}
+        for (node, _), file in chosen.items():
+            by_node.setdefault(node, []).append(file)
         return by_node.values()
 
     def stages(self) -> list[Stage]:
-        """The stages of all nodes. Raises: PermissionDeniedError."""
+        """The stages of all nodes. Raises: BootseerError."""
         return [stage for node in self.nodes() for stage in node]
 
     def events(self, event: str) -> list[str]:
-        """The bodies of the events of this name. Raises: PermissionDeniedError."""
-        return [body for path in self.files for body in decode_events(_bytes(path), event)]
+        """The bodies of the events of this name. Raises: BootseerError."""
+        return [body for data in _contents(self.files) for body in decode_events(data, event)]
 
 
-def list_starts(directory: Path, job: str) -> list[StartFiles]:
-    """The starts of a job, the newest first. Raises: PermissionDeniedError."""
-    try:
-        found = [
-            (max(map(_when, files)), attempt, submission, tuple(files))
-            for (attempt, submission), files in _files(directory / job)
-            if files
-        ]
-    except OSError as error:
-        raise from_oserror(error, f"list the timelines in {directory / job}") from error
-    found.sort(reverse=True)
-    return [
-        StartFiles(attempt, submission, files, when[0])
-        for when, attempt, submission, files in found
-    ]
+class Source(Protocol):
+    """Where timelines are."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    def starts(self, job: str) -> Iterable[StartFiles]:
+        """The starts of a job, in any order. Raises: BootseerError."""
+        ...
+
+
+class _File(Struct, frozen=True):
+    path: Path
+    modified_ns: int
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def read(self) -> bytes:
+        try:
+            return self.path.read_bytes() if self.path.stat().st_size <= BYTES_MAX else b""
+        except OSError as error:
+            raise from_oserror(error, f"read the timeline {self.path}") from error
+
+
+class Folder(Struct, frozen=True):
+    """A `timeline_dir`."""
+
+    path: Path
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return str(self.path)
+
+    def starts(self, job: str) -> Iterator[StartFiles]:
+        """Raises: PermissionDeniedError."""
+        folder = self.path / job
+        try:
+            for attempt in folder.iterdir() if folder.is_dir() else ():
+                if not attempt.name.isdecimal():
+                    continue
+                number = int(attempt.name)
+                below = [entry for entry in os.scandir(attempt) if entry.is_dir()]
+                for name, path in (("", attempt), *((one.name, Path(one)) for one in below)):
+                    if files := _timelines(path):
+                        yield StartFiles(number, name, files)
+        except OSError as error:
+            raise from_oserror(error, f"list the timelines in {folder}") from error
+
+
+class Merged:
+    """Several sources. A timeline that two of them have is read from the first. One that fails is
+    left out, with a warning, where another one has something. For one thread."""
+
+    def __init__(self, *sources: Source) -> None:
+        self.sources = list(sources)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return " or ".join(source.where for source in self.sources)
+
+    def starts(self, job: str) -> Iterator[StartFiles]:
+        """Raises: BootseerError."""
+        found: dict[tuple[int, str], dict[str, TimelineFile]] = {}
+        for source in tuple(self.sources):
+            try:
+                starts = list(source.starts(job))
+            except BootseerError as error:
+                if not found:
+                    raise
+                _log.warning("warning: timelines in %s are left out: %s", source.where, error)
+                self.sources.remove(source)
+                continue
+            for start in starts:
+                known = found.setdefault((start.attempt, start.submission), {})
+                for file in start.files:
+                    known.setdefault(file.name, file)
+        for (attempt, submission), files in found.items():
+            yield StartFiles(attempt, submission, tuple(files.values()))
+
+
+def list_starts(source: Source, job: str) -> list[StartFiles]:
+    """The starts of a job, the newest first. Raises: BootseerError."""
+    return sorted(source.starts(job), key=_newest, reverse=True)
+
+
+def _newest(start: StartFiles) -> tuple[tuple[str, int], int, str]:
+    return max(map(_when, start.files)), start.attempt, start.submission
 
 
 def find_start(
-    directory: Path, job: str, attempt: int | None = None, submission: str | None = None
+    source: Source, job: str, attempt: int | None = None, submission: str | None = None
 ) -> StartFiles:
     """The newest start of `job`, or the newest one that has this attempt and this submission.
 
-    Raises: NotFoundError; PermissionDeniedError.
+    Raises: NotFoundError; BootseerError.
     """
-    for start in list_starts(directory, job):
+    for start in list_starts(source, job):
         if attempt in (None, start.attempt) and submission in (None, start.submission):
             return start
     which = [f"attempt {attempt} of"] if attempt is not None else []
     which += [f"submission {submission!r} of"] if submission is not None else []
     raise NotFoundError(
-        f"no timeline of {' '.join([*which, f'job {job!r}'])} in {directory}; start it with "
+        f"no timeline of {' '.join([*which, f'job {job!r}'])} in {source.where}; start it with "
         f"`bootseer --job {job} run`"
     )
 
 
 def read_start(
-    directory: Path, job: str, attempt: int | None = None, submission: str | None = None
+    source: Source, job: str, attempt: int | None = None, submission: str | None = None
 ) -> list[Stage]:
     """The stages of the start that `find_start` finds. Raises: as it does."""
-    return find_start(directory, job, attempt, submission).stages()
+    return find_start(source, job, attempt, submission).stages()
 
 
-def _files(folder: Path) -> Iterator[tuple[tuple[int, str], list[Path]]]:
-    """The timelines of each (attempt, submission) of a job. Raises: OSError."""
-    for attempt in folder.iterdir() if folder.is_dir() else ():
-        if not attempt.name.isdecimal():
-            continue
-        entries = list(attempt.iterdir())
-        yield (int(attempt.name), ""), [path for path in entries if _is_timeline(path)]
-        for entry in entries:
-            if entry.is_dir():
-                files = [path for path in entry.iterdir() if _is_timeline(path)]
-                yield (int(attempt.name), entry.name), files
+def _timelines(folder: Path) -> tuple[TimelineFile, ...]:
+    return tuple(
+        _File(Path(entry), entry.stat().st_mtime_ns)
+        for entry in os.scandir(folder)
+        if entry.name.endswith(_SUFFIX) and entry.is_file()
+    )
 
 
-def _is_timeline(path: Path) -> bool:
-    return path.suffix == _SUFFIX and path.is_file()
+def _contents(files: Sequence[TimelineFile]) -> Iterator[bytes]:
+    """What is in each, in order; a few that are far away are read ahead. Raises: BootseerError."""
+    if all(isinstance(file, _File) for file in files):
+        yield from (file.read() for file in files)
+        return
+    with ThreadPoolExecutor(_READERS) as pool:
+        ahead: deque[Future[bytes]] = deque()
+        for file in files:
+            ahead.append(pool.submit(file.read))
+            if len(ahead) == _READERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
-def _when(path: Path) -> tuple[str, int]:
+def _when(file: TimelineFile) -> tuple[str, int]:
     """Sorts timelines: their names begin with the second of their start."""
-    return path.name.partition("-")[0], path.stat().st_mtime_ns
+    return file.name.partition("-")[0], file.modified_ns
 
 
-def _place(path: Path) -> tuple[str, str]:
-    """Node and rank, from `TIME-PID-NODE-RANK.jsonl`."""
-    node, _, rank = path.stem.split("-", 2)[-1].rpartition("-")
+def _place(file: TimelineFile) -> tuple[str, str]:
+    """Node and rank, from `TIME-PID-NODE-RANK`."""
+    node, _, rank = file.name.split("-", 2)[-1].rpartition("-")
     return node, rank
-
-
-def _bytes(path: Path) -> bytes:
-    """The content of a timeline; nothing of a file that is too large to be one."""
-    try:
-        return path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
-    except OSError as error:
-        raise from_oserror(error, f"read the timeline {path}") from error

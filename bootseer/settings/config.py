@@ -83,6 +83,8 @@ class Settings(Struct, frozen=True):
     """The folder of images' figures for Prometheus; None: they are not written."""
     auto_index: bool
     """Whether an image that had to be pulled is published in the background, for later starts."""
+    publish_timelines: bool
+    """Whether a node puts the timeline of its start into the store."""
     trace_python: bool
     """Whether the Python processes of a job note what they do until they are ready."""
     registry_hosts_dir: Path
@@ -225,6 +227,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "fill_bytes_per_s": parse_size,
     "metrics_dir": _path_or_off,
     "auto_index": _switch,
+    "publish_timelines": _switch,
     "trace_python": _switch,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,

@@ -72,6 +72,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "fill_bytes_per_s": "5MB",
         "metrics_dir": "off",
         "auto_index": "on",
+        "publish_timelines": "on",
         "trace_python": "on",
         "registry_hosts_dir": "/etc/containerd/certs.d",
         "snapshot_max_age_s": "auto",

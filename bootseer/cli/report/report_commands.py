@@ -10,6 +10,7 @@ from bootseer.cli.output import current_config, emit_json, json_option
 from bootseer.cli.report.report_output import (
     Explained,
     comparison_document,
+    current_timelines,
     explained,
     show_comparison,
     show_start,
@@ -18,7 +19,7 @@ from bootseer.cli.report.report_output import (
     title_of,
 )
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
-from bootseer.profile.files import find_start, list_starts
+from bootseer.profile.files import Source, find_start, list_starts
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
 from bootseer.timeline.otlp import IMPORTS_EVENT
@@ -79,20 +80,23 @@ def report(
     at each barrier, nodes slower than their peers and why, and what the start would have been. A
     stage that is "open" has begun and never ended: it hangs, or its process was killed. Times of
     the table count from the start of the same node.
+
+    Reads the timelines in `timeline_dir` and those that nodes have put into the store.
     """
     config = current_config()
     settings = config.settings
     job = job or settings.job
+    source = current_timelines()
     if lists or history:
-        show_starts(settings.timeline_dir, job, history, as_json)
+        show_starts(source, job, history, as_json)
         return
     if wanted is None and config.sources["attempt"] == "flag":
         wanted = settings.attempt
-    files = find_start(settings.timeline_dir, job, wanted, submission)
+    files = find_start(source, job, wanted, submission)
     start = explained(files)
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
-    other = _other(settings.timeline_dir, job, start, compare) if compare else None
+    other = _other(source, job, start, compare) if compare else None
     if trace_file is not None:
         _write(trace_file, _trace(start))
     if page_file is not None:
@@ -107,10 +111,10 @@ def report(
         show_comparison(other, start)
 
 
-def _other(directory: Path, job: str, start: Explained, name: str) -> Explained:
+def _other(source: Source, job: str, start: Explained, name: str) -> Explained:
     """The start to compare with. Raises: InvalidInputError; NotFoundError."""
     if name == _PREVIOUS:
-        starts = list_starts(directory, job)
+        starts = list_starts(source, job)
         places = [number for number, one in enumerate(starts) if one.name == start.files.name]
         found = starts[places[0] + 1 :][:1] if places else []
         if not found:
@@ -122,7 +126,7 @@ def _other(directory: Path, job: str, start: Explained, name: str) -> Explained:
             raise InvalidInputError(
                 f"{name!r} is no start: write SUBMISSION:ATTEMPT as `bootseer report --list` has it"
             )
-        files = find_start(directory, job, int(attempt), submission)
+        files = find_start(source, job, int(attempt), submission)
     other = explained(files)
     if other is None:
         raise NotFoundError(f"the timelines of start {files.name} hold no stage")

@@ -1,21 +1,22 @@
 """How starts are shown by `bootseer report` and `bootseer watch`: tables and JSON."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import Struct, to_builtins
 
-from bootseer.cli.output import emit_json, emit_table, human_bytes, printable
+from bootseer.cli.output import current_settings, emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
 from bootseer.profile.breakdown import Breakdown, StageRow, break_down
-from bootseer.profile.files import StartFiles, list_starts
+from bootseer.profile.files import Folder, Merged, Source, StartFiles, list_starts
 from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.history import compare_starts, look_back
 from bootseer.profile.reading import read_graph
+from bootseer.profile.stored import Stored
 from bootseer.profile.views.document import analysis_document
 from bootseer.profile.views.text import explain, headline
+from bootseer.store import open_own_store
 
 _COLUMNS = (
     *("stage", "nodes", "ranks", "begins s", "median s", "p99 s", "max s", "slowest", "moved"),
@@ -23,6 +24,16 @@ _COLUMNS = (
 )
 _NAMED_MAX = 5
 _STARTS_MAX = 20
+_DEADLINE_S = 15.0
+"""For a store that does not answer: the folder may have what is asked for."""
+
+
+def current_timelines() -> Source:
+    """Where the command that is running finds timelines."""
+    settings = current_settings()
+    deadline_s = min(settings.deadline_s, _DEADLINE_S)
+    store = open_own_store(settings, deadline_s=deadline_s)
+    return Merged(Folder(settings.timeline_dir), Stored(store))
 
 
 class Explained(Struct, dict=True):
@@ -130,12 +141,12 @@ def show_comparison(before: Explained, after: Explained) -> None:
     emit_table(("stage", "before s", "now s", "more s"), rows, title=title)
 
 
-def show_starts(directory: Path, job: str, history: bool, as_json: bool) -> None:
+def show_starts(source: Source, job: str, history: bool, as_json: bool) -> None:
     """The newest starts, each in a line; with `history`, what they say together."""
-    files = list_starts(directory, job)[:_STARTS_MAX]
+    files = list_starts(source, job)[:_STARTS_MAX]
     found = [start for one in files if (start := explained(one)) is not None]
     if not found:
-        raise NotFoundError(f"no timeline of job {job!r} in {directory}")
+        raise NotFoundError(f"no timeline of job {job!r} in {source.where}")
     looked = look_back([start.analysis for start in reversed(found)])
     if as_json:
         starts = [

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 from msgspec import to_builtins
 
 from bootseer.cli.output import current_settings, emit_json, json_option, printable
-from bootseer.cli.report.report_output import explained
+from bootseer.cli.report.report_output import current_timelines, explained
 from bootseer.errors import NotFoundError
-from bootseer.profile.files import find_start, list_starts
+from bootseer.profile.files import Source, find_start, list_starts
 from bootseer.profile.model.progress import Progress, progress
 
 _EARLIER_MAX = 5
@@ -29,31 +28,35 @@ _SILENT_S = 600.0
 def watch(job: str | None, times: float, every: float, once: bool, as_json: bool) -> None:
     """Follow the newest start of JOB (default: the configured job) until it is ready.
 
-    Reads the timelines in `timeline_dir`: where the nodes share that folder, those of all nodes.
+    Reads the timelines in `timeline_dir`, at once where the nodes share that folder, and those that
+    nodes have put into the store, which they do now and then until they are ready.
     Ends when all processes are ready, or when nothing was noted for ten minutes.
     """
     settings = current_settings()
     job = job or settings.job
-    earlier = _earlier(settings.timeline_dir, job)
+    source = current_timelines()
+    earlier = _earlier(source, job)
     while True:
-        files = find_start(settings.timeline_dir, job)
+        looked_s = time.monotonic()
+        files = find_start(source, job)
         found = progress(files.stages(), time.time_ns(), times, earlier)
         if as_json:
             emit_json(to_builtins(found))
         else:
             for line in _lines(job, found):
                 click.echo(printable(line))
-        newest = max(path.stat().st_mtime for path in files.files)
-        if once or _is_over(found) or time.time() - newest > _SILENT_S:
+        silent_s = time.time() - files.modified_ns / 1e9
+        if once or _is_over(found) or silent_s > _SILENT_S:
             return
-        time.sleep(max(0.1, every))
+        # A large start in a store takes a while to read: it is not read all the time.
+        time.sleep(max(0.1, every, time.monotonic() - looked_s))
 
 
-def _earlier(directory: Path, job: str) -> Sequence[float]:
+def _earlier(source: Source, job: str) -> Sequence[float]:
     """How long the starts before the newest one took until they were ready, as far as they were."""
-    starts = list_starts(directory, job)
+    starts = list_starts(source, job)
     if not starts:
-        raise NotFoundError(f"no timeline of job {job!r} in {directory}")
+        raise NotFoundError(f"no timeline of job {job!r} in {source.where}")
     found = [explained(one) for one in starts[1 : _EARLIER_MAX + 1]]
     models = [start.model for start in found if start is not None]
     return [model.measured_s for model in models if model.is_ready]

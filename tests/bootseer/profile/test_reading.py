@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from bench.profile.generate import Recipe, some_faults, write_timelines
-from bootseer.profile.files import find_start
+from bootseer.profile.files import Folder, find_start
 
 _READ = """
 import os, pathlib, sys
 import msgspec
 from bootseer.profile.breakdown import break_down
-from bootseer.profile.files import find_start
+from bootseer.profile.files import Folder, find_start
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.reading import read_graph
 from bootseer.profile.views.document import analysis_document
@@ -23,7 +23,7 @@ def count():
     global forks
     forks += 1
 os.register_at_fork(after_in_parent=count)
-graph = read_graph(find_start(pathlib.Path(sys.argv[1]), "j"), int(sys.argv[2]))
+graph = read_graph(find_start(Folder(pathlib.Path(sys.argv[1])), "j"), int(sys.argv[2]))
 found = break_down(graph)
 model = StartModel(graph)
 analysis = model.analyse()
@@ -51,10 +51,11 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
 
 def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
     write_timelines(tmp_path, Recipe(10, 1), job="j", submission="s")
-    files = find_start(tmp_path, "j")
+    files = find_start(Folder(tmp_path), "j")
     parts = files.parts(4)
     assert [len(part.files) for part in parts] == [4, 4, 2]
-    assert [path for part in parts for path in part.files] == sorted(files.files)
+    names = [file.name for part in parts for file in part.files]
+    assert names == sorted(file.name for file in files.files)
 
 
 _IN_ORDER = """

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bootseer.profile.breakdown import Breakdown, break_down
-from bootseer.profile.files import read_start
+from bootseer.profile.files import Folder, read_start
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import node_of
 from bootseer.timeline import Timeline
@@ -184,9 +184,9 @@ def test_two_submissions_of_one_name_are_two_starts(tmp_path: Path) -> None:
     _start(tmp_path, "100", 1, "requeued", "a")
     # Of another one, on another node, with a lower attempt.
     _start(tmp_path, "101", 0, "second", "b")
-    assert _names(read_start(tmp_path, "j")) == {"second"}
-    assert _names(read_start(tmp_path, "j", submission="100")) == {"requeued"}
-    assert _names(read_start(tmp_path, "j", 0, "100")) == {"first"}
+    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
+    assert _names(read_start(Folder(tmp_path), "j", submission="100")) == {"requeued"}
+    assert _names(read_start(Folder(tmp_path), "j", 0, "100")) == {"first"}
     table = _report(tmp_path, "j", "--submission", "100").stdout
     assert "submission 100" in table
     assert "second" not in table
@@ -200,12 +200,12 @@ def test_without_a_submission_a_node_that_starts_again_begins_another_start(
 ) -> None:
     _start(tmp_path, "", 0, "first", "a")
     _start(tmp_path, "", 0, "first", "b")
-    assert len(read_start(tmp_path, "j")) == 4
+    assert len(read_start(Folder(tmp_path), "j")) == 4
     _start(tmp_path, "", 0, "second", "b")
-    assert _names(read_start(tmp_path, "j")) == {"second"}
+    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
     _start(tmp_path, "", 0, "second", "a")
-    assert len(read_start(tmp_path, "j")) == 4
-    assert _names(read_start(tmp_path, "j")) == {"second"}
+    assert len(read_start(Folder(tmp_path), "j")) == 4
+    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
 
 
 def test_a_rank_that_starts_again_in_a_submission_replaces_its_earlier_start(
@@ -213,8 +213,8 @@ def test_a_rank_that_starts_again_in_a_submission_replaces_its_earlier_start(
 ) -> None:
     for node, name in (("a", "first"), ("b", "first"), ("b", "again")):
         _start(tmp_path, "u-1", 0, name, node)
-    assert _names(read_start(tmp_path, "j")) == {"first", "again"}
-    assert len(read_start(tmp_path, "j")) == 4
+    assert _names(read_start(Folder(tmp_path), "j")) == {"first", "again"}
+    assert len(read_start(Folder(tmp_path), "j")) == 4
 
 
 def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
     for job_id in ("7", "8"):
         environ = {**os.environ, **base, "SLURM_JOB_ID": job_id}
         subprocess.run(command, env=environ, check=True, timeout=60)
-    old, new = (read_start(tmp_path, "train", submission=job_id) for job_id in ("7", "8"))
+    old, new = (read_start(Folder(tmp_path), "train", submission=job_id) for job_id in ("7", "8"))
     assert len({stage.trace_id for stage in old} | {stage.trace_id for stage in new}) == 2
     assert {stage.resource["bootseer.submission"] for stage in new} == {"8"}
     table = _report(tmp_path, "train").stdout
@@ -237,7 +237,7 @@ def test_timelines_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Written by 87a10d6: two nodes of one start, with two workers on each."""
     compat = Path(__file__).parents[2] / "compat" / "timeline-1"
     shutil.copytree(compat, tmp_path / "old" / "0")
-    breakdown = _break_down(read_start(tmp_path, "old"))
+    breakdown = _break_down(read_start(Folder(tmp_path), "old"))
     assert breakdown is not None
     assert (breakdown.node_count, breakdown.rank_count, breakdown.submission) == (2, 4, "")
     assert [row.name for row in breakdown.stages] == ["environment", "load"]

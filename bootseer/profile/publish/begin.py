@@ -1,0 +1,117 @@
+"""Has the timeline of a start published, by a process that is nobody's child: the launcher becomes
+the job. One such process serves all launchers of a start on a node; they leave it notes.
+
+Alone owns `run_dir/timelines`. Light, since every start loads it. Main thread.
+"""
+
+import logging
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.base.documents import to_line
+from bootseer.errors import BootseerError
+from bootseer.linux.locks import lock_file
+from bootseer.linux.private_files import private_directory, private_opener, write_private_file
+from bootseer.linux.processes import start_time
+from bootseer.profile.publish.endpoints import endpoints
+from bootseer.served.folders import log_path
+from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.ready_socket import new_ready_name
+from bootseer.settings.config import Settings
+from bootseer.timeline.recorder import Timeline
+
+_log = logging.getLogger(__name__)
+
+LOCK = "lock"
+NOTE_SUFFIX = ".json"
+_WORKER = "bootseer.profile.publish.worker"
+
+
+class Note(Struct, frozen=True):
+    """What a launcher says of itself."""
+
+    settings: Settings
+    timeline: Path
+    pid: int
+    """Of the launcher, and of the job that it becomes."""
+    pid_started: str
+    ready_name: str
+
+
+class Round(Struct, frozen=True):
+    """What one round of publishing has done."""
+
+    sent: dict[str, int] = {}
+    """How much of each file the collector has."""
+    problems: dict[str, str] = {}
+    """What went wrong, by who it went wrong with."""
+
+
+def begin_publisher(settings: Settings, timeline: Timeline) -> None:
+    """Have the timeline that this process begins published when the start is ready, now and then
+    until then, and at the end. Never raises, and waits for nobody: one warning where that fails."""
+    if not timeline.is_written or not _is_wanted(settings):
+        return
+    ready_name = new_ready_name()
+    pid = os.getpid()
+    note = Note(settings, timeline.path, pid, start_time(pid), ready_name)
+    identity = _identity(settings)
+    try:
+        folder = private_directory(settings.run_dir / "timelines" / identity)
+        write_private_file(folder / f"{pid}{NOTE_SUFFIX}", to_line(note).encode("ascii"))
+        # Else another launcher's sees the note.
+        if not _is_served(folder):
+            _start(folder, log_path(settings.run_dir, f"timeline-{identity}"))
+    except (BootseerError, OSError) as error:
+        _log.warning("warning: the timeline of this start stays on this node: %s", error)
+        return
+    names = filter(None, [os.environ.get(READY_VARIABLE, ""), ready_name])
+    os.environ[READY_VARIABLE] = ",".join(names)
+
+
+def _is_wanted(settings: Settings) -> bool:
+    return is_stored(settings) or settings.metrics_dir is not None or bool(endpoints(os.environ))
+
+
+def is_stored(settings: Settings) -> bool:
+    """Whether the timeline goes to the store. What lies beside an image in a registry is no place
+    for what each start adds."""
+    return settings.publish_timelines and not settings.store_url.startswith("oci:")
+
+
+def _identity(settings: Settings) -> str:
+    parts = (settings.job, settings.submission, str(settings.attempt), settings.node)
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _is_served(folder: Path) -> bool:
+    try:
+        os.close(lock_file(folder / LOCK, 0))
+    except TimeoutError:
+        return True
+    return False
+
+
+def _start(folder: Path, log: Path) -> None:
+    # Here: a start that has nothing to publish does without.
+    import subprocess
+
+    from bootseer.served.background import python_environment
+
+    private_directory(log.parent)
+    with open(log, "ab", opener=private_opener) as sink:
+        # The shell ends at once, and what it began has no parent any more.
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", _WORKER, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            env=python_environment(),
+            cwd="/",
+            check=True,
+        )

@@ -1,0 +1,74 @@
+"""A node's timelines as they may leave it: whole lines of JSON, without secrets.
+
+Jobs write their timelines themselves, with whatever is in their errors and names: each text in a
+line is redacted, and what is no line of JSON is left out. Functions only.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bootseer.base.redact import redact
+from bootseer.profile.files import BYTES_MAX
+
+_LINE_BYTES_MAX = 1024 * 1024
+_redact = lru_cache(4096)(redact)
+
+
+class Line(NamedTuple):
+    """One line of a timeline."""
+
+    path: str
+    end: int
+    """Where it ends in its file."""
+    document: dict[str, Any]
+
+
+def outgoing(paths: Iterable[Path]) -> Iterator[Line]:
+    """The lines of these files, as many as the timeline of a start may have. Raises: OSError."""
+    left = BYTES_MAX
+    for path in paths:
+        with open(path, "rb", opener=_opener) as file:
+            data = file.read(left)
+        left -= len(data)
+        end = 0
+        for text in data.splitlines(keepends=True):
+            end += len(text)
+            document = _document(text)
+            if document is not None:
+                yield Line(str(path), end, document)
+
+
+def _opener(path: str, flags: int) -> int:
+    # Whatever a job has put in its place.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def encode(lines: Iterable[Line]) -> bytes:
+    """The lines as a timeline has them."""
+    return b"".join(msgspec.json.encode(line.document) + b"\n" for line in lines)
+
+
+def _document(text: bytes) -> dict[str, Any] | None:
+    # The last one may still be written.
+    if len(text) > _LINE_BYTES_MAX or not text.endswith(b"\n"):
+        return None
+    try:
+        document = _without_secrets(msgspec.json.decode(text))
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return _redact(value)
+    if isinstance(value, list):
+        return [_without_secrets(one) for one in value]
+    if isinstance(value, dict):
+        return {_redact(key): _without_secrets(one) for key, one in value.items()}
+    return value

@@ -1,0 +1,34 @@
+"""One round of publishing: the node's timeline as it is now, to the store and the collector.
+
+Runs in a copy of the process that follows the start (`worker`). What fails is said, and tried again
+in the next round; nobody waits for it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from bootseer.errors import BootseerError
+from bootseer.profile.publish.begin import Note, Round, is_stored
+from bootseer.profile.publish.outgoing import Line, encode, outgoing
+from bootseer.profile.stored import key_of, pack
+from bootseer.store import open_own_store
+
+
+def publish(notes: Sequence[Note], sent: Mapping[str, int]) -> Round:
+    """Publish the timelines of these launchers, of which the collector has as much as `sent`
+    says."""
+    problems: dict[str, str] = {}
+    lines = list(outgoing(note.timeline for note in notes))
+    try:
+        if is_stored(notes[0].settings):
+            _store(notes[0], lines)
+    except (BootseerError, OSError) as error:
+        problems["the store"] = str(error)
+    return Round({}, problems)
+
+
+def _store(note: Note, lines: Sequence[Line]) -> None:
+    """Put it there in the place of what an earlier round has put. Raises: BootseerError."""
+    settings = note.settings
+    key = key_of(settings.job, settings.submission, settings.attempt, note.timeline.stem)
+    with open_own_store(settings) as store:
+        store.publish(key, pack(encode(lines)), replace=True)

@@ -1,0 +1,198 @@
+"""The process that publishes the timeline of a start on a node: `python -m ... FOLDER`.
+
+It waits until the start is ready or over, holding little memory. Each time that it publishes, a
+copy of it does so and is killed when it takes too long: whatever hangs in a store or a collector
+costs nobody else anything. It ends by itself. `begin` says what it is handed.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bootseer.base.documents import from_line, to_line
+from bootseer.base.redact import redact
+from bootseer.errors import BootseerError
+from bootseer.linux.locks import lock_file
+from bootseer.linux.processes import start_time, wait_readable
+from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, Note, Round
+from bootseer.profile.publish.schedule import Schedule
+from bootseer.served.ready_socket import ReadySocket
+from bootseer.transfer.policy import dice
+
+_log = logging.getLogger(__name__)
+
+_NICENESS = 15
+_QUIET_S, _QUIET_S_MAX = 1.0, 10.0
+"""Servers note what they did when the job is gone."""
+_ROUND_S = 120.0
+_RESULT_BYTES_MAX = 1 << 16
+_NOTE_BYTES_MAX = 1 << 20
+
+
+class _Follower:
+    """The launchers of one start on this node, as far as they have come."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: set[str] = set()
+        self._notes: list[Note] = []
+        self._running: dict[int, Note] = {}
+        """By a descriptor of the process."""
+        self._listening: dict[int, ReadySocket] = {}
+        self._sizes: list[int] = []
+        self._sent: dict[str, int] = {}
+        self._said: set[str] = set()
+        self._schedule = Schedule(time.monotonic(), dice())
+
+    def take_notes(self) -> bool:
+        """Take in launchers that came since; False where there are none."""
+        names = [path.name for path in self._folder.glob(f"*{NOTE_SUFFIX}")]
+        new = [name for name in sorted(names) if name not in self._seen]
+        for name in new:
+            self._seen.add(name)
+            path = self._folder / name
+            with contextlib.suppress(OSError, BootseerError, ValueError):
+                self._take(from_line(path.read_bytes()[:_NOTE_BYTES_MAX], Note))
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return bool(new)
+
+    def _take(self, note: Note) -> None:
+        known = {one.settings.rank for one in self._notes}
+        if note.settings.rank in known:
+            # A task that was started again: it is another start, or takes the other's place.
+            self._publish()
+            is_other = not note.settings.submission
+            self._notes = [
+                one
+                for one in self._notes
+                if not is_other and one.settings.rank != note.settings.rank
+            ]
+        self._notes.append(note)
+        self._schedule = Schedule(time.monotonic(), dice())
+        with contextlib.suppress(OSError):
+            process = os.pidfd_open(note.pid)
+            self._running[process] = note
+            if start_time(note.pid) != note.pid_started:
+                self._forget(process)
+        listener = ReadySocket(note.ready_name)
+        self._listening[listener.fileno()] = listener
+
+    def _forget(self, process: int) -> None:
+        del self._running[process]
+        os.close(process)
+
+    def follow(self) -> None:
+        """Until all launchers' jobs are over, or nothing new is to be expected."""
+        while self._running and not self._schedule.is_over:
+            left_s = self._schedule.next_s - time.monotonic()
+            for one in wait_readable([*self._running, *self._listening], max(0.0, left_s)):
+                if one in self._running:
+                    self._forget(one)
+                elif self._listening[one].take():
+                    self._listening.pop(one).close()
+                    self._schedule.ready(time.monotonic())
+            if time.monotonic() >= self._schedule.next_s:
+                self.take_notes()
+                self._publish()
+                self._schedule.looked(time.monotonic())
+        self._wait_quiet()
+        self._publish()
+
+    def _wait_quiet(self) -> None:
+        deadline_s = time.monotonic() + _QUIET_S_MAX
+        before: list[int] = []
+        while (sizes := self._now()) != before and time.monotonic() < deadline_s:
+            before = sizes
+            time.sleep(_QUIET_S)
+
+    def _now(self) -> list[int]:
+        sizes = []
+        for note in self._notes:
+            with contextlib.suppress(OSError):
+                sizes.append(note.timeline.stat().st_size)
+        return sizes
+
+    def _publish(self) -> None:
+        """Whatever there is to publish, if there is something new."""
+        sizes = self._now()
+        if sizes == self._sizes:
+            return
+        notes, sent = self._notes, self._sent
+
+        def work() -> Round:
+            from bootseer.profile.publish.round import publish
+
+            return publish(notes, sent)
+
+        found = in_a_copy(work, _ROUND_S + notes[0].settings.deadline_s)
+        self._sent = {**self._sent, **found.sent}
+        for whom, problem in found.problems.items():
+            if whom not in self._said:
+                self._said.add(whom)
+                _log.warning("%s: %s", whom, redact(problem))
+        if not found.problems:
+            self._sizes = sizes
+
+
+def in_a_copy(work: Callable[[], Round], limit_s: float) -> Round:
+    """What `work` returns in a copy of this process, which is killed after `limit_s`."""
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(theirs, to_line(work()).encode("ascii"))
+        except Exception as error:
+            result = Round(problems={"publishing": f"{type(error).__name__}: {error}"})
+            os.write(theirs, to_line(result).encode("ascii"))
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        data = b""
+        if wait_readable([ours], limit_s):
+            data = os.read(ours, _RESULT_BYTES_MAX)
+        return from_line(data, Round) if data else _nothing(limit_s)
+    except (ValueError, BootseerError):
+        return _nothing(limit_s)
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _nothing(limit_s: float) -> Round:
+    return Round(problems={"publishing": f"it ended without a word, or took {limit_s:g} s"})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of the process."""
+    os.nice(_NICENESS)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s timeline: %(message)s")
+    folder = Path(arguments[0])
+    while True:
+        try:
+            lock = lock_file(folder / LOCK, 0)
+        except TimeoutError:
+            return 0
+        follower = _Follower(folder)
+        while follower.take_notes():
+            follower.follow()
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        try:
+            folder.rmdir()
+        except OSError:
+            # A launcher came this moment, and may have found the lock taken.
+            if any(folder.glob(f"*{NOTE_SUFFIX}")):
+                continue
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

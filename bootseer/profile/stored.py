@@ -1,0 +1,121 @@
+"""Timelines in the store: one object per node and start.
+
+Alone owns `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst` (docs/format/timeline.md). Whoever may
+write to the store writes these: what is read is bounded, and names that are none are passed over.
+Functions and frozen objects only; any thread.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+
+import zstandard
+from msgspec import Struct
+
+from bootseer.errors import CorruptError, NotFoundError
+from bootseer.profile.files import BYTES_MAX, StartFiles
+from bootseer.store import Store
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "starts/"
+OBJECT_BYTES_MAX = 16 * 1024 * 1024
+"""Of an object as it is stored: a node's timelines of `BYTES_MAX` become a tenth of that."""
+STARTS_MAX = 1000
+"""Of a job; `store gc` leaves far fewer."""
+_SUFFIX = ".jsonl.zst"
+_LEVEL = 9
+_WINDOW_BYTES_MAX = 8 * 1024 * 1024
+_LISTERS = 8
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_START = re.compile(rf"({_WORD}|)-([0-9]{{1,9}})")
+_NAME = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z-[0-9]{{1,10}}-{_WORD}-[0-9]{{1,9}})\.jsonl\.zst")
+
+
+def key_of(job: str, submission: str, attempt: int, name: str) -> str:
+    """Where the timeline of a node lies. `name`: of its first file, `TIME-PID-NODE-RANK`."""
+    return f"{FOLDER}{job}/{submission}-{attempt}/{name}{_SUFFIX}"
+
+
+def start_of(key: str) -> tuple[str, str] | None:
+    """Job and start that the object at a key belongs to; None where it is not in a start's
+    folder."""
+    parts = key.split("/")
+    return (parts[1], parts[2]) if len(parts) == 4 and key.startswith(FOLDER) else None
+
+
+def pack(data: bytes) -> bytes:
+    """The object that holds these lines. Raises: CorruptError where it would be too large."""
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+    if len(data) > BYTES_MAX or len(packed) > OBJECT_BYTES_MAX:
+        raise CorruptError(f"{len(data)} bytes are too many for the timeline of a start")
+    return packed
+
+
+def unpack(packed: bytes) -> bytes:
+    """The lines in an object. Raises: CorruptError where it is none, or too large for one."""
+    if len(packed) > OBJECT_BYTES_MAX:
+        raise CorruptError("it is too large for the timeline of a start")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+    try:
+        with decompressor.stream_reader(BytesIO(packed)) as stream:
+            data = stream.read(BYTES_MAX + 1)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"it is no timeline: {error}") from error
+    if len(data) > BYTES_MAX:
+        raise CorruptError("it holds more than the timeline of a start")
+    return data
+
+
+class _Object(Struct, frozen=True):
+    store: Store
+    key: str
+    modified_ns: int
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2].removesuffix(_SUFFIX)
+
+    def read(self) -> bytes:
+        """Nothing of an object that is gone, or is none of ours: others are worth reading."""
+        try:
+            return unpack(self.store.read(self.key, 0, OBJECT_BYTES_MAX + 1))
+        except (NotFoundError, CorruptError) as error:
+            _log.warning("warning: %s/%s is left out: %s", self.store.url, self.key, error)
+            return b""
+
+
+class Stored(Struct, frozen=True):
+    """The timelines that nodes have put into a store."""
+
+    store: Store
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.store.url
+
+    def starts(self, job: str) -> Sequence[StartFiles]:
+        """Raises: UnavailableError, DeadlineError, PermissionDeniedError."""
+        with ThreadPoolExecutor(_LISTERS) as pool:
+            found = pool.map(lambda name: self._start(job, name), self._names(job))
+            return [start for start in found if start.files]
+
+    def _names(self, job: str) -> list[str]:
+        try:
+            infos = self.store.backend.list(f"{FOLDER}{job}")
+            names = [info.path.rpartition("/")[2] for info in infos if info.is_dir]
+        except NotFoundError:
+            return []
+        return [name for name in names if _START.fullmatch(name)][:STARTS_MAX]
+
+    def _start(self, job: str, name: str) -> StartFiles:
+        submission, _, attempt = name.rpartition("-")
+        files = [
+            _Object(self.store, info.path, info.modified_ns)
+            for info in self.store.list(f"{FOLDER}{job}/{name}/")
+            if info.size_bytes <= OBJECT_BYTES_MAX and _NAME.fullmatch(info.path.split("/", 3)[3])
+        ]
+        return StartFiles(int(attempt), submission, tuple(files))

@@ -1,0 +1,295 @@
+"""Timelines in the store: put by real starts, read from elsewhere, bounded, and collected."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from click.testing import CliRunner
+
+from bootseer.cli import cli
+from bootseer.errors import CorruptError
+from bootseer.gc.retention import DAY_S, Rules
+from bootseer.profile.files import BYTES_MAX, Folder, Merged, list_starts, read_start
+from bootseer.profile.publish.begin import Round
+from bootseer.profile.publish.schedule import Schedule
+from bootseer.profile.publish.worker import in_a_copy
+from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
+from bootseer.store import Store, open_backend, open_store
+from bootseer.timeline import Timeline
+from tests.bootseer.gc.collecting import age, run_gc
+from tests.bootseer.launch.conftest import silent_url
+from tests.bootseer.launch.harness import node_at
+from tests.support.mounts.image_mounts import settings_at
+from tests.support.servers.s3 import s3_server
+from tests.support.waiting import wait_for
+
+__all__ = ["silent_url"]
+
+_ON = {"BOOTSEER_PUBLISH_TIMELINES": "on", "SLURM_JOB_ID": "7"}
+_SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+_SECRET = "hf_" + "x" * 20
+_TRAIN = f"""
+import bootseer
+try:
+    with bootseer.stage("load"):
+        raise OSError("cannot log in with token={_SECRET}")
+except OSError:
+    pass
+bootseer.ready()
+"""
+
+
+@contextmanager
+def _variables(variables: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(
+    params=["local", pytest.param("hdfs", marks=pytest.mark.hdfs), "s3"],
+)
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The URL of a store that does not exist yet, and the variables that it needs."""
+    if request.param == "local":
+        yield (tmp_path / "store").as_uri(), {}
+    elif request.param == "hdfs":
+        yield request.getfixturevalue("hdfs_url"), {}
+    else:
+        with s3_server() as environment, _variables(environment):
+            open_backend("s3://timelines").mkdir("")
+            yield "s3://timelines/store", environment
+
+
+def _run(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def test_a_start_of_two_nodes_is_explained_from_the_store_alone(
+    shared: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    url, more = shared
+    python = ("--", sys.executable, "-c", _TRAIN)
+    with node_at(tmp_path / "a", url) as a, node_at(tmp_path / "b", url) as b:
+        running = [
+            # Two launchers of one node, as `srun` starts them, and one of another.
+            node.start(
+                *python,
+                variables={**_ON, **more, "BOOTSEER_NODE": name, "RANK": rank},
+                **_SILENT,
+            )
+            for node, name, rank in ((a, "a", "0"), (a, "a", "1"), (b, "b", "2"))
+        ]
+        for process in running:
+            assert process.wait(60) == 0
+        a.wait_clean()
+        b.wait_clean()
+    with open_store(url) as store:
+        keys = [info.path for info in store.list("starts/")]
+        assert len(keys) == 2
+        assert all(key.startswith("starts/job/7-0/2") for key in keys)
+        data = b"".join(unpack(store.read(key)) for key in keys)
+    assert _SECRET.encode() not in data
+    assert b"cannot log in with token=" in data
+    far = ("--store", url, "--timeline-dir", str(tmp_path / "none"))
+    document = json.loads(_run(*far, "report", "job", "--json"))
+    assert (document["submission"], document["node_count"]) == ("7", 2)
+    assert document["ready"]["rank_count"] == 3
+    assert "7:0" in _run(*far, "report", "job", "--list")
+    assert "trend" in _run(*far, "report", "job", "--history")
+    assert "2 node(s), 3 process(es) ready" in _run(*far, "watch", "job", "--once")
+
+
+def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
+    with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
+        code = "import bootseer, time; bootseer.ready(); time.sleep(600)"
+        job = node.start("--", sys.executable, "-c", code, variables=_ON, **_SILENT)
+        try:
+            objects = tmp_path / "store" / "starts" / "job" / "7-0"
+            wait_for(lambda: objects.is_dir() and any(objects.iterdir()), "the timeline")
+            with open_store(node.store) as store:
+                names = {stage.name for stage in read_start(Stored(store), "job")}
+            assert names >= {"start", "ready"}
+        finally:
+            job.kill()
+            job.wait(60)
+        node.wait_clean()
+        # The folder in which launchers leave notes goes with the last.
+        assert not any((node.base / "run" / "timelines").iterdir())
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "dead"])
+def test_a_store_that_does_not_answer_costs_a_start_nothing(
+    tmp_path: Path, silent_url: str, is_silent: bool
+) -> None:
+    url = silent_url if is_silent else "hdfs://127.0.0.1:1/store"
+    with node_at(tmp_path / "node", url) as node:
+        done = node.run("--", "sh", "-c", "echo done", variables={**_ON, "BOOTSEER_DEADLINE": "1"})
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+        node.wait_clean()
+        (log,) = (node.base / "run" / "logs").iterdir()
+        assert log.read_text().count("the store: ") == 1
+
+
+def test_a_default_store_is_no_place_for_timelines(tmp_path: Path) -> None:
+    with node_at(tmp_path / "node", "") as node:
+        assert node.run("--", "sh", "-c", ":", variables=_ON).returncode == 0
+        node.wait_clean()
+        assert not (node.base / "run").exists()
+
+
+def test_a_store_that_fails_leaves_what_the_folder_has(tmp_path: Path) -> None:
+    Timeline.start(tmp_path, job="j", submission="s", attempt=0, node="n", rank=0).span(
+        "image"
+    ).end()
+    url = ("--store", "hdfs://127.0.0.1:1/store")
+    shown = _run(*url, "--timeline-dir", str(tmp_path), "report", "j")
+    assert "submission s" in shown
+    failed = CliRunner().invoke(cli, [*url, "--timeline-dir", str(tmp_path / "x"), "report", "j"])
+    assert "127.0.0.1:1" in str(failed.exception)
+
+
+def test_a_round_that_hangs_is_ended() -> None:
+    def hang() -> Round:
+        time.sleep(600)
+        return Round()
+
+    def die() -> Round:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return Round()
+
+    assert "took 0.2 s" in in_a_copy(hang, 0.2).problems["publishing"]
+    assert "without a word" in in_a_copy(die, 60).problems["publishing"]
+    assert in_a_copy(lambda: Round({"f": 1}), 60) == Round({"f": 1})
+
+
+def test_looks_get_rarer_and_end() -> None:
+    schedule = Schedule(0, 1)
+    looks: list[float] = []
+    while not schedule.is_over:
+        looks.append(schedule.next_s)
+        schedule.looked(schedule.next_s)
+    assert looks[:4] == [30, 90, 210, 450]
+    assert len(looks) < 110
+    schedule.ready(looks[3])
+    after: list[float] = []
+    while not schedule.is_over:
+        after.append(schedule.next_s)
+        schedule.looked(schedule.next_s)
+    assert after[0] == looks[3] + 2
+    assert len(after) == 8
+
+
+# ---- what others write there ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[Store]:
+    with closing(open_store(store_url)) as opened:
+        yield opened
+
+
+def _line(tmp_path: Path, node: str = "n") -> bytes:
+    timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=0, node=node, rank=0)
+    timeline.span("image").end()
+    return timeline.path.read_bytes()
+
+
+def test_hostile_objects_are_left_out(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = _line(tmp_path / "one")
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(BYTES_MAX + 1))
+    assert len(bomb) < 100_000
+    parameters = zstandard.ZstdCompressionParameters(window_log=27)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    far_window = stream.compress(os.urandom(2**20)) + stream.flush()
+    for number, data in enumerate((pack(good), bomb, b"no zstd", pack(b"[[[[" * 9999), b"")):
+        name = f"20261123T00000{number}Z-1-n{number}-0"
+        store.publish(key_of("j", "s", 0, name), data)
+    for key in (
+        "starts/j/s-0/readme",
+        "starts/j/s-0/20261123T000000Z-1-\x1b[31m-0.jsonl.zst",
+        "starts/j/s-0/deep/20261123T000000Z-1-n-0.jsonl.zst",
+        "starts/j/nonsense/20261123T000000Z-1-n-0.jsonl.zst",
+        "starts/j/s-99999999999/20261123T000000Z-1-n-0.jsonl.zst",
+    ):
+        store.publish(key, pack(good))
+    (start,) = list_starts(Stored(store), "j")
+    assert (start.name, len(start.files)) == ("s:0", 5)
+    assert {stage.name for stage in start.stages()} == {"image"}
+    assert caplog.text.count("is left out") == 2
+    with pytest.raises(CorruptError):
+        unpack(far_window)
+    assert list_starts(Stored(store), "nobody") == []
+
+
+def test_objects_are_bounded_by_who_writes_them() -> None:
+    with pytest.raises(CorruptError, match="too many"):
+        pack(bytes(BYTES_MAX + 1))
+    with pytest.raises(CorruptError, match="too many"):
+        pack(os.urandom(OBJECT_BYTES_MAX))
+
+
+def test_a_timeline_in_both_places_is_read_once(store: Store, tmp_path: Path) -> None:
+    line = _line(tmp_path / "folder", "a")
+    (path,) = (tmp_path / "folder").rglob("*.jsonl")
+    store.publish(key_of("j", "s", 0, path.stem), pack(line))
+    other = path.stem.replace("-a-", "-b-")
+    store.publish(key_of("j", "s", 0, other), pack(line.replace(b'"a"', b'"b"')))
+    both = Merged(Folder(tmp_path / "folder"), Stored(store))
+    (start,) = list_starts(both, "j")
+    assert sorted(stage.resource["host.name"] for stage in start.stages()) == ["a", "b"]
+
+
+# ---- how long they stay --------------------------------------------------------------------------
+
+
+def test_timelines_of_old_starts_go(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    with open_store(settings.store_url) as store:
+        for number in range(5):
+            for node in "ab":
+                name = f"20261123T00000{number}Z-1-{node}-0"
+                store.publish(key_of("j", str(number), 0, name), pack(b""))
+        store.publish(key_of("other", "1", 0, "20261123T000000Z-1-a-0"), pack(b""))
+        store.publish("starts/strange", b"")
+    for number in range(5):
+        age(settings, f"starts/j/{number}-0", (10 - number) * DAY_S)
+    assert run_gc(settings)[0].deletions == ()
+    assert run_gc(settings, Rules(keep_starts=3))[1].deleted_count == 4
+    # Of a start that is older than both, nothing stays; one that is young stays in any case.
+    assert run_gc(settings, Rules(keep_start_days=7.5))[1].deleted_count == 2
+    run_gc(settings, Rules(keep_starts=0))
+    with open_store(settings.store_url) as store:
+        keys = [info.path for info in store.list("starts/")]
+    assert keys == ["starts/other/1-0/20261123T000000Z-1-a-0.jsonl.zst", "starts/strange"]
+
+
+def test_the_command_tells_what_would_go(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    with open_store(url) as store:
+        store.publish(key_of("j", "1", 0, "20261123T000000Z-1-a-0"), pack(b""))
+    old = time.time() - 100 * DAY_S
+    for path in (tmp_path / "store" / "starts").rglob("*.zst"):
+        os.utime(path, (old, old))
+    for more, count in (((), 1), (("--keep-start-days", "101"), 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", "bootseer", "--store", url, "store", "gc", "--json", *more],
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        assert len(json.loads(done.stdout)["deletions"]) == count
