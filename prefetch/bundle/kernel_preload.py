@@ -2,7 +2,7 @@
 
 A start that is replayed asks for a few kilobytes at a time, and waits for each answer while another
 processor has nothing to do. So a process beside this one looks the names up (`name_walk`), and the
-pages that come next in the bundle go into the kernel's page cache (`preload_window` says how many).
+pages that come next in the bundle go into the kernel's page cache (`PreloadWindow` says how many).
 They are noted as if they had been asked for.
 
 A help, never a condition: what is not handed over, the kernel asks for. Alone decides what is.
@@ -21,8 +21,7 @@ from typing import TypeAlias
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Buffer
 from bootseer.prefetch.bundle import name_walk
-from bootseer.prefetch.bundle.preload_plan import PreloadPlan
-from bootseer.prefetch.bundle.preload_window import PreloadWindow
+from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.index.stream_contents import Pages
 

@@ -12,13 +12,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.bundle.disk_warming import disk_runs
-from bootseer.prefetch.bundle.format import Bundle, BundleFrame, Placement, decode_frame
+from bootseer.prefetch.bundle.format import (
+    Bundle,
+    BundleExtent,
+    BundleFrame,
+    Placement,
+    decode_frame,
+)
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.transfer.executor import Batch, Executor
@@ -43,6 +48,10 @@ brings 60 MB meanwhile."""
 _POLL_S = 0.002
 _TURN_S = 0.02
 """How often a follower looks whether the other one has finished."""
+_WINDOW_FRAMES = 16
+"""8 MiB: sorted by place within so much, by use beyond."""
+_GAP_BYTES = 32 * 1024
+"""Less than this between two pieces is read along: a disk moves it in less than a seek takes."""
 
 
 def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
@@ -259,3 +268,29 @@ class Replay:
             if self._pending[number]:
                 self._pending[number] = 0
                 self.fetched_bytes += frame.stream_length
+
+
+def disk_runs(frames: Sequence[BundleFrame]) -> Iterator[BundleExtent]:
+    """The bytes of `frames` as few long pieces, roughly in the frames' order. Pure.
+
+    After a reboot, or when the page cache has been needed for something else, a complete image
+    starts from a cold disk, and its first reads come in small pieces all over the cache. The bundle
+    knows which will be wanted; `StreamCache.read_ahead` gives the kernel the hint.
+    """
+    for first in range(0, len(frames), _WINDOW_FRAMES):
+        window = frames[first : first + _WINDOW_FRAMES]
+        run: BundleExtent | None = None
+        for extent in sorted(extent for frame in window for extent in frame.extents):
+            end = extent.offset + extent.length
+            if (
+                run is not None
+                and run.blob == extent.blob
+                and extent.offset <= run.offset + run.length + _GAP_BYTES
+            ):
+                run = run._replace(length=max(run.length, end - run.offset))
+                continue
+            if run is not None:
+                yield run
+            run = extent
+        if run is not None:
+            yield run

@@ -1,6 +1,7 @@
 """What `bootseer warm` was asked for, and its way to the process in the background.
 
-Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory.
+Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory
+that is left.
 """
 
 import os
@@ -9,7 +10,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
-from bootseer.prefetch.warm.memory import budget_bytes
 from bootseer.prefetch.warm.plan import Plan, plan
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
 from bootseer.prefetch.warm.record import WarmRecord, identity_of
@@ -20,6 +20,8 @@ WINDOW_S = 120.0
 
 READ_DEADLINE_S = 600.0
 """So does a read-ahead: what has not come by then, the command has read by itself."""
+_SHARE = 0.5
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 class WarmRequest(Struct, frozen=True):
@@ -37,7 +39,7 @@ class WarmRequest(Struct, frozen=True):
     method: str = "auto"
     window_s: float = WINDOW_S
     memory_bytes: int | None = None
-    """What may be read ahead; None: as `memory.budget_bytes` says."""
+    """What may be read ahead; None: as `budget_bytes` says."""
     thread_count: int = DEFAULT_THREAD_COUNT
     read_deadline_s: float = READ_DEADLINE_S
     pid: int = 0
@@ -82,3 +84,44 @@ def shortage(request: WarmRequest, work: Plan) -> str:
         f"the memory takes {work.planned_bytes >> 20} MiB of what {request.directory} has on "
         f"record, {work.left_out_bytes >> 20} MiB are not read ahead; see --memory"
     )
+
+
+def budget_bytes(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS) -> int:
+    """What a read-ahead may fill of the page cache: half of the memory available to this process,
+    on this machine and in its control group. More would push out what was read ahead before, and
+    the job's own pages."""
+    limits = [_available_bytes(meminfo), *_group_limits(groups)]
+    return int(min(limits) * _SHARE)
+
+
+def _available_bytes(meminfo: Path) -> int:
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _group_limits(groups: Path) -> list[int]:
+    """What each control group (version 2) around this process has left, page cache counted as
+    free: it is what gives way."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    found = []
+    folder = groups / own.lstrip("/")
+    while folder.is_relative_to(groups):
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((folder / "memory.current").read_text())
+                statistics = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
+                cache = int(statistics.get("inactive_file", 0))
+                found.append(max(int(limit) - used + cache, 0))
+        except (OSError, ValueError):
+            pass  # the root group has no limit, and an older system has no such group
+        folder = folder.parent
+    return found

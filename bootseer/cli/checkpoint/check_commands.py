@@ -44,8 +44,8 @@ def verify(url: str, as_json: bool) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from bootseer.base.progress import Progress
+    from bootseer.fuse.striped.api.copy_tree import Stoppable
     from bootseer.fuse.striped.api.locating import files_below
-    from bootseer.fuse.striped.api.stopping import Stoppable
     from bootseer.fuse.striped.api.verify import verify_file
 
     started_s = time.monotonic()

@@ -6,10 +6,12 @@ killed copy leaves has a name of its own, by which fsck finds it.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +27,6 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.api.copy import copy_across, copy_in, copy_out
 from bootseer.fuse.striped.api.locating import files_below, folders_below
-from bootseer.fuse.striped.api.stopping import Stoppable
 from bootseer.fuse.striped.storage import StripedStorage
 
 _FILES_AT_ONCE = 4
@@ -219,3 +220,21 @@ def _local_files(root: Path) -> Iterator[tuple[str, int]]:
                 )
     except OSError as error:
         raise from_oserror(error, f"read the directory {root}") from error
+
+
+class Stoppable:
+    """`on_progress` that raises InterruptedError once `stop` was called: how work on many threads
+    comes to an early end. Thread-safe."""
+
+    def __init__(self, on_progress: Callable[[int], None]) -> None:
+        self._on_progress = on_progress
+        self._is_stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Interrupts every thread that reports progress from here on. Idempotent."""
+        self._is_stopped.set()
+
+    def __call__(self, count: int) -> None:
+        if self._is_stopped.is_set():
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+        self._on_progress(count)

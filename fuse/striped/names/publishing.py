@@ -27,7 +27,7 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
-from bootseer.fuse.striped.writing.placing.placement import Placement
+from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store.abilities import joiner
 from bootseer.store.backend import Backend, FileInfo, Piece
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
+from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece

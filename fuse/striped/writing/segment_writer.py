@@ -21,8 +21,8 @@ from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.parts.part_writer import PartWriter
 from bootseer.fuse.striped.writing.parts.parts_watch import PartsWatch
-from bootseer.fuse.striped.writing.placing.placement import Placement
-from bootseer.fuse.striped.writing.placing.unit_assignment import UnitAssignment
+from bootseer.fuse.striped.writing.parts.placement import Placement
+from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
 from bootseer.store.backend import Backend, Piece
 
 Result = TypeVar("Result")

@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.prefetch.bundle.disk_warming import disk_runs
 from bootseer.prefetch.bundle.format import BundleExtent, BundleFrame
+from bootseer.prefetch.bundle.replay import disk_runs
 from bootseer.prefetch.warm.residency import cached_ranges
 from tests.support.images.stored_image import stored_image
 from tests.support.waiting import wait_for

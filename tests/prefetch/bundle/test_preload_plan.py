@@ -5,8 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.bundle.preload_plan import PreloadPlan, plan_preload
-from bootseer.prefetch.bundle.preload_window import PreloadWindow
+from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow, plan_preload
 from bootseer.prefetch.index.stream_contents import PAGE_BYTES
 from tests.prefetch.bundle.test_translation import Image, bundle_of, image_of, whole_files
 from tests.support.images.building import Member

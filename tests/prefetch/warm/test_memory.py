@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.warm.memory import budget_bytes
+from bootseer.prefetch.warm.request import budget_bytes
 
 _MIB = 2**20
 

@@ -1,1 +1,1 @@
-"""The parts of a file that is being written: open, written, watched, given up."""
+"""The parts of a file that is being written: placed, open, written, watched, given up."""

@@ -13,6 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
+
+import xxhash
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -23,11 +26,12 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnsupportedError,
 )
-from bootseer.fuse.striped.writing.checksums import block_checksums
-from bootseer.fuse.striped.writing.kept_units import Unit
-from bootseer.fuse.striped.writing.parts.part_group import PartGroup
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.statistics import Counters
+from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
+from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store.abilities import PlacesFiles
-from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
+from bootseer.store.backend import KEEP_ALIVE_S, Backend, Piece, Writer
 from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
@@ -43,6 +47,42 @@ _FINAL = (
     PermissionDeniedError,
     UnsupportedError,
 )
+
+
+class PartGroup(Protocol):
+    """A segment in the making."""
+
+    backend: Backend
+    folder: str
+    budget: MemoryBudget
+    kept: KeptUnits
+    placement: Placement
+    counters: Counters
+    unit_bytes: int
+    block_bytes: int
+    has_checksums: bool
+    """Whether the readers of the parts check them by those that the segment has."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing of it will be visible."""
+        ...
+
+    def note_progress(self) -> None:
+        """Something moved: the deadline begins anew."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing of the segment will be visible."""
+
+    def part_begun(self, part: "PartWriter", *, is_buffered: bool) -> None:
+        """Called by the part's thread when the first unit is in its file, which a client of the
+        storage holds for us where it `is_buffered`; again with each other file."""
+
+    def part_stored(self, servers: tuple[str, ...]) -> None:
+        """A part is on these servers, which count as taken until all of them have ended."""
+
+    def part_ended(self, part: "PartWriter") -> None:
+        """Called once, by the part's thread, after its last use of the storage."""
 
 
 class PartWriter:
@@ -267,3 +307,23 @@ class PartWriter:
         self.checksums.update(
             block_checksums(unit.pieces, unit.first_block, self._group.block_bytes)
         )
+
+
+def block_checksums(pieces: list[Piece], block: int, block_bytes: int) -> list[tuple[int, int]]:
+    """The number and checksum of each block, from number `block` on."""
+    found = []
+    room = block_bytes
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while len(rest) >= room:
+            digest.update(rest[:room])
+            found.append((block, digest.intdigest()))
+            digest.reset()
+            rest = rest[room:]
+            block, room = block + 1, block_bytes
+        digest.update(rest)
+        room -= len(rest)
+    if room < block_bytes:
+        found.append((block, digest.intdigest()))
+    return found

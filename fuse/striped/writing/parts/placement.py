@@ -6,12 +6,11 @@ the storage is asked to choose for each part among the servers that have the few
 Owns the count of open parts by server, for all files of a mount. Thread-safe.
 """
 
+import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-
-from bootseer.fuse.striped.writing.placing.replica_groups import Group, choose_group
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 # One part at a time is placed, so that each choice knows those before it. The others wait as long
 # as one after another is: on a busy node eight were seen to take longer than a single one may.
@@ -22,6 +21,8 @@ _ALL_KNOWN_S = 60.0
 # A server that was chosen and did not take the part is dead, and the storage notices so late.
 _SHUNNED_S = 600.0
 
+Group = tuple[str, ...]
+"""The servers of one part."""
 Place = Callable[[Collection[str]], Group | None]
 """`PlacesFiles.place` of one file: the servers, other than those to avoid."""
 
@@ -127,3 +128,32 @@ class Placement:
         for server in [each for each, until_s in self._shunned_until_s.items() if until_s <= now_s]:
             del self._shunned_until_s[server]
         return frozenset(self._shunned_until_s)
+
+
+def choose_group(counts: Mapping[str, int], groups: Iterable[Group], size: int) -> Group:
+    """`size` of the servers with the fewest parts, at random where several are as good; fewer, if
+    there are no more. `counts`: parts by server; `groups`: those of the parts that there are. Pure.
+
+    Parts are joined by the servers that they share. A slow server's parts are read from their other
+    replicas, whose servers hand on parts of their own to others, and so on, as far as parts are
+    joined: where two parts lie on the same two servers, the one that is left reads both. So parts
+    are joined to as many others as can be: of eight on eight servers, each twice, to one ring.
+    """
+    heads = {server: server for server in counts}
+
+    def head(server: str) -> str:
+        while heads.setdefault(server, server) != server:
+            heads[server] = server = heads[heads[server]]
+        return server
+
+    for first, *others in filter(None, groups):
+        for other in others:
+            heads[head(other)] = head(first)
+    left = random.sample(sorted(counts), len(counts))
+    chosen: list[str] = []
+    while left and len(chosen) < size:
+        joined = set(map(head, chosen))
+        best = min(left, key=lambda server: (counts[server], head(server) in joined))
+        left.remove(best)
+        chosen.append(best)
+    return tuple(chosen)

@@ -1,1 +1,0 @@
-"""Which server takes which part of a file that is being written."""
