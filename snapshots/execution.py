@@ -6,30 +6,33 @@ stored. The caller holds the locks of the targets and the lease of the snapshot.
 
 import logging
 import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, BusyError, NotFoundError
+from bootseer.errors import BootseerError, BusyError, NotFoundError, SetupFailedError, exit_code_of
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.attempt import Attempt, SetupResult
 from bootseer.snapshots.capture import outside
 from bootseer.snapshots.capture.layered_scan import hard_links, scan_after
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import show_age
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside
-from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.fingerprint import Part
-from bootseer.snapshots.setup.request import Resolved, working_directory
-from bootseer.snapshots.setup.result import SetupResult
+from bootseer.snapshots.setup.request import Request, Resolved, working_directory
 from bootseer.snapshots.setup.targets import show
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import Scan, scan
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
+# The set-up's output is not ours to put on stdout, which carries data.
+_STDERR = 2
 
 
 class NotStoredError(Exception):
@@ -186,3 +189,40 @@ def _captured(
         node=attempt.settings.node,
         outside=ran.outside,
     )
+
+
+def run_command(request: Request, locks: Sequence[int]) -> float:
+    """Run it; how many seconds it took. `locks`: descriptors that it inherits, so that nobody else
+    changes the targets while it runs, should this process be killed. Raises: SetupFailedError."""
+    started = time.monotonic()
+    command = list(request.command)
+    environ = request.environ
+    try:
+        done = request.runner(
+            command,
+            stdout=_STDERR,
+            stderr=_STDERR,
+            cwd=request.directory or None,
+            env=None if environ is None else dict(environ),
+            pass_fds=locks,
+        )
+    except BootseerError as error:
+        # Of a container's runner. It may have run: as good as the command's own failure.
+        raise SetupFailedError(f"cannot run the set-up: {error}", exit_code_of(error)) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        where = working_directory(request)
+        raise SetupFailedError(
+            f"cannot start the set-up {command[0]!r} in {where}: {error}", code
+        ) from error
+    code = done.returncode
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        raise SetupFailedError(
+            f"the set-up {command[0]!r} was ended by {name}; nothing was stored", 128 - code
+        )
+    if code:
+        raise SetupFailedError(
+            f"the set-up {command[0]!r} failed with exit code {code}; nothing was stored", code
+        )
+    return time.monotonic() - started

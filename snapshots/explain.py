@@ -15,7 +15,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.restoring.present import key_in_place, mounts_in_place
+from bootseer.snapshots.reuse import key_in_place, mounts_in_place
 from bootseer.snapshots.setup.fingerprint import SECRETS, Part, base_part_name
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.targets.paths import text_of

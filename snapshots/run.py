@@ -22,18 +22,16 @@ from bootseer.errors import (
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.served.cover_users import sweep_covers
 from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
-from bootseer.snapshots.attempt import Attempt
+from bootseer.snapshots.attempt import Attempt, SetupResult
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture
+from bootseer.snapshots.execution import Circumstances, NotStoredError, run_and_capture, run_command
 from bootseer.snapshots.restoring import own_view, staging
 from bootseer.snapshots.restoring.mounting import mounted
 from bootseer.snapshots.restoring.mounting.early_server import early_server
 from bootseer.snapshots.reuse import keep_in_place, keep_mount, restore_instead, restore_stored
-from bootseer.snapshots.setup.execute import run_command
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
-from bootseer.snapshots.setup.result import SetupResult
 from bootseer.snapshots.targets.lock import locked
 from bootseer.snapshots.targets.scan import base_digest
 from bootseer.snapshots.targets.state import remember

@@ -1,7 +1,7 @@
 """In which way a snapshot is put in place: mounted, linked or extracted. Pure (no I/O).
 
-Alone decides it, from facts that `facts` has found; every choice comes with its reason, which
-people are told. docs/snapshots.md says what each way means for a job.
+Alone decides it, from facts that `restore_modes` has found; every choice comes with its reason,
+which people are told. docs/snapshots.md says what each way means for a job.
 """
 
 from msgspec import Struct

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
 )
+from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_encoded_tree, load_tree
@@ -25,6 +27,8 @@ from bootseer.snapshots.setup.fingerprint import base_part_name
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
+from bootseer.store.abilities import HasDescriptor, open_reader
+from bootseer.transfer.attempt import Attempt
 
 # Names whose directory knows its own path: such a tree stagings nowhere else.
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
@@ -33,6 +37,8 @@ _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages"
 Fill = Callable[[Target, Tree, Path], str]
 """Makes a target's tree at a path that does not exist, whole or not at all. Returns its
 `tree_fingerprint.fingerprint_of_restored`, or nothing where it is not known."""
+# File systems of one disk, whose device numbers files show; any other is taken for a remote one.
+LOCAL_KINDS = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs", b"xfs"})
 
 
 class Placed(Struct, frozen=True):
@@ -137,7 +143,6 @@ def fetch_tree(
     from bootseer.base.progress import Progress
     from bootseer.blob.extract.extraction import extract
     from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-    from bootseer.snapshots.restoring.linking.local_blobs import find_local_blobs
 
     label = f"restoring {text_of(target.path)}"
     local = find_local_blobs(store, tree)
@@ -191,3 +196,37 @@ def restore_to(
     check_relocatable(tree)
     admit_tree(target, tree, privileges=privileges)
     fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)
+
+
+class LocalBlobs:
+    """Open files, one for each of a tree's blobs. Closed when it is dropped."""
+
+    def __init__(self, readers: list[HasDescriptor]) -> None:
+        self._readers = readers
+
+    @property
+    def files(self) -> list[int]:
+        """Their descriptors."""
+        return [reader.fileno() for reader in self._readers]
+
+    def read(self, blob: int, offset: int, length: int) -> bytes:
+        """Stored bytes of a blob; fewer at its end. Raises: UnavailableError."""
+        buffer = bytearray(length)
+        count = self._readers[blob].read_into(offset, memoryview(buffer), Attempt())
+        return bytes(memoryview(buffer)[:count])
+
+
+def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
+    """The tree's blobs, if all of them are files on disks or in the memory of this node, because
+    the store is a folder there; else None, and the store is asked, in parallel and with deadlines.
+    Raises: NotFoundError, UnavailableError."""
+    readers: list[HasDescriptor] = []
+    devices = {one.device for one in mounts.mount_points() if one.kind in LOCAL_KINDS}
+    for blob in tree.blobs:
+        reader = open_reader(store.backend, blob_key(blob.digest))
+        if not isinstance(reader, HasDescriptor):
+            return None
+        if os.fstat(reader.fileno()).st_dev not in devices:
+            return None
+        readers.append(reader)
+    return LocalBlobs(readers)

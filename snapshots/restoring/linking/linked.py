@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootseer.blob.pack.frame_writer import usable_cpus
 from bootseer.errors import from_oserror
-from bootseer.snapshots.restoring.linking.reflink import clone
+from bootseer.snapshots.restoring.linking.node_trees import clone
 
 _THREADS_MAX = 8
 # Directories that a thread does in one go: handing one over costs as much as linking ten files.

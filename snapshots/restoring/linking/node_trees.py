@@ -7,9 +7,11 @@ at, file by file, before each use: one that somebody has written to is made anew
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +21,6 @@ from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.removal import remove_tree
 from bootseer.settings.config import Settings
-from bootseer.snapshots.restoring.linking.reflink import can_reflink
 from bootseer.snapshots.targets.scan import scan
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ Build = Callable[[Path], None]
 """Extracts the tree to a path that does not exist, whole or not at all."""
 Take = Callable[[Path], bool]
 """Uses an extracted tree; or it is missing or not whole, and nothing has happened."""
+FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
 
 
 class NodeTrees:
@@ -235,3 +237,24 @@ def _size_of(path: Path) -> int:
         return sum(entry.size_bytes + 512 for entry in scan(path).values())
     except BootseerError:
         return 0
+
+
+def clone(source: int, target: int) -> None:
+    """Make the empty file `target` share all of `source` (both descriptors), until one of them is
+    written: ioctl_ficlone(2), which XFS, btrfs and bcachefs have. Raises: OSError."""
+    fcntl.ioctl(target, FICLONE, source)
+
+
+def can_reflink(directory: Path) -> bool:
+    """Whether files of the file system of `directory`, in which we may write, can be cloned."""
+    try:
+        with (
+            tempfile.TemporaryFile(dir=directory) as one,
+            tempfile.TemporaryFile(dir=directory) as other,
+        ):
+            one.write(b"x" * 4096)
+            one.flush()
+            clone(one.fileno(), other.fileno())
+    except OSError:
+        return False
+    return True

@@ -14,9 +14,8 @@ from bootseer.errors import CorruptError
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring import fetch
+from bootseer.snapshots.restoring import fetch, restore
 from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-from bootseer.snapshots.restoring.linking import local_blobs
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend
@@ -158,8 +157,8 @@ def test_a_store_on_a_disk_of_this_node_is_read_as_files(
 ) -> None:
     store, _, tree, _ = packed
     if not is_near:
-        monkeypatch.setattr(local_blobs, "LOCAL_KINDS", frozenset())
-    elif local_blobs.find_local_blobs(store, tree) is None:
+        monkeypatch.setattr(restore, "LOCAL_KINDS", frozenset())
+    elif restore.find_local_blobs(store, tree) is None:
         pytest.skip("the tests' folder is on a file system that counts as far")
     (manifest,) = catalogue.list_all(store)
     (target,) = manifest.targets

@@ -52,7 +52,7 @@ _UNWANTED = (
     ),
     *(
         "bootseer.snapshots.relocation",
-        "bootseer.snapshots.setup.execute",
+        "bootseer.snapshots.execution",
         "bootseer.transfer.engine",
     ),
 )

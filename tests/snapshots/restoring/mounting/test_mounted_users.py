@@ -18,7 +18,7 @@ from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.linking import linked_mount as held
-from bootseer.snapshots.restoring.linking.reflink import can_reflink
+from bootseer.snapshots.restoring.linking.node_trees import can_reflink
 from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
 from bootseer.snapshots.run import SetupResult, run_setup
 from tests.snapshots.conftest import MakeNode
