@@ -110,7 +110,7 @@ def _write_members(
 
 
 def _write_tree(store: Store, top: bytes, tree: Tree, members: Members, frame_bytes: int) -> None:
-    """With names below `top`, a path without the leading "/"."""
+    """Write the tree with names below `top`, a path without the leading "/"."""
     keys = [blob_key(blob.digest) for blob in tree.blobs]
     reader = BlobReader(tree, lambda blob, offset, length: store.read(keys[blob], offset, length))
     first_names: dict[int, tuple[int, bytes]] = {}

@@ -39,8 +39,8 @@ class SetupResult(Struct, frozen=True):
     ready_names: tuple[str, ...] = ()
     """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the records of mounts."""
     changed_outside: tuple[str, ...] = ()
-    """Of "captured": what changed outside the targets meanwhile, as far as a short look told; of
-    "restored": the first of that, as the snapshot has it."""
+    """What changed outside the targets while a set-up that was "captured" ran, as far as a short
+    look told; of "restored": the first of that, as the snapshot has it."""
 
     @property
     def hit(self) -> bool:

@@ -50,7 +50,7 @@ class Circumstances(Struct, frozen=True):
     before: Mapping[bytes, Scan]
     """What the targets held."""
     bases: Mapping[bytes, str]
-    """That, as parts of the fingerprint."""
+    """What the targets held before, as parts of the fingerprint."""
     replace: bool = False
     """What is stored is damaged."""
     renew: bool = False

@@ -94,7 +94,7 @@ def run_setup(
 
 
 class _Run:
-    """Uses what there is, waits for whoever is making it, or makes it."""
+    """Uses what there is, waits for the node that is making it, or makes it."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class _Run:
         return is_too_old(manifest, self.attempt.max_age_s)
 
     def _is_limit_automatic(self) -> bool:
-        """Whether nobody has asked for a maximum age: an old snapshot is better than none then."""
+        """Whether no maximum age was asked for: an old snapshot is better than none then."""
         return self.settings.snapshot_max_age_s == AUTOMATIC_AGE_S
 
     def _is_published(self, store: Store, known: Manifest | None) -> bool:

@@ -30,7 +30,8 @@ T = TypeVar("T")
 _LINE_BYTES_MAX = 2**27
 """A plan with every blob of a large tree."""
 VALUE_COUNT_MAX = 2**22
-"""Of what ends up as objects, some 0.4 GiB; a record of a million paths has a third of that."""
+"""Values that a document may have: as objects they take some 0.4 GiB. A record of a million paths
+has a third of that."""
 
 _DIGEST = "sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}"
 Digest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST})\Z")]

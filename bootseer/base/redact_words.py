@@ -64,7 +64,8 @@ def says_secret(name: str) -> bool:
 
 
 def says_secret_in_command(name: str) -> bool:
-    """The same in a command, where "key" and "session" count, and a header may follow "-H"."""
+    """Whether a name in a command says that its value is a secret: there "key" and "session" count,
+    and a header may follow "-H"."""
     bare = name.lstrip("-")
     if says_secret(bare) or (name.startswith("-H") and says_secret(name[2:])):
         return True
@@ -167,7 +168,8 @@ def secrets_of_names(text: str) -> Iterator[tuple[int, int]]:
 
 
 def secrets_of_headers(text: str) -> Iterator[tuple[int, int]]:
-    """The same for "name: value", which goes on to the quote or line that ends it."""
+    """Begin and end of each secret value of a header, "name: value", which goes on to the quote or
+    line that ends it."""
     at = 0
     while match := _HEADER.search(text, at):
         at = match.end()

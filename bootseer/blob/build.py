@@ -96,7 +96,7 @@ class Values(Struct, frozen=True):
     xattrs: Iterable[Xattrs]
     """The extended attributes of each inode."""
     digests: Iterable[bytes]
-    """Of each inode's content; b"" where it has none."""
+    """The digest of each inode's content; b"" where it has none."""
 
 
 def make_tree(values: Values, inode_count: int, blobs: Sequence[Blob]) -> Tree:

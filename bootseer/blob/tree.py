@@ -99,8 +99,8 @@ class Blob(Struct, frozen=True):
     size_bytes: int
     frames: Sequence[Frame]
     stream_digest: str
-    """Of the uncompressed tar stream: of a container layer its diff_id, `sha256:<hex>`, else
-    `blake3:<hex>`."""
+    """The digest of the uncompressed tar stream: of a container layer its diff_id, `sha256:<hex>`,
+    else `blake3:<hex>`."""
     stream_length: int
     """The length of the uncompressed tar stream in bytes."""
 

@@ -62,7 +62,8 @@ class Limits(Struct, frozen=True):
 
 
 def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
-    """From `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH`.
+    """The limited backend of
+    `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH`.
 
     Other options of the query are the inner URL's. Raises: InvalidInputError.
     """

@@ -225,7 +225,7 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
 
 
 def _inside(container: "Container", request: "Request") -> "Request":
-    """The same set-up, inside the container, which is entered."""
+    """The set-up as it runs inside the container, which is entered."""
     from bootseer.launch.image import container_environment, container_layers
 
     container.enter()

@@ -17,8 +17,8 @@ _POLL_S_MAX = 0.05
 
 
 def try_lock(fd: int, *, is_shared: bool = False) -> bool:
-    """Lock an open file for us alone, or with others that share it; False: somebody does not let
-    us. Raises: OSError."""
+    """Lock an open file for us alone, or with others that share it; False: another holder does not
+    let us. Raises: OSError."""
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -49,7 +49,7 @@ def lock_file(
     """A descriptor that holds the lock file `path` (in the open `folder`), which is made if needed,
     as its folder is.
 
-    The holder may remove the file: whoever waited for it then makes a new one.
+    The holder may remove the file: a process that waited for it then makes a new one.
     Raises: TimeoutError, OSError.
     """
     while True:

@@ -1,4 +1,4 @@
-"""Whom a file or folder belongs to, and whether what lies there may be acted upon.
+"""The owner of a file or folder, and whether what lies there may be acted upon.
 
 Alone owns that rule, for the configuration, the node's folders and doctor: everything on the way
 belongs to this user, to root or to a trusted owner, and nobody else can write to it. A folder that
@@ -23,7 +23,8 @@ _ALL = "all"
 
 
 class Owners(Struct, frozen=True):
-    """Who may own, and write to, what this user trusts, besides this user and root."""
+    """The users who may own, and write to, files that this user trusts, besides this user and
+    root."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
@@ -33,7 +34,8 @@ class Owners(Struct, frozen=True):
 
 
 def parse_owners(text: str) -> Owners:
-    """From "alice,1000,@train", where @ names a group; or "all". Raises: InvalidInputError."""
+    """The owners in text such as "alice,1000,@train", where @ names a group; or "all". Raises:
+    InvalidInputError."""
     words = {word.strip() for word in text.split(",")} - {"", "root"}
     if _ALL in words:
         return Owners(is_everybody=True)

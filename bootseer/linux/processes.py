@@ -42,8 +42,8 @@ def is_in_user_namespace() -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Of a process, in ticks since the boot: with its id it names the process for ever. "" if it
-    has ended."""
+    """When a process started, in ticks since the boot: with its id it names the process for ever.
+    "" if it has ended."""
     fields = stat_fields(pid)
     return "" if not fields or fields[0] in ("Z", "X") else fields[19]
 
@@ -59,7 +59,8 @@ def own_line() -> set[int]:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """Of a process, what proc_pid_stat(5) has from the state on; nothing where it is gone."""
+    """The fields that proc_pid_stat(5) has of a process, from the state on; nothing where it is
+    gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

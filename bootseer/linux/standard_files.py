@@ -5,8 +5,8 @@ import sys
 
 
 def open_standard_files() -> None:
-    """Whoever closed them (`bootseer ... >&-`) gets /dev/null: else the next file that is opened,
-    a lock or a cache, would be what prints go to."""
+    """Opens /dev/null in the place of standard files that are closed (`bootseer ... >&-`): else the
+    next file that is opened, a lock or a cache, would be what prints go to."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Who we are to a registry: what `docker login`, `podman login` and credential helpers keep.
+"""The credentials for a registry: what `docker login`, `podman login` and credential helpers keep.
 
 Alone reads these files and runs the helpers (`docker-credential-NAME get`). A secret is in no
 message, log or argument list: helpers are asked through a pipe, and a `Credential` shows nothing

@@ -190,7 +190,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _with_port(base_url: str) -> str:
-    """The same for all ways to write one server."""
+    """The host with its port: the same for all ways to write one server."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{parts.hostname}:{port}{parts.path}"

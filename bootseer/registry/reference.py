@@ -14,7 +14,7 @@ from bootseer.errors import InvalidInputError
 DOCKER_HUB = "docker.io"
 _HUB_ALIASES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 _NAME_CHARACTERS_MAX = 255
-"""Of host and repository together: what every registry and engine accepts."""
+"""The length of host and repository together: what every registry and engine accepts."""
 
 # The grammar of github.com/distribution/reference, and no more.
 _LABEL = "(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
@@ -31,7 +31,7 @@ class Reference(Struct, frozen=True):
     """One image: its registry, its repository there, and a tag, a digest or both."""
 
     host: str
-    """With the port, if one was given; IPv6 in brackets."""
+    """The host, with the port if one was given; IPv6 in brackets."""
     repository: str
     tag: str | None
     digest: str | None

@@ -69,7 +69,7 @@ class Response:
     def __init__(self, raw: urllib3.BaseHTTPResponse, server: str) -> None:
         self._raw = raw
         self.server = server
-        """Who answered, for messages."""
+        """The server that answered, for messages."""
         self.status = raw.status
         self.headers: Mapping[str, str] = raw.headers
 
@@ -242,7 +242,7 @@ class Transport:
 
 
 def _literal_reach(host: str) -> Reach | None:
-    """Of a host that is an address; None for a name."""
+    """The reach of a host that is written as an address; None for a name."""
     try:
         return reach_of(host)
     except ValueError:
@@ -291,7 +291,8 @@ def _error(error: BaseException, server: str) -> BootseerError:
 
 
 def reach_of(address: str) -> Reach:
-    """Of an address, as `getpeername` tells it. Raises: ValueError where it is none."""
+    """Who can reach an address, which is written as `getpeername` tells it. Raises: ValueError
+    where it is none."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip in _NAT64:

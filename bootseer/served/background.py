@@ -5,8 +5,8 @@ clear that there will be such a process, which loads its code beside whatever el
 do; `ServerProcess.serve` hands it its plan, on its standard input and never on a command line: it
 may hold credentials. A program of ours may do the first before it knows its settings:
 `begin_early`. The process (`life.run_server`) goes on as nobody's child, makes a `Report` of the
-descriptor, and says "ready" or why not. Light, since whoever starts a server waits for what is
-loaded here. Edge module; one thread for each object.
+descriptor, and says "ready" or why not. Light, since the program that starts a server waits for
+what is loaded here. Edge module; one thread for each object.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _ahead: "tuple[str, ServerProcess] | None" = None
 
 
 class _Message(Struct, frozen=True):
-    """What a process says to whoever started it."""
+    """What a process says to the process that started it."""
 
     is_ready: bool = False
     failure: Failure | None = None
@@ -52,7 +52,7 @@ class ServerProcess:
         self, process: "subprocess.Popen[bytes] | Forked", report_fd: int, what: str, log: Path
     ) -> None:
         self.identity = ""
-        """Of the mount that it will serve."""
+        """The identity of the mount that it will serve."""
         self.log = log
         """Where its last words are looked for."""
         self.process = process
@@ -241,7 +241,7 @@ def is_begun_ahead() -> bool:
 
 
 def end_early() -> None:
-    """Nobody will begin a server. Idempotent."""
+    """End the server that `begin_early` began, if none was asked for. Idempotent."""
     global _ahead
     ahead, _ahead = _ahead, None
     if ahead is not None:
@@ -270,14 +270,14 @@ def write_to(log: Path) -> None:
 
 
 class Report:
-    """One message to whoever started it; later ones go nowhere. A fork has a
+    """One message to the process that started this one; later ones go nowhere. A fork has a
     copy of its own."""
 
     def __init__(self, fd: int, what: str) -> None:
         self._fd = fd
         self._what = what
         if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-            # Ignored by whoever started us. A server that does so cannot be told to end.
+            # Ignored by the process that started us. A server that does so cannot be told to end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def send_ready(self) -> bool:

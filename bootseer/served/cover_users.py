@@ -66,7 +66,7 @@ def _alone(state_dir: Path) -> Iterator[None]:
 
 
 def add_user(state_dir: Path, pid: int | None) -> None:
-    """Keep the cover as long as process `pid` lives; None: until somebody takes it off.
+    """Keep the cover as long as process `pid` lives; None: until it is unmounted.
 
     The first user finishes the cover. Raises: BootseerError.
     """
@@ -102,7 +102,7 @@ def has_users(state_dir: Path) -> bool:
 
 
 def is_kept(state_dir: Path) -> bool:
-    """Whether the cover stays whoever ends."""
+    """Whether the cover stays, whichever process ends."""
     return _KEEP in notes(state_dir / _USERS)
 
 

@@ -29,7 +29,7 @@ class Cover(Struct, frozen=True):
 
     path: Path
     id: str
-    """Of the mount whose tree it shows."""
+    """The identity of the mount whose tree it shows."""
     is_topmost: bool
     """Nothing else is mounted on it."""
 

@@ -26,12 +26,12 @@ from bootseer.linux.removal import remove_tree
 CHECKPOINT = "checkpoint"
 """The purpose of a mounted checkpoint folder."""
 PUBLISH = "publish"
-"""That of a process that publishes what a start leaves behind."""
+"""The purpose of a process that publishes what a start leaves behind."""
 LINK = "link"
 """The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
 
 _STATE = "state.json"
-# Looking whether somebody holds a lock takes as long as one system call.
+# A look at a lock holds it for as long as one system call.
 _LOOK_MAX_S = 2.0
 
 
@@ -46,19 +46,19 @@ class MountState(Struct, frozen=True):
     directory: str
     """Where it is mounted."""
     pid: int
-    """Of the server; the supervisor, where there is one."""
+    """The process id of the server; of the supervisor, where there is one."""
     started_ns: int
     purpose: str
-    """The kind of thing, as whoever serves it calls it: "mount" or "run" (an image), "snapshot",
+    """The kind of thing that is served: "mount" or "run" (an image), "snapshot",
     and those above."""
     scratch: str = ""
     """A folder of the run's own, removed with it."""
     pid_started: str = ""
     """When that process started (`processes.start_time`): with its id it names it for sure."""
     mount_namespace: str = ""
-    """In which that process has mounted (`namespaces.mount_namespace`)."""
+    """The mount namespace in which that process has mounted (`namespaces.mount_namespace`)."""
     worker_pid: int = 0
-    """Of a checkpoint folder: the process that answers. `pid` holds the mount, and replaces it."""
+    """The process that answers for a checkpoint folder. `pid` holds the mount, and replaces it."""
     worker_started: str = ""
     user_pid: int = 0
     """The process that it is served for, and goes with."""
@@ -77,7 +77,7 @@ _STATE_FORM: Form[MountState] = Form(type=MountState, size_max=1 << 20)
 
 
 def new_identity() -> str:
-    """Of a mount that is about to be made."""
+    """A new identity for a mount that is about to be made."""
     return os.urandom(8).hex()
 
 
@@ -120,13 +120,13 @@ def take_lock(
 
 
 def lock_new(directory: Path) -> int:
-    """The lock of a folder that nobody else may hold, as `take_lock`; who looks whether somebody
-    does (`is_alive`) holds it for a moment. Raises: OSError."""
+    """The lock of a folder that no other server may hold, as `take_lock`; a process that looks
+    whether one does (`is_alive`) holds it for a moment. Raises: OSError."""
     return take_lock(directory, _LOOK_MAX_S)
 
 
 def is_alive(directory: Path) -> bool:
-    """Whether somebody holds the folder's lock."""
+    """Whether a process holds the folder's lock: its server lives."""
     try:
         # Without making one: its holder may be removing the folder this moment.
         os.close(take_lock(directory, create=False))
@@ -151,7 +151,7 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 
 
 def write_state(directory: Path, state: MountState) -> None:
-    """In one step. Raises: BootseerError."""
+    """Write the state of a server in one step. Raises: BootseerError."""
     document = _STATE_FORM.to_document(state)
     if state.purpose == CHECKPOINT:
         # Earlier releases ask for it, and take what has none for no image of theirs.
@@ -173,7 +173,7 @@ def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
 
 
 def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """Each folder whose server died and that nobody has swept yet, the oldest first."""
+    """Each folder whose server died and that no other one has swept yet, the oldest first."""
     yield from _known_mounts(run_dir, alive=False)
 
 
@@ -193,7 +193,8 @@ def _known_mounts(run_dir: Path, *, alive: bool) -> list[tuple[Path, MountState]
 def remove_mount_dir(directory: Path) -> None:
     """Remove a server's folder, as the holder of its lock. Never raises.
 
-    The lock goes last: whoever waits for the end (`wait_released`) then finds no half of a folder.
+    The lock goes last: a process that waits for the end (`wait_released`) then finds no half of a
+    folder.
     """
     with contextlib.suppress(OSError):
         empty_mount_dir(directory)

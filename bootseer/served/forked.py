@@ -2,7 +2,7 @@
 
 An interpreter of its own would load once more what this one has: half of what a server takes until
 it can serve. Alone owns what such a process must let go of. Only for a program of ours at its
-beginning, before it has threads: a library must not copy the process of whoever uses it.
+beginning, before it has threads: a library must not copy the process that uses it.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def _become(
         try:
             _show_as(command)
         except OSError:
-            # Whoever ends processes by their command line would take it for ours.
+            # A tool that ends processes by their command line would take it for ours.
             os.set_inheritable(kept, True)
             os.execve(sys.executable, command, environment)
         sys.stdin, sys.stdout, sys.stderr = (
@@ -120,7 +120,7 @@ def _become(
 
 
 def _forget_handlers() -> None:
-    """Of signals and of logs: those of a new interpreter."""
+    """Set the handlers of signals and of logs to those of a new interpreter."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             is_interrupt = number == signal.SIGINT

@@ -20,11 +20,12 @@ class Failure(Struct, frozen=True):
     error: str
     message: str
     exit_code: int | None = None
-    """Of a command that Bootseer ran for the user."""
+    """The exit code of a command that Bootseer ran for the user."""
 
 
 def failure_of(error: BaseException, what: str) -> Failure:
-    """At most 64 KiB as JSON. `what` names who failed, for errors that are not ours."""
+    """The error as a document of at most 64 KiB of JSON. `what` names the program that failed, for
+    errors that are not ours."""
     if isinstance(error, BootseerError):
         name, message = type(error).__name__, str(error)
     else:

@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 
 def run_server(what: str, serve: Callable[[bytes, Report], object]) -> int:
     """Wait for the plan, a line on standard input, and carry it out as nobody's child: the job that
-    replaces whoever started us must not find one that it never made. The exit code: 0 at its end.
+    replaces the program that started us must not find a child that it never made. The exit code: 0
+    at its end.
 
     `what` names the process in messages. What follows the line in the input, if anything does, is
     for `serve`.
     """
     line = sys.stdin.buffer.readline()
     if not line:
-        # Whoever began us needs no server, or has ended.
+        # The process that began us needs no server, or has ended.
         return 0
     if os.fork():
         os._exit(0)

@@ -79,7 +79,7 @@ class Entry(Struct, frozen=True):
     since_s: float | None
     """Since 1970."""
     pid: int | None
-    """Of its server; the supervisor, where there is one."""
+    """The process id of its server; of the supervisor, where there is one."""
     worker_pid: int | None
     users: tuple[int, ...]
     """Processes for which it is kept."""

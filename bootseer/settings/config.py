@@ -78,7 +78,7 @@ class Settings(Struct, frozen=True):
     memory_bytes: int
     """What one checkpoint mount may hold in memory."""
     fill_bytes_per_s: int
-    """At what rate the rest of a started image is fetched in the background; 0: it is not."""
+    """The rate at which the rest of a started image is fetched in the background; 0: it is not."""
     metrics_dir: Path | None
     """The folder of images' figures for Prometheus; None: they are not written."""
     auto_index: bool

@@ -1,4 +1,4 @@
-"""What every setting is where nobody has set it: for this user, this node and this job.
+"""The default of every setting: for this user, this node and this job.
 
 Looks at the host's name and at the login's folder. Any thread.
 """

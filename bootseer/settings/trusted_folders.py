@@ -1,4 +1,4 @@
-"""The node's folders that a process of this user may use: those that were set, or others.
+"""The node's folders that a process of this user may use: the folders that were set, or others.
 
 Alone decides what is used instead of a folder that cannot be trusted (see `trust`): a start never
 fails because of that. Any thread.
@@ -35,7 +35,7 @@ def fault_of_setting(name: str, path: Path, owners: Owners) -> str:
 def trusted_folders(
     wanted: Mapping[str, Path], defaults: Mapping[str, Path], owners: Owners
 ) -> dict[str, Path]:
-    """Those of the folders `wanted`, by setting, that are replaced, with a warning each.
+    """The folders of `wanted`, by setting, that are replaced, with a warning each.
 
     Raises: PermissionDeniedError where another user has taken all that could be used instead.
     """

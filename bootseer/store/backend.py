@@ -70,7 +70,8 @@ class Writer(Protocol):
         return
 
     def keep_alive(self) -> None:
-        """To be called every `KEEP_ALIVE_S` in which nothing is written. Raises as `write`."""
+        """Keeps the writer alive: to be called every `KEEP_ALIVE_S` in which nothing is written.
+        Raises as `write`."""
         return
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class Running:
         self._readings.clear()
 
     def overdue(self, now_s: float) -> list[Reading]:
-        """Those that have outlived their deadlines."""
+        """The attempts that have outlived their deadlines."""
         return [one for one in self._readings if one.is_overdue(now_s)]
 
     def due_s(self, now_s: float) -> float:
@@ -49,7 +49,8 @@ class Running:
         return min([look_s, *(one.deadline_s for one in self._readings)])
 
     def newly_late(self, now_s: float) -> list[Reading]:
-        """Those to be asked for by another thread, too; `next_late` gives them to it."""
+        """The attempts whose bytes another thread is to ask for, too; `next_late` gives them to
+        it."""
         found = []
         for reading in self._readings:
             if reading.is_late(self._pace, now_s) and self._pace.spend():

@@ -109,7 +109,7 @@ class SetAttributes(Struct, frozen=True):
 
 
 class Caller(Struct, frozen=True, eq=False):
-    """Who asks: the credentials of the process behind a request. Read-only.
+    """The caller: the credentials of the process behind a request. Read-only.
 
     A long wait should look at `is_interrupted`, which becomes true when the kernel sends
     INTERRUPT for the request, or when the server has answered in the operation's stead.

@@ -35,7 +35,7 @@ class _Given(bytearray):
 
 
 _spare: dict[int, deque[_Given]] = {}
-"""By size: resident, and not filled with zeros again."""
+"""Spare buffers by size: resident, and not filled with zeros again."""
 
 
 def _take(size: int) -> _Given:

@@ -55,7 +55,7 @@ class Statistics(Struct, frozen=True):
     """Parts or units that failed and were written again."""
     published_count: int = 0
     sources: tuple[SourceStatistics, ...] = ()
-    """By place, as far as the storage's client says which one it was; ordered by name."""
+    """Figures by place, as far as the storage's client says which one it was; ordered by name."""
 
 
 _COUNTED = frozenset(Statistics.__struct_fields__) - {"uptime_s", "sources"}

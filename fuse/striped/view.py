@@ -114,7 +114,8 @@ class FileView:
         return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
 
     def moved(self, path: str) -> "FileView":
-        """The same generation after a rename within its tree, for those who read it already."""
+        """The view of the same generation after a rename within its tree, for readers that have it
+        open."""
         return FileView(
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )

@@ -76,7 +76,7 @@ def scattered_inodes(tree: Tree, paths: Iterable[bytes]) -> frozenset[int]:
 
 
 def _union(spans: list[_Span]) -> list[_Span]:
-    """The same numbers as ascending spans that do not touch each other."""
+    """The numbers as ascending spans that do not touch each other."""
     spans.sort()
     found: list[_Span] = []
     start = end = 0

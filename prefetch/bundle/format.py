@@ -45,8 +45,8 @@ _FRAME = struct.Struct("<III32s")
 _EXTENT = struct.Struct("<QII")
 _FRAME_STREAM_BYTES_MAX = 16 * 2**20
 EXTENT_COUNT_MAX = 2**20
-"""Of 4 KiB each that is 4 GiB in pieces; a start reads some thousands. As objects they take ten
-times what their table does."""
+"""The most extents of a bundle: of 4 KiB each that is 4 GiB in pieces; a start reads some
+thousands. As objects they take ten times what their table does."""
 FRAME_COUNT_MAX = 2**17
 """64 GiB in frames as they are written."""
 _FRAME_STORED_BYTES_MAX = 2 * _FRAME_STREAM_BYTES_MAX

@@ -25,8 +25,8 @@ first."""
 _WINDOW_MAX = 64
 """Pieces of 20 KB on average: two milliseconds' work, and a hundredth of a large start."""
 _MARKED_MIN = 8
-"""From this many on, one amid them is kept back: when it is asked for, the next window is due, and
-there is time to hand it over."""
+"""In a window of this many pieces or more, one amid them is kept back: when it is asked for, the
+next window is due, and there is time to hand it over."""
 
 
 class PreloadPlan(Struct, frozen=True):
@@ -41,7 +41,8 @@ class PreloadPlan(Struct, frozen=True):
     directories to list, others are to be looked up."""
 
     def number_at(self, inode: int, offset: int) -> int:
-        """Of the piece with this byte of a file, or of the one before it; -1: there is none."""
+        """The number of the piece with this byte of a file, or of the one before it; -1: there is
+        none."""
         found = self.places.get(inode)
         if found is None:
             return -1

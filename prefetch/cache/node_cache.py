@@ -69,7 +69,7 @@ class StreamDetails(Struct, frozen=True):
     stream_length: int
     present_bytes: int
     is_used: bool
-    """By a process of this node, now."""
+    """Whether a process of this node uses it now."""
 
 
 class NodeCache:

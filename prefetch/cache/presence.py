@@ -26,11 +26,11 @@ ABSENT, PRESENT, SUSPECT = b"\0", b"\1", b"\2"
 _COUNT_BYTES = 2**18
 
 _ROOM_BYTES = 2**16
-"""Of the map are allocated at once: those of 32 MiB of the stream."""
+"""Bytes of the map that are allocated at once: the marks of 32 MiB of the stream."""
 
 
 def map_bytes(stream_length: int) -> int:
-    """Of the map of a stream."""
+    """The length of the map of a stream."""
     return HEADER_BYTES + -(-stream_length // SECTOR_BYTES)
 
 
@@ -210,6 +210,6 @@ def count_present(fd: int, stream_length: int) -> int:
 
 
 def _bytes_of(present_count: int, last: bytes, stream_length: int) -> int:
-    """Of so many sectors that are here; `last`: what the map says of the last one."""
+    """The bytes of so many sectors that are here; `last`: what the map says of the last one."""
     beyond = -stream_length % SECTOR_BYTES if last == PRESENT and stream_length else 0
     return SECTOR_BYTES * present_count - beyond

@@ -9,7 +9,7 @@ _BLOCK_SECTORS = 2048
 
 
 class SectorMarks:
-    """Of one stream; none is taken at first."""
+    """Marks of the sectors of one stream; none is taken at first."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, bytearray] = {}

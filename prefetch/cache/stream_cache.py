@@ -104,7 +104,7 @@ class StreamCache:
             os.close(fd)
 
     def _without_disk(self, error: OSError) -> tuple[Presence, StreamCheck]:
-        """Of a cache that keeps nothing."""
+        """The stream of a cache that keeps nothing."""
         self._warn_full(error)
         size = map_bytes(self.stream_length)
         present = Presence(mmap.mmap(-1, size), self.stream_length)

@@ -93,7 +93,7 @@ class StreamCheck:
         return None
 
     def _due_sums(self, offset: int, length: int, *, with_end: bool) -> list[Sum]:
-        """Those that are about a part of `[offset, offset + length)` which is due."""
+        """The checksums of a part of `[offset, offset + length)` which is due."""
         end = offset + length
         return [
             one

@@ -79,12 +79,13 @@ class Sums:
         return iter(self._covering(0, 0, len(self._order)))
 
     def covering(self, offset: int, length: int) -> list[Sum]:
-        """Those that are about any of `[offset, offset + length)`."""
+        """The checksums of any part of `[offset, offset + length)`."""
         first = bisect_left(self._starts, max(0, offset - RECORD_STREAM_BYTES_MAX))
         return self._covering(offset, first, bisect_left(self._starts, offset + length, first))
 
     def _covering(self, position: int, first: int, stop: int) -> list[Sum]:
-        """Those of these, in the order of their offsets, that check and end behind `position`."""
+        """The checksums among these, in the order of their offsets, that check and end behind
+        `position`."""
         found = []
         for number in self._order[first:stop]:
             at = RECORD_BYTES * number

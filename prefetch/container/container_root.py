@@ -41,7 +41,7 @@ def host_binds() -> list[Bind]:
 
 
 def parse_bind(text: str) -> Bind:
-    """From "SRC:DST" or "SRC:DST:ro". Raises: InvalidInputError, NotFoundError."""
+    """The bind that "SRC:DST" or "SRC:DST:ro" names. Raises: InvalidInputError, NotFoundError."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):

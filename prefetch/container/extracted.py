@@ -49,9 +49,9 @@ _log = logging.getLogger(__name__)
 _CONTAINER_PREFIX = "container-"
 _GONE_PREFIX = "removed-"
 YOUNG_S = 60.0
-"""An extraction that nobody has locked may be about to be."""
+"""An extraction without a lock may be about to get one."""
 _LOCK_S = 60.0
-"""A directory is locked for somebody alone for moments: while it is renamed, or once extracted."""
+"""A directory is locked exclusively for moments: while it is renamed, or once extracted."""
 _ATTEMPTS_MAX = 5
 """Each fails only when another start removes what this one has just made or found."""
 
@@ -64,7 +64,7 @@ class ExtractedImage(Struct, frozen=True):
     state_dir: Path
     """The container's own folder, which is this container's alone."""
     ready_name: str = ""
-    """Nothing is recorded, so nobody listens."""
+    """Nothing is recorded, so no process listens."""
 
     def detach(self) -> None:
         """Nothing is mounted."""
@@ -177,7 +177,8 @@ def _lock(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Locked for somebody else alone only while it is renamed, or has just been extracted.
+        # Locked exclusively by another process only while it is renamed, or has just been
+        # extracted.
         lock_within(fd, _LOCK_S, is_shared=True)
         if os.path.samestat(os.fstat(fd), os.stat(directory, follow_symlinks=False)):
             os.set_inheritable(fd, True)

@@ -31,7 +31,7 @@ _HOST_ONLY = frozenset(
 
 
 class User(Struct, frozen=True):
-    """Who runs the process."""
+    """The user who runs the process."""
 
     uid: int
     gid: int
@@ -87,7 +87,8 @@ def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, s
 
 
 def parse_environment(assignments: Sequence[str], host: Mapping[str, str]) -> dict[str, str]:
-    """From "NAME=VALUE", or "NAME" for the host's value. Pure. Raises: InvalidInputError."""
+    """The variables of "NAME=VALUE", or "NAME" for the host's value. Pure. Raises:
+    InvalidInputError."""
     found = {}
     for text in assignments:
         name, equals, value = text.partition("=")
@@ -114,7 +115,7 @@ def _lines(root: Path, path: str) -> list[list[str]]:
 
 
 def resolve_user(root: Path, text: str) -> User:
-    """From the image's "user", "uid", "user:group" or "uid:gid"; "" is root.
+    """The user of the image's "user", "uid", "user:group" or "uid:gid"; "" is root.
 
     Raises: InvalidInputError for a name that the image's /etc/passwd or /etc/group lacks.
     """

@@ -22,7 +22,8 @@ _ARCHITECTURES = {
     "riscv64": ("SCMP_ARCH_RISCV64",),
     "loongarch64": ("SCMP_ARCH_LOONGARCH64",),
 }
-"""By `platform.machine()`; elsewhere libseccomp takes the machine's own alone."""
+"""libseccomp's names of architectures by `platform.machine()`; elsewhere libseccomp takes the
+machine's own alone."""
 
 _OF_MACHINE = {
     "x86_64": ("arch_prctl", "modify_ldt"),

@@ -1,9 +1,9 @@
 """Chains: what container engines call an image's lowest layers, and how the store knows them.
 
 An engine names the tree that the first N layers make by one digest, its *chain id*, from which the
-layers cannot be told. So whoever indexes an image leaves a record for each N, under the chain id.
-Alone owns chain ids and the record's codec and key (docs/format/image.md). Thread-safe: functions
-and frozen objects only.
+layers cannot be told. So the node that indexes an image leaves a record for each N, under the chain
+id. Alone owns chain ids and the record's codec and key (docs/format/image.md). Thread-safe:
+functions and frozen objects only.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Chain(Struct, frozen=True):
 
     diff_ids: tuple[str, ...]
     index_digest: str = ""
-    """Of their merged tree, where somebody has published that."""
+    """The digest of their merged tree, where a node has published that."""
 
 
 def chain_ids(diff_ids: Sequence[str]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ _AFTER_WHITEOUT = b".wh/"
 """Sorts right behind all names that begin as whiteouts do."""
 
 _NO_INODE = -1
-"""Of the root, until a layer has an entry for it."""
+"""The inode of the root, until a layer has an entry for it."""
 
 _LINK_MODE = stat.S_IFLNK | 0o777
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)

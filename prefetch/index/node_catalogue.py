@@ -1,4 +1,5 @@
-"""What this node knows of images by itself: those it started, and layers that nobody published.
+"""What this node knows of images by itself: images that it started, and layers that no node
+published.
 
 Alone owns `cache_dir/catalogue` (docs/format/cache.md, "The node's catalogue"). It stands in for
 the store's records while the store or the registry cannot be asked, and it is all that there is of
@@ -47,14 +48,14 @@ _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record")
 
 _KEPT_S = 30 * 86400.0
-"""What nobody asked for in so long goes at the next `trim`."""
+"""Records that no start asked for in so long go at the next `trim`."""
 
 
 class NodeImage(Struct, frozen=True):
     """An image that was started here."""
 
     record: ImageRecord
-    """With the layers' blobs if it is published, else without layers."""
+    """The record: with the layers' blobs if it is published, else without layers."""
     layer_digests: tuple[str, ...] = ()
     """The keys of an unpublished image's layers, the lowest first: their diff_ids; of a directory,
     the digest of its stream."""
@@ -71,7 +72,8 @@ class NodeLayer(Struct, frozen=True):
     tree: LayerTree
     """Its only blob is a stream of this node."""
     content_digest: str
-    """Of that stream by BLAKE3: verifying it once more takes a tenth of what SHA-256 does."""
+    """The BLAKE3 digest of that stream: verifying it once more takes a tenth of what SHA-256
+    does."""
 
     @property
     def blob(self) -> Blob:
@@ -222,7 +224,7 @@ class NodeCatalogue:
     # ---- keeping it small ---------------------------------------------------------------------
 
     def trim(self) -> int:
-        """Remove records and indexes that nobody used for a month. Returns how many files. Never
+        """Remove records and indexes that no start used for a month. Returns how many files. Never
         raises: what is needed after all is pulled, or fetched, again."""
         oldest_s = time.time() - _KEPT_S
         count = 0

@@ -50,7 +50,7 @@ class LayerRecord(Struct, frozen=True):
     """A layer in the store: its blob, and its tree with whiteouts still in it."""
 
     digest: Digest
-    """Of the uncompressed tar, the `diff_id`; of a directory: the blob's digest."""
+    """The digest of the uncompressed tar, the `diff_id`; of a directory: the blob's digest."""
     blob_digest: BlobDigest
     blob_size_bytes: Count
     index_digest: Sha256
@@ -79,12 +79,12 @@ class ImageRecord(Struct, frozen=True):
     config: ImageConfig
     layers: Annotated[tuple[ImageLayer, ...], Meta(max_length=10_000)]
     size_bytes: Count64
-    """Of all files' contents."""
+    """The size of all files' contents."""
     file_count: Count
     """Names in the tree."""
     created_ns: Count64
     manifest_digest: DigestOrNone = ""
-    """Of the platform's manifest in a registry; empty where it came from elsewhere."""
+    """The digest of the platform's manifest in a registry; empty where it came from elsewhere."""
 
 
 IMAGE_FORM: Form[ImageRecord] = Form(

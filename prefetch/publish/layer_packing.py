@@ -88,7 +88,7 @@ class LayerPacker:
     def __init__(
         self, store: Store, work_dir: Path, lessee: str | None, *, verify: bool = False
     ) -> None:
-        """With a `lessee`, this node's name, one of all nodes that give theirs packs a layer.
+        """`lessee`, the name of this node: of all nodes that give theirs, one packs a layer.
         `verify`: as `stored_layer`."""
         self._verify = verify
         self._store = store

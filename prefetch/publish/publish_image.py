@@ -126,7 +126,7 @@ class _CachedLayer(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int | None:
-        """Of the stream."""
+        """The size of the stream."""
         return None if self.known is None else self.known.blob.stream_length
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:

@@ -85,8 +85,8 @@ def start_publisher(
 
 
 def start_image_publisher(settings: Settings, index_digest: str) -> None:
-    """Have an image that this node pulled published by a process that is nobody's child: whoever
-    calls this may become another program. Raises: OSError."""
+    """Have an image that this node pulled published by a process that is no child of ours: the
+    program that calls this may become another program. Raises: OSError."""
     identity = f"image-{index_digest.partition(':')[2][:16]}"
     if not _is_busy(settings, identity):
         _start_orphan(identity, _Job(settings, image=index_digest))
@@ -94,7 +94,8 @@ def start_image_publisher(settings: Settings, index_digest: str) -> None:
 
 def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
     """Have the image that containerd has in its store `content`, and whose layers make this chain,
-    indexed by a process that is nobody's child. False while another such image is. Raises: OSError.
+    indexed by a process that is no child of ours. False while another such image is. Raises:
+    OSError.
     """
     if _is_busy(settings, "chain"):
         return False

@@ -20,7 +20,7 @@ from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.record.trace import ACCESS_COUNT_MAX, Access, Trace
 
 HINTS_BYTES_MAX = 64 * 2**20
-"""Of a list: more than a million long paths."""
+"""The most bytes of a list: more than a million long paths."""
 
 ENDED = "hints"
 """What such a trace has in place of what ended its record."""

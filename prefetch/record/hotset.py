@@ -97,8 +97,9 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
 
 
 def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Of runs (first page, end, position of the first less its page) of one file, those of a trace
-    disjoint: parts of equally many, as (median position of the first page, first, end, count).
+    """The medians of runs (first page, end, position of the first less its page) of one file, those
+    of a trace disjoint: parts of equally many, as (median position of the first page, first, end,
+    count).
 
     Within a part all positions grow by one from page to page, so the order of the traces, and with
     it the median, is the same for each page of it.
@@ -106,7 +107,7 @@ def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, 
     begins = sorted((first, shift) for first, _, shift in runs)
     ends = sorted((end, shift) for _, end, shift in runs)
     active: list[int] = []
-    """The shifts of those that cover `position`, sorted: at most one of each trace."""
+    """The shifts of the runs that cover `position`, sorted: at most one of each trace."""
     position = begun = ended = 0
     while ended < len(ends):
         while begun < len(begins) and begins[begun][0] == position:

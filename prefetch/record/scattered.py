@@ -18,13 +18,14 @@ SCATTERED_COUNT_MAX = 32
 """Files that a pointer names; workloads have one or two."""
 
 _TRACE_COUNT = 3
-"""With fewer, a start that ended early and one that went on look the same."""
+"""The fewest traces: with fewer, a start that ended early and one that went on look the same."""
 _PAGES_MIN = 256
 """A megabyte: less costs nothing worth a rule."""
 _ALIKE = 2.0
 """Starts that read the same file at random read about as much of it."""
 _SHARED_MAX = 0.5
-"""Of what the one that read less read: so much, or more, both read of a file that is hot."""
+"""The share of what the start that read less read: so much, or more, both read of a file that is
+hot."""
 
 _Runs = list[tuple[int, int]]
 

@@ -87,7 +87,7 @@ class Trace(Struct, frozen=True):
     """The kernel's read-ahead while recording; a replay must use the same."""
     files: tuple[TracedFile, ...]
     accesses: tuple[Access, ...]
-    """In the order in which they happened; no range twice."""
+    """The accesses in the order in which they happened; no range twice."""
 
 
 class AccessLog:

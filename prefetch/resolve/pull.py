@@ -55,7 +55,8 @@ class HadLayer(Struct, frozen=True):
     record: LayerRecord | None
     """The store's record of the layer; None: this node alone has the layer."""
     stream: StreamCache | None
-    """Of a layer that this node alone has, whole. While open, the cache keeps it; close it."""
+    """The whole stream of a layer that this node alone has. While open, the cache keeps it; close
+    it."""
 
 
 def have_layers(

@@ -260,8 +260,8 @@ def _changed_since(directory: Path, when_ns: int) -> bool:
 
 
 def _statuses(directory: Path) -> Iterator[os.stat_result]:
-    """Of a directory and everything in it, but for what is mounted there: that is not part of the
-    image. Raises: OSError."""
+    """The statuses of a directory and everything in it, but for what is mounted there: that is not
+    part of the image. Raises: OSError."""
     # Change times, which nothing but the clock sets. A removed name changes its directory.
     top = directory.stat()
     yield top

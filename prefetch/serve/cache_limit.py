@@ -22,12 +22,12 @@ from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 _log = logging.getLogger(__name__)
 
 _PASSING = frozenset(("containers", "tmp", "work", "run"))
-"""What containers write and what is being made: it goes with them, and is nobody's cache."""
+"""What containers write and what is being made: it goes with them, and is no cache."""
 
 _OTHERS_S = 600.0
 """So often are folders walked that hold many files; streams are few, and counted each time."""
 _FREE_SHARE = 0.05
-"""Of the disk: left free by whoever could do without, as the background fill."""
+"""The share of the disk that is left free by work that can wait, as the background fill."""
 
 
 class CacheFolder(Struct, frozen=True):

@@ -35,7 +35,8 @@ _KERNEL_DEADLINE_MIN_S = 600
 store's deadlines, and at least."""
 
 _RESTART_COUNT = 12
-"""In ten seconds; pauses grow to a second, so one that can never start ends readers' waits then."""
+"""Restarts of a worker in ten seconds; pauses grow to a second, so one that can never start ends
+readers' waits then."""
 
 
 def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
 """What a server of a mounted tree is to do, and how it is handed that. Pure.
 
-Light: whoever starts a server loads no more than this.
+Light: the program that starts a server loads no more than this.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ WINDOW_S = 120.0
 
 
 class ServeOptions(Struct, frozen=True, kw_only=True):
-    """How a tree is to be served: what whoever mounts one may choose."""
+    """How a tree is to be served: the choices of the caller that mounts it."""
 
     workload: str | None = None
     """Whose bundle is used, and whose starts are recorded; None: the settings' workload."""

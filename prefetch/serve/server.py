@@ -1,6 +1,6 @@
 """The process behind a mounted tree: `python -m bootseer.prefetch.serve.server`, an image's or an
 environment's. How it is begun (`begin_tree_server`), and its way to its plan (`main`), a line of
-JSON; then it is `serve_image`'s. Light: whoever starts one waits for what is loaded here.
+JSON; then it is `serve_image`'s. Light: the program that starts one waits for what is loaded here.
 """
 
 import os
@@ -35,7 +35,7 @@ def _load_what_both_need() -> None:
 
 
 def _load_default_store() -> None:
-    """Nobody has told us the store yet; mostly this is it."""
+    """Load the store of the default settings: no plan has named one yet, and mostly this is it."""
     from bootseer.store import load_backend
 
     load_backend(os.environ.get("BOOTSEER_STORE", ""))

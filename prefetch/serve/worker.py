@@ -54,7 +54,7 @@ _SHOWN = (
     *("id", "reference", "index_digest", "workload", "directory"),
     *("pid", "started_ns", "purpose", "scratch"),
 )
-"""Of the mount's state, in its status."""
+"""The fields of the mount's state that its status shows."""
 
 
 class ImageServer:
@@ -181,8 +181,8 @@ class ImageServer:
             note_use(self._store, self._plan.state.index_digest, stored)
 
     def _note_damage(self, chunks: Sequence[Chunk]) -> None:
-        """Of an environment, for its next start, which can do something about it: a job that reads
-        through a mapping gets a signal, and nobody a sentence."""
+        """Note the damage of an environment for its next start, which can do something about it: a
+        job that reads through a mapping gets a signal, and nobody a sentence."""
         keys = ", ".join(dict.fromkeys(chunk.key for chunk in chunks))
         _log.error("%s in %s is damaged", keys, self._store.url)
         if self._plan.state.purpose == ENVIRONMENT:

@@ -142,7 +142,7 @@ class ChainTrees:
         return record
 
     def _fetch(self, store: Store, chain: Chain) -> str:
-        """The digest of a merged tree that somebody has published; "" where it cannot be had."""
+        """The digest of a merged tree that a node has published; "" where it cannot be had."""
         digest = chain.index_digest
         if not digest:
             return ""

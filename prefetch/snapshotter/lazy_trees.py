@@ -147,7 +147,8 @@ class LazyTrees:
 
 def _serves(state: MountState) -> bool:
     """Whether a process of that server lives; its worker serves on when the supervisor was killed.
-    The lock alone does not tell: whoever tidies up after a dead one holds it for a moment."""
+    The lock alone does not tell: a process that tidies up after a dead one holds it for a
+    moment."""
     for pid, started in state.processes:
         now = start_time(pid) if pid else ""
         # Servers of earlier releases do not say when they started.

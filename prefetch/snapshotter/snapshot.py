@@ -16,7 +16,7 @@ from bootseer.base.documents import is_digest
 from bootseer.errors import InvalidInputError
 
 REF_LABEL = "containerd.io/snapshot.ref"
-"""The chain that the snapshot is going to be; set by whoever unpacks an image."""
+"""The chain that the snapshot is going to be; set by the client that unpacks an image."""
 WORKLOAD_LABEL = "containerd.io/snapshot/bootseer.workload"
 """The label of a container's snapshot that names the workload whose record it replays."""
 
@@ -53,7 +53,7 @@ class Snapshot(Struct, frozen=True):
     created_ns: int
     updated_ns: int
     chain_id: str = ""
-    """Of a remote snapshot; "" for an ordinary one."""
+    """The chain of a remote snapshot; "" for an ordinary one."""
     usage: Usage = field(default_factory=Usage)
 
 

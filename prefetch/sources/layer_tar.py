@@ -26,7 +26,7 @@ from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree
 
 LEVEL = 1
-"""A layer is packed once, but by whoever is short of CPUs: see docs/format/blob.md."""
+"""A layer is packed once, but by a node that may be short of CPUs: see docs/format/blob.md."""
 _LINK_COST_BYTES = 500
 
 
@@ -37,7 +37,7 @@ class _Layer(Unpacked):
         super().__init__()
         self._below: dict[bytes, bytes] = {}
         self._below_in: dict[bytes, set[bytes]] = {}
-        """The same links by the folders they lie in."""
+        """The links by the folders they lie in."""
 
     def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_hard_link:

@@ -1,4 +1,4 @@
-"""Pieces of a stream that are made in a thread of their own, a few ahead of whoever takes them.
+"""Pieces of a stream that are made in a thread of their own, a few ahead of their consumer.
 
 The joint between two stages of a pipeline: each stage's work is in libraries that release the GIL,
 so the stages overlap. Alone owns these threads; memory is bounded by the pieces in a queue.

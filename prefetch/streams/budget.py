@@ -47,7 +47,7 @@ class Patience:
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent."""
+        """End the budget: no reader waits any more. Idempotent."""
         self._closing.set()
 
     def demand(

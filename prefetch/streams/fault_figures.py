@@ -50,7 +50,7 @@ class SourceFigures(Struct, frozen=True):
     past the kernel's own cache."""
     bundle_bytes: int
     fault_bytes: int
-    """Came because of faults, without those of the bundle."""
+    """Bytes that came because of faults, without the bundle's."""
     readahead_bytes: int
     """Were fetched ahead of a reader."""
     fill_bytes: int
@@ -126,7 +126,7 @@ class FaultRecorder:
             )
 
     def sources(self, bundle_bytes: int) -> SourceFigures:
-        """Returns the bytes by source; those of the bundle are counted elsewhere."""
+        """Returns the bytes by source; the bundle's are counted elsewhere."""
         with self._lock:
             return SourceFigures(
                 self._hit_bytes,

@@ -1,4 +1,4 @@
-"""The background fill: bring the rest of a started image, slowly, while nobody waits for anything.
+"""The background fill: bring the rest of a started image, slowly, while no reader waits.
 
 Alone decides when that goes on. It begins when the start is over and its bundle is here, pauses
 while there are faults, and ends when the image is complete or the cache has no room. A complete
@@ -31,7 +31,7 @@ QUIET_S = 5.0
 _TURN_S = 1.0
 """Seconds between two checks whether it is this server's turn."""
 _PAUSES = Policy(base_s=5.0, cap_s=300.0)
-"""After failures: nobody waits for a fill."""
+"""The pauses after failures: no reader waits for a fill."""
 WINDOW_BYTES = 64 * 2**20
 """Planned at a time: an image may have millions of frames."""
 _ROOM_BYTES = 64 * 2**20
@@ -52,8 +52,8 @@ class Fill:
         lock: Path | None = None,
     ) -> None:
         """`make_room(count)` says whether the cache may take so many bytes more. `pauses`: after
-        each failure in a row. `lock`: whoever holds this file fills for all servers of the image
-        on this node."""
+        each failure in a row. `lock`: the server that holds this file fills for all servers of the
+        image on this node."""
         self.state = "waiting"
         """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
         "no room", "failing" (it tries again), "stopped"."""
@@ -118,7 +118,7 @@ class Fill:
 
     def _tell_filler(self) -> None:
         if self._lock_path is not None:
-            # Nobody fills: then there is nobody to tell.
+            # No thread fills: then there is none to tell.
             with contextlib.suppress(OSError):
                 os.utime(self._lock_path)
 
@@ -162,7 +162,7 @@ class Fill:
             # What is stored nowhere is not missing from anywhere.
             self.state = "complete"
         elif not self._failures and self._streams.proven_bytes <= before_bytes:
-            # Sectors that two frames share, in an index of somebody else's.
+            # Sectors that two frames share, in an index that another program wrote.
             _log.warning("the background fill ends: the cache keeps nothing of what comes")
             self.state = "stopped"
             return False

@@ -1,4 +1,4 @@
-"""Which frames to fetch behind those that a fault needs, when the faults of a file follow on.
+"""Which frames to fetch behind the frames that a fault needs, when the faults of a file follow on.
 
 Alone decides how far. Pure but for the memory of how far each reader is. Thread-safe.
 """

@@ -34,11 +34,12 @@ _MEMORY_BYTES = 64 * 2**20
 
 _OTHERS_S = 2.0
 _OTHERS_SHARE = 0.1
-"""Of the deadline: for another server of the node that is fetching the same. It reads from the same
-store, so that to ask oneself would rarely be faster."""
+"""A share of the deadline: for another server of the node that is fetching the same. It reads from
+the same store, so that to ask oneself would rarely be faster."""
 _POLL_S = 0.001
 _STORE_SHARE = 2 / 3
-"""Of a read's deadline, where there is a second source: enough for two attempts at the store."""
+"""A share of a read's deadline, where there is a second source: enough for two attempts at the
+store."""
 
 
 class BlobStreams:
@@ -106,11 +107,11 @@ class BlobStreams:
     ) -> bytes | memoryview:
         """`length` bytes at `offset` of the stream of blob number `blob`.
 
-        Waits no longer than one deadline, whoever is asked, or several while a second source brings
-        bytes; `budget` is what is left of one that several such reads share. `reader` identifies
-        who reads on (a file) and `end` where that ends: reads of one reader that follow each other
-        are fetched ahead.
-        Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError, OSError.
+        Waits no longer than one deadline, whichever server is asked, or several while a second
+        source brings bytes; `budget` is what is left of one that several such reads share. `reader`
+        identifies who reads on (a file) and `end` where that ends: reads of one reader that follow
+        each other are fetched ahead. Raises: DeadlineError, CorruptError, UnavailableError,
+        NotFoundError, OSError.
         """
         cache = self.caches[blob]
         content = cache.get(offset, length)
@@ -268,7 +269,7 @@ class BlobStreams:
         self.faults.came(fill=self._deliver(chunk, data))
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> int:
-        """Keep a frame; how many bytes came, 0 for one that somebody else brought meanwhile."""
+        """Keep a frame; how many bytes came, 0 for one that another thread brought meanwhile."""
         blob, number, frame = self._place_of(chunk)
         cache = self.caches[blob]
         if cache.proven.holds_now(frame.stream_offset, frame.stream_length):

@@ -68,7 +68,7 @@ class WarmRecord(Struct, frozen=True):
     recorded_ns: int
     """Wall clock of the newest recording, ns since 1970."""
     files: tuple[WarmFile, ...]
-    """In the order in which the newest start opened them, where its method knows that."""
+    """The files in the order in which the newest start opened them, where its method knows that."""
 
     @property
     def range_bytes(self) -> int:

@@ -34,7 +34,7 @@ ARM_S = 15.0
 
 
 class Recording:
-    """From its making, which is when everything is prepared, to `finish`."""
+    """A recording, from its making, which is when everything is prepared, to `finish`."""
 
     def __init__(self, root: str, method: str = "auto") -> None:
         """Raises: UnsupportedError where the `method` asked for cannot be had; OSError."""

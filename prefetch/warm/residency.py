@@ -49,7 +49,8 @@ def may_ask(fd: int) -> bool:
 
 @cache
 def unmapped_owner() -> int | None:
-    """Whom files seem to belong to whose owner is not of this user namespace, where that can be.
+    """The user whom files seem to belong to whose owner is not of this user namespace, where that
+    can be.
 
     A capability of the namespace says nothing about those (capable_wrt_inode_uidgid).
     """

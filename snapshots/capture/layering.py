@@ -52,10 +52,11 @@ class Rule(Struct, frozen=True):
     shared_bytes_min: int = 1 << 20
     """Below, a restore would make more requests for nothing."""
     shared_ratio_min: float = 0.5
-    """Of all content. Below, the environment is another one, and its own blob serves it better."""
+    """The least share of all content that is shared. Below, the environment is another one, and its
+    own blob serves it better."""
     used_ratio_min: float = 0.25
-    """Of what a blob holds. Below, it would be kept in the store for little; what is still needed
-    of it is stored again, which also ends chains of small differences."""
+    """The least share of a blob that is used. Below, it would be kept in the store for little; what
+    is still needed of it is stored again, which also ends chains of small differences."""
     blobs_max: int = EARLIER_MAX
 
 

@@ -38,7 +38,7 @@ _SYSTEM = (
     "/usr/share",
 )
 _HOME = (".local", ".config", ".conda", "bin")
-# Caches and logs, which nobody misses.
+# Caches and logs, which no job misses.
 IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _CACHE_VARIABLES = (
     "PIP_CACHE_DIR",
@@ -141,7 +141,7 @@ def _is_job_output(name: str, job_id: str) -> bool:
 
 
 def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
-    """Those that no process has open to write, as far as we may see that. Sorted."""
+    """The paths that no process has open to write, as far as we may see that. Sorted."""
     left = set(paths)
     end = time.monotonic() + _OPEN_LOOK_S
     for folder in _process_folders() if left else ():

@@ -9,14 +9,14 @@ from bootseer.settings.config import AUTOMATIC_AGE_S
 from bootseer.snapshots.catalogue.manifest import Manifest
 
 OPEN_AGE_S = 7 * 86_400.0
-"""How old a snapshot may be, unless somebody says otherwise, if its set-up gets something else once
-an index has something else. Young enough that a security fix arrives within a week; old enough that
-one start a week, and no other, pays for the set-up."""
+"""How old a snapshot may be, unless a setting says otherwise, if its set-up gets something else
+once an index has something else. Young enough that a security fix arrives within a week; old enough
+that one start a week, and no other, pays for the set-up."""
 
 
 def settled_max_age(setting_s: float, *, is_open: bool) -> float:
     """How old a stored snapshot may be, 0 for any age, of a set-up whose result may change without
-    notice, or not. What is in place on a node has only the limit that somebody set: to run pip
+    notice, or not. What is in place on a node has only the limit that the user set: to run pip
     again on top of what satisfies it changes nothing."""
     if setting_s != AUTOMATIC_AGE_S:
         return setting_s

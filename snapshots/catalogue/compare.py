@@ -44,7 +44,8 @@ class FileChange(Struct, frozen=True):
     kind: str
     """ADDED, REMOVED or CHANGED."""
     what: tuple[str, ...] = ()
-    """Of CHANGED: content, kind, mode, owner, target (of a link), attributes, deletion."""
+    """What differs where something CHANGED: content, kind, mode, owner, target (of a link),
+    attributes, deletion."""
     before_bytes: int = 0
     after_bytes: int = 0
 

@@ -11,7 +11,7 @@ from bootseer.base.documents import BlobDigest, Count64, PathBytes
 from bootseer.snapshots.setup.fingerprint import Part
 
 EARLIER_MAX = 7
-"""With its own a target has at most so many blobs, and one: a restore is a stream from each."""
+"""A target has at most so many earlier blobs, and its own: a restore is a stream from each."""
 
 OUTSIDE_PATHS_MAX = 100
 """A manifest names at most so many changes outside of its targets: for people, who read a few."""

@@ -13,8 +13,8 @@ from bootseer.snapshots.setup.fingerprint import fingerprint, published
 from bootseer.snapshots.targets.paths import checked_target, is_plain, text_of
 
 LAYERED_VERSION = 2
-"""Of a manifest with a target that takes content from earlier blobs. A release that does not know
-them must not read it, since its garbage collector would delete them."""
+"""The version of a manifest with a target that takes content from earlier blobs. A release that
+does not know them must not read it, since its garbage collector would delete them."""
 
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024
 INDEX_BYTES_MAX = 4 << 30

@@ -1,4 +1,5 @@
-"""In which way a snapshot is put in place: mounted, linked or extracted. Pure (no I/O).
+"""The choice of the way in which a snapshot is put in place: mounted, linked or extracted. Pure (no
+I/O).
 
 Alone decides it, from facts that `restore_modes` has found; every choice comes with its reason,
 which people are told. docs/snapshots.md says what each way means for a job.

@@ -31,12 +31,12 @@ _own: set[Path] = set()
 
 
 def shared(targets: Iterable[Path]) -> list[Path]:
-    """Those (host paths) that this process sees as every other one of the node does."""
+    """The host paths that this process sees as every other one of the node does."""
     return [target for target in targets if target not in _own]
 
 
 def of_shared(note: OnFinished) -> OnFinished:
-    """`note`, but nothing for targets that nobody else sees."""
+    """`note`, but nothing for targets that no other process sees."""
 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
         if target not in _own:

@@ -39,7 +39,7 @@ class Wish(Struct, frozen=True):
     mode: str
     """One of `config.RESTORE_MODES`."""
     until_exit: bool = False
-    """Mounts go when this process ends; else they stay until somebody takes them off."""
+    """Mounts go when this process ends; else they stay until they are unmounted."""
     is_container: bool = False
     """The targets lie in another root than this host's."""
     scratch: Path | None = None

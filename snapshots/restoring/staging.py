@@ -123,7 +123,7 @@ def write_plan(
 
 
 def commit(stagings: Sequence[Staging]) -> None:
-    """From here on the restore of all planned targets is finished, whatever happens."""
+    """Commit: from here on the restore of all planned targets is finished, whatever happens."""
     file = stagings[0].directory / "commit"
     try:
         draft = file.with_suffix(".draft")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-# Of files that nobody declared: a word of the command may happen to name a data set.
+# The limits for files that were not declared: a word of the command may happen to name a data set.
 GUESSED_BYTES_MAX = 256 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _GUESSED_NAMES_MAX = 200_000
@@ -37,8 +37,8 @@ def bytes_digest(data: bytes) -> InputDigest:
 
 
 def file_digest(path: Path, *, limited: bool) -> InputDigest:
-    """Of a file's content; `limited`: of a guessed file's, of which the size and the end count if
-    it is large. Raises: OSError."""
+    """The digest of a file's content; `limited`: of a guessed file, of which the size and the end
+    count if it is large. Raises: OSError."""
     size_bytes = path.stat().st_size
     if limited and size_bytes > GUESSED_BYTES_MAX:
         found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
@@ -98,8 +98,8 @@ def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputD
 
 
 def wheels_digest(path: Path) -> InputDigest:
-    """Of a folder of wheels: names, sizes and ends, which tell a build from another of its version.
-    Raises: OSError."""
+    """The digest of a folder of wheels: names, sizes and ends, which tell a build from another of
+    its version. Raises: OSError."""
     digest = hashlib.sha256()
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.is_file():

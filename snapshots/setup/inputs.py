@@ -76,7 +76,7 @@ class Inputs(Struct, frozen=True):
 
     parts: tuple[Part, ...]
     found: tuple[str, ...]
-    """Inputs that nobody declared."""
+    """Inputs that were not declared."""
     open_requirements: tuple[str, ...]
     """What means something else when an index has something else."""
     opaque: tuple[str, ...]
@@ -88,7 +88,7 @@ class Inputs(Struct, frozen=True):
     tools: frozenset[str]
     """Whose settings decide."""
     lists: tuple[str, ...]
-    """Files of requirements among the inputs that nobody declared."""
+    """Files of requirements among the inputs that were not declared."""
 
 
 def collect_inputs(

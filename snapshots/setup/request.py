@@ -262,7 +262,7 @@ def unknown(
 
 
 def unknown_before(targets: Sequence[str]) -> Iterator[str]:
-    """The same of targets that hold something before the set-up."""
+    """What is not in the key of targets that hold something before the set-up."""
     if targets:
         yield f"the contents of what {_some(targets)} held before (names, types and sizes count)"
 

@@ -1,4 +1,4 @@
-"""Which directories a set-up writes, when nobody says: the common cases. Pure (no I/O).
+"""Which directories a set-up writes, when none is declared: the common cases. Pure (no I/O).
 
 Whatever is inferred is printed, so that a user sees what a snapshot will hold.
 """
@@ -111,7 +111,7 @@ def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
 
 
 def _disjoint(paths: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Returns the paths without those that lie inside another one."""
+    """Returns the paths that do not lie inside another one."""
     chosen: list[bytes] = []
     for path in sorted(set(paths)):
         if not any(path.startswith(outer + b"/") for outer in chosen):

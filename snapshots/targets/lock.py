@@ -103,7 +103,7 @@ def _take(
 
 
 def _holders(path: Path) -> list[int]:
-    """Who has the lock file open and is not this process, as far as this user may know."""
+    """The other processes that have the lock file open, as far as this user may know."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Which processes of this node run on the targets of set-ups, however these were put in place.
 
 Alone owns the folders of their notes, beside the locks of the targets. Only jobs that `bootseer
-run` becomes are noted: of what follows a `snapshot run`, nobody knows when it ends. The caller
+run` becomes are noted: when what follows a `snapshot run` ends is not known. The caller
 holds the targets' locks.
 """
 

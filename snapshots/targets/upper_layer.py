@@ -34,7 +34,7 @@ class Layers(Struct, frozen=True):
     upper: Path
     """What was written since, by whomever."""
     lower: Path
-    """What it showed at first. Nobody writes to it."""
+    """What it showed at first. It is not written to."""
     tree: Callable[[], Tree] | None = None
     """What is in `lower`, for whom it costs less than asking its file system. May raise a
     BootseerError."""

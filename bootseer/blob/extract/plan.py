@@ -63,8 +63,8 @@ class Plan(Struct, frozen=True):
         return len(self.group_start) - 1 + len(self.parts)
 
     def tasks(self) -> list[int]:
-        """In the order in which they should be begun: the longest first, so that no worker is
-        left with one at the end."""
+        """The tasks, in the order in which they should be begun: the longest first, so that no
+        worker is left with one at the end."""
         groups = len(self.group_start) - 1
         return [*range(groups, groups + len(self.parts)), *range(groups)]
 

@@ -29,7 +29,8 @@ SEEK_TABLE_FRAMES_MAX = 2**27
 
 FRAME_BYTES = 128 * 1024
 _BATCH_BYTES = 1024 * 1024
-"""Of the stream, handed to a thread at once: a hand-over costs as much as a small frame."""
+"""Bytes of the stream that a thread is handed at once: a hand-over costs as much as a small
+frame."""
 _BATCHES_IN_FLIGHT_PER_THREAD = 2
 
 _Frame = list[bytes | memoryview]

@@ -54,7 +54,7 @@ def _adler_of_block(field: bytes) -> int:
 
 
 def _sum(part: bytes) -> int:
-    """Of the bytes, at most 256: Adler-32 has it, modulo 65521 and plus 1, without a loop."""
+    """The sum of at most 256 bytes: Adler-32 has it, modulo 65521 and plus 1, without a loop."""
     return (zlib.adler32(part) & 0xFFFF) - 1
 
 

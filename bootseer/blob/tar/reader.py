@@ -19,8 +19,8 @@ from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
 
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
-"""Of all extended headers and long names of one member, and of its sparse map: hostile lengths must
-not fill the memory."""
+"""The most bytes of all extended headers and long names of one member, and of its sparse map:
+hostile lengths must not fill the memory."""
 PATH_BYTES_MAX = 4096
 """PATH_MAX of Linux. Nothing unpacks what is longer, and each folder of a path costs its length."""
 
@@ -76,7 +76,7 @@ class Member(Struct, frozen=True, gc=False):
     size_bytes: int
     """The size of the file: more than is stored if it is sparse."""
     segments: list[tuple[int, int]] | None
-    """Of a sparse file, the (offset, length) that are stored, one after the other."""
+    """The pieces (offset, length) of a sparse file that are stored, one after the other."""
 
 
 class TarReader:
@@ -90,7 +90,7 @@ class TarReader:
         self._buffer_start = 0
         """The offset in the stream at which the buffer begins."""
         self._path = b""
-        """Of the member whose content follows; b"" for none."""
+        """The path of the member whose content follows; b"" for none."""
         self.rest = b""
         """After the last member: the block or blocks that ended the archive."""
 

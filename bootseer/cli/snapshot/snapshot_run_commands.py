@@ -32,7 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Behind its first word everything belongs to the command, "--" or not.
 _CONTEXT = {"allow_interspersed_args": False}
 _VALUE_CHARACTERS = 60
-"""Of a part's value in a table; `--json` has all of it."""
+"""How much of a part's value a table shows; `--json` has all of it."""
 
 
 _OPTIONS = (
@@ -81,7 +81,8 @@ def _set_up_options(command: _F) -> _F:
 
 
 def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
-    """From the parameters that `_set_up_options` gives, which are taken out of `options`."""
+    """The request that the parameters of `_set_up_options` make, which are taken out of
+    `options`."""
     from bootseer.snapshots.setup.request import Request
 
     settings = current_settings()

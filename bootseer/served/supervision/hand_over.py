@@ -22,7 +22,7 @@ from bootseer.served.background import python_environment
 _log = logging.getLogger(__name__)
 
 RESUME = "--resume"
-"""Of a server's module: what follows is the descriptor of the document."""
+"""An option of a server's module: the descriptor of the document follows."""
 _IMPORT_S = 60.0
 
 
@@ -64,7 +64,7 @@ def become_newer(
 
 
 def taken_over(left: int) -> tuple[dict[str, Any], Attached]:
-    """The document of who this process was before, and the mount."""
+    """The document that this process left to itself before it became newer code, and the mount."""
     with open(left, encoding="utf-8") as file:
         document = from_line(file.read(), dict[str, Any])
     for fd in _descriptors(document):

@@ -3,7 +3,7 @@
 Alone decides how long a silence is. The question never goes through the mount, so who asks cannot
 hang with it. A worker that waits for a slow store answers; one that is stopped (SIGSTOP), frozen
 with its cgroup, or whose interpreter hangs does not. Silence is counted in looks and not by the
-clock: while the machine is suspended, or all of us are frozen together, nobody looks.
+clock: while the machine is suspended, or all processes are frozen together, no look is taken.
 
 Two processes, one thread in each: made before the fork, then `answer_until` there and `look` here.
 """
@@ -16,9 +16,10 @@ from bootseer.linux.processes import wait_readable
 LOOK_S = 2.0
 """Between two looks at a worker: so long may readers wait for one that was killed and is stuck."""
 _LOOKS = 8
-"""In the shortest silence that is acted upon."""
+"""The number of looks in the shortest silence that is acted upon."""
 _LATE_S = 1.0
-"""Who looks so much later than meant was not running, and perhaps nobody was."""
+"""A supervisor that looks so much later than meant was not running, and perhaps the worker was not
+either."""
 _SILENCE_S = (5.0, 15.0)
 _DEADLINE_SHARE = 0.25
 _ASK, _ANSWER, _END = b"?", b"!", b"."
@@ -74,7 +75,7 @@ class Heartbeat:
         return self._silent_looks * self.look_s / allowed_s
 
     def close(self) -> None:
-        """In the supervisor, when the worker has ended or is left to itself."""
+        """Close the supervisor's ends, when the worker has ended or is left to itself."""
         for fd in (self._ask_fd, self._answers):
             os.close(fd)
 

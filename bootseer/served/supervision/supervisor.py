@@ -59,7 +59,7 @@ HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
 _CONTINUE_SHARE = 0.5
-"""Of the silence after which a worker is killed: after so much it is told to continue."""
+"""A share of the silence after which a worker is killed: after so much it is told to continue."""
 _CANNOT_REPLACE_FACTOR = 4.0
 """A worker that cannot be replaced is killed later by so much: that ends the mount."""
 
@@ -99,7 +99,7 @@ def supervise(
             "starts threads, or in a process of its own"
         )
     with StopSignal() as stop:
-        # Blocked by whoever handed over, until we had handlers.
+        # Blocked by the process that handed over, until we had handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         is_taken_over = attached is not None
         attached = attached or attach(mountpoint, options)

@@ -23,7 +23,7 @@ Factory = Callable[[Attached], Operations]
 
 _WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _STUCK_S = 1.0
-"""In which the threads of a killed process end that do not wait for the kernel."""
+"""The time in which the threads of a killed process end that do not wait for the kernel."""
 
 
 class RestartPolicy:

@@ -77,7 +77,7 @@ class HdfsConnection(HdfsFolder):
 
     @property
     def data_nodes(self) -> DataNodes:
-        """To read from without hdfs-native."""
+        """The DataNodes, to read from without hdfs-native."""
         self._notice_fork()
         return self._data_nodes
 

@@ -78,7 +78,8 @@ def translate(error: BaseException, what: str) -> BootseerError:
 
 
 def refused_datanode_count(error: BaseException) -> int:
-    """Of how many DataNodes none was good enough for a block, where `error` says that; else 0."""
+    """The number of DataNodes none of which was good enough for a block, where `error` says that;
+    else 0."""
     match = _NO_DATANODE.search(str(error))
     return int(match[1]) if match else 0
 

@@ -16,7 +16,7 @@ _ROOM_BLOCKS = 16
 
 
 class Measures(Protocol):
-    """Who can say how much there is, as `NameNode` does. Raises: UNANSWERED."""
+    """A server that says how much space there is, as `NameNode` does. Raises: UNANSWERED."""
 
     def capacity(self) -> tuple[int, int]:
         """Returns the cluster's bytes in all, and its free bytes."""
@@ -27,12 +27,12 @@ class Measures(Protocol):
         ...
 
     def default_block_bytes(self) -> int:
-        """Of files whose writer does not say."""
+        """The block size of files whose writer names none."""
         ...
 
 
 class FindsMeasures(Protocol):
-    """Who knows whom to ask."""
+    """Finds the server to ask."""
 
     def hurried(self) -> Measures | None:
         """For questions whose answers are worth no long wait; None: nobody."""
@@ -40,7 +40,7 @@ class FindsMeasures(Protocol):
 
 
 class HdfsSpace:
-    """Of one cluster."""
+    """The space of one cluster."""
 
     def __init__(self, found: FindsMeasures) -> None:
         self._found = found

@@ -149,7 +149,7 @@ class JavaHdfsConnection(HdfsFolder):
     # ---- what `HdfsSpace` asks ------------------------------------------------------------
 
     def hurried(self) -> "JavaHdfsConnection":
-        """Who answers the questions below."""
+        """The file system that answers the questions below."""
         return self
 
     def capacity(self) -> tuple[int, int]:
@@ -163,7 +163,7 @@ class JavaHdfsConnection(HdfsFolder):
         return self.call(lambda java, system: java_fs.quota(java, system, path), "measure", "")
 
     def default_block_bytes(self) -> int:
-        """Of files whose writer does not say."""
+        """The block size of files whose writer names none."""
         return self.call(
             lambda java, system: java_fs.default_block_bytes(java, system, self._root),
             "measure",

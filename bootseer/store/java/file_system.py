@@ -22,7 +22,7 @@ _PATH_L, _STRING_L = f"L{_FS}Path;", "Ljava/lang/String;"
 
 
 class Status(Struct, frozen=True):
-    """Of a file or folder."""
+    """The status of a file or folder."""
 
     info: FileInfo
     mode: int
@@ -88,7 +88,7 @@ def _info(java: Java, found: int, path: str) -> FileInfo:
 
 
 def make_folder(java: Java, system: int, full: str, mode: int) -> None:
-    """With its parents; no error where it exists."""
+    """Make a folder with its parents; no error where it exists."""
     java.call(
         system, f"{_DFS}.mkdirs({_PATH_L}L{_PERMISSION};)Z", _path(java, full), _mode(java, mode)
     )
@@ -100,7 +100,7 @@ def delete(java: Java, system: int, full: str, *, recursive: bool) -> None:
 
 
 def rename(java: Java, system: int, source: str, target: str, *, overwrite: bool) -> None:
-    """In one step of the NameNode. The target's folder must exist."""
+    """Rename in one step of the NameNode. The target's folder must exist."""
     kind = f"{_FS}Options$Rename"
     option = java.call_static(
         f"{kind}.valueOf({_STRING_L})L{kind};", java.text("OVERWRITE" if overwrite else "NONE")
@@ -192,7 +192,7 @@ def quota(java: Java, system: int, full: str) -> tuple[int, int] | None:
 
 
 def default_block_bytes(java: Java, system: int, full: str) -> int:
-    """Of new files."""
+    """The block size of new files."""
     found: int = java.call(system, f"{_DFS}.getDefaultBlockSize({_PATH_L})J", _path(java, full))
     return found
 

@@ -186,7 +186,7 @@ def _started(library: Path, jars: list[str]) -> int:
         start, list_started = loaded.JNI_CreateJavaVM, loaded.JNI_GetCreatedJavaVMs
     except (OSError, AttributeError) as error:
         raise UnsupportedError(f"java+hdfs:// cannot load {library}: {error}") from error
-    # Somebody else's, for example pyarrow's: a process can have but one.
+    # The machine of another library, for example pyarrow's: a process can have but one.
     list_started(ctypes.byref(found), 1, ctypes.byref(count))
     if count.value and found.value:
         return found.value

@@ -44,7 +44,7 @@ class JavaHdfsWriter(Writer):
                     block_bytes=options.block_size_bytes,
                 )
             except JavaError as error:
-                # Somebody else has created it, and writes it now.
+                # Another client has created it, and writes it now.
                 if not overwrite and str(error).startswith("AlreadyBeingCreatedException"):
                     raise AlreadyExistsError("it exists already") from error
                 raise

@@ -58,7 +58,7 @@ class LocalBackend(Folder):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """From a bare path or a `file://` URL. Raises: InvalidInputError."""
+        """The backend of a bare path or a `file://` URL. Raises: InvalidInputError."""
         return cls(local_root(url))
 
     def stat(self, path: str) -> FileInfo:

@@ -140,10 +140,10 @@ class Lease:
                 return
             token = self._record.token
             current = _read(self._backend, self.key)
-            # Somebody may have broken the lease by deleting it, which leaves no tombstone.
+            # A person may have broken the lease by deleting it, which leaves no tombstone.
             ours = current is not None and current.token == token
             ended = ours and _end(self._backend, self.key, token)
-            # Nobody else can have seen this token as expired before its time: only then is the
+            # No other node can have seen this token as expired before its time: only then is the
             # tombstone of no use.
             if ended and self.still_held:
                 self._backend.delete(_tombstone(token))
@@ -158,7 +158,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """What one waiter has seen of somebody else's lease, and since when by its own clock. One
+    """What one waiter has seen of another holder's lease, and since when by its own clock. One
     thread."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class LeaseWatch:
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
             return False
-        # What somebody wrote there may be no length of ours.
+        # What another program wrote there may be no length of ours.
         ttl_s = min(max(record.ttl_ns / _NS, 0.0), TTL_MAX_S)
         return asked_at > self._since + ttl_s + SKEW_S
 

@@ -161,7 +161,7 @@ class Store(Closing):
     def lease(
         self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
     ) -> Lease | None:
-        """The lease at `key` for `ttl_s` seconds, or None while somebody else holds it.
+        """The lease at `key` for `ttl_s` seconds, or None while another holder has it.
 
         A lease whose holder died can be had when it has expired; see `lease`. Who asks again and
         again gives the same `watch`: then a holder's wrong clock does not matter.

@@ -41,7 +41,7 @@ class StoredObject(Struct, frozen=True):
     digest: str
     size_bytes: int
     written_ns: int
-    """By the writer's clock."""
+    """When it was written, by the writer's clock."""
     replaces: bool
     """Whether it was to replace what was there, rather than to be the first."""
     manifest_digest: str

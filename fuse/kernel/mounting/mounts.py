@@ -45,7 +45,7 @@ class Mount(Struct, frozen=True):
     name: str
     read_only: bool
     user: int = 0
-    """Who mounted it."""
+    """The user who mounted it."""
 
 
 class Line(NamedTuple):

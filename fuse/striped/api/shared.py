@@ -35,7 +35,8 @@ class SharedStorage:
             return self._opened[0]
 
     def after_fork(self) -> None:
-        """In the child: forget the parent's. Locks of threads that are gone stay locked."""
+        """Forget the parent's storages, in a forked child. Locks of threads that are gone stay
+        locked."""
         self._lock = threading.Lock()
         _inherited.extend(self._opened)
         self._opened = []

@@ -84,7 +84,7 @@ class TargetFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no
 
     @property
     def fsid(self) -> str:
-        """The same for all instances that reach the same files."""
+        """The identity of the file system: the same for all instances that reach the same files."""
         return f"{PROTOCOL}-{self.storage.backend.url}"
 
     # ---- paths ----------------------------------------------------------------------------

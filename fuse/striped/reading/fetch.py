@@ -68,7 +68,8 @@ class Fetch:
             return True
 
     def give_up(self) -> None:
-        """Nobody wants it any more. What can be stopped is, and `target` not written to again."""
+        """Give up a fetch that no reader wants any more. What can be stopped is, and `target` not
+        written to again."""
         with self.lock:
             self._end()
 

@@ -55,7 +55,7 @@ class Run(Generic[Wanted]):
         self.buffer = buffer
         self.start_bytes = 0
         self.readers = [reader]
-        """Those whose bytes are in the buffer."""
+        """The readers whose bytes are in the buffer."""
         if earlier is not None:
             start = self.start_bytes = earlier.done_bytes
             self.readers += earlier.readers

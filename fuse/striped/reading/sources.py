@@ -58,7 +58,7 @@ class Source:
         return reader if isinstance(reader, HasDescriptor) else None
 
     def was_late(self, number: int, offset: int) -> None:
-        """That reader did not keep pace at `offset`."""
+        """Note that a reader did not keep pace at `offset`."""
         with self._lock:
             block = self._block(offset)
             self._slow.add((number, block))
@@ -66,14 +66,14 @@ class Source:
                 del self._good[block]
 
     def was_good(self, number: int, offset: int) -> None:
-        """That reader kept pace at `offset`."""
+        """Note that a reader kept pace at `offset`."""
         with self._lock:
             block = self._block(offset)
             self._slow.discard((number, block))
             self._good[block] = number
 
     def drop(self, number: int) -> None:
-        """That reader failed: what it knows of the file may be out of date."""
+        """Drop a reader that failed: what it knows of the file may be out of date."""
         with self._lock:
             self._readers.pop(number, None)
 

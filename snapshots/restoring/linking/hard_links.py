@@ -1,4 +1,4 @@
-"""Makes a directory whose files are those of a node's extracted tree, under new names.
+"""Makes a directory whose files are the files of a node's extracted tree, under new names.
 
 Alone owns that: each name is linked and looked at in one pass, of a large tree in two processes;
 threads, which share an interpreter, are no faster. What is made is what the tree says; one whose
@@ -30,7 +30,8 @@ from bootseer.snapshots.restoring.linking.node_trees import (
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored, names_to_record
 
 SHARED_NAMES = 5000
-"""From so many names on a second process pays, which costs as much as a hundred names."""
+"""The number of names from which on a second process pays, which costs as much as a hundred
+names."""
 
 _Files = tuple[bytes, list[int]]
 """A directory's path, and the numbers of the names in it that are no directories."""

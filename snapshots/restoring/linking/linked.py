@@ -1,7 +1,7 @@
 """Copies a tree whose files share their blocks with those of the first (reflink).
 
-Alone owns that copy: exact in every attribute, in parallel, into a new directory that nobody looks
-at yet. Follows no symbolic links. Owns its threads.
+Alone owns that copy: exact in every attribute, in parallel, into a new directory that no process
+looks at yet. Follows no symbolic links. Owns its threads.
 """
 
 import contextlib

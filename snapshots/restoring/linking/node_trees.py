@@ -1,9 +1,9 @@
 """The snapshots that this node keeps extracted, so that jobs can link to their files.
 
 Alone owns `cache_dir/trees`: a directory HEX for each index digest, which holds exactly that tree,
-and HEX.lock. Whoever links to a tree, or has it under an overlay, holds that lock shared; a tree is
-made and removed by whoever has the lock alone. A tree appears whole or not at all, and is looked
-at, file by file, before each use: one that somebody has written to is made anew.
+and HEX.lock. A process that links to a tree, or has it under an overlay, holds that lock shared; a
+tree is made and removed by the process that has the lock alone. A tree appears whole or not at all,
+and is looked at, file by file, before each use: one that was written to is made anew.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class NodeTrees:
             raise from_oserror(error, f"lock the extracted snapshot {path}") from error
         try:
             while not take(path):
-                # Alone: nobody else is using it, or making it.
+                # Alone: no other process is using it, or making it.
                 os.close(lock)
                 lock = -1
                 lock = self._lock(path)
@@ -123,7 +123,7 @@ class NodeTrees:
             remove_tree(gone)
 
     def trim(self, limit_bytes: int | None = None, *, keep: Path | None = None) -> int:
-        """Remove trees that nobody uses, the longest unused first, until the rest is within the
+        """Remove trees that no process uses, the longest unused first, until the rest is within the
         limit (default: half of the cache's). `keep` is spared. How many were removed."""
         limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
         found = []

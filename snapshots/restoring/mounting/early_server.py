@@ -1,7 +1,7 @@
 """A mount's server that is begun before anything is known of the snapshot.
 
 It loads its code beside all that a restore does first, and is a copy of this process: only for a
-program of ours, at its beginning. Light: whoever calls it loads the rest of `snapshots` afterwards.
+program of ours, at its beginning. Light: its caller loads the rest of `snapshots` afterwards.
 One thread per process.
 """
 
@@ -32,7 +32,7 @@ def early_server(settings: Settings) -> Iterator[ServerProcess | None]:
             from bootseer.store import load_backend
 
             load_backend(settings.store_url)
-        # Whoever needs one tells what is wrong.
+        # The caller that needs one tells what is wrong.
         with contextlib.suppress(BootseerError):
             process = begin_tree_server(settings, forks=True)
     else:

@@ -145,7 +145,7 @@ def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | No
 
 
 def _give_up(serving: Serving) -> None:
-    """End a server whose tree nobody needs. Never raises."""
+    """End a server whose tree is not needed. Never raises."""
     with contextlib.suppress(BootseerError):
         serving.wait()
     give_up(serving.plan.state_dir, 0)

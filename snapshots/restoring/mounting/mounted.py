@@ -125,7 +125,7 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
 
 def _cover(item: Placed, tree: MountedTree, record: Mounted, *, privileges: bool) -> None:
     try:
-        # By now somebody lives who will remove it.
+        # By now a process lives that will remove it.
         make_private_directory(Path(record.scratch))
         item.path.mkdir(parents=True, exist_ok=True)
         write_private_file(tree.state_dir / _RECORD, _FORM.encode(record))
@@ -260,7 +260,7 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     except BusyError as error:
         raise BusyError(f"{error}; {_way_out(cover.path)}") from error
     if not lazy and not wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S):
-        # It may take a while to make a large cache durable; nobody needs to wait for that.
+        # It may take a while to make a large cache durable; no caller needs to wait for that.
         logger.info("the server of %s still tidies up", path)
     # That of a job which has ended, and could not take off what lay below another one.
     take_off_all_unused(mounts_dir(settings.run_dir), cover.path)

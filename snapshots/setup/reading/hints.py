@@ -48,9 +48,9 @@ class Hints(Struct, frozen=True):
     programs: tuple[str, ...] = ()
     """Programs of which nothing is known; with a "/" in `files`, too."""
     opaque: tuple[str, ...] = ()
-    """Else what is run without being understood, for people."""
+    """What is run without being understood, for people."""
     tools: tuple[str, ...] = ()
-    """Those whose settings decide: "pip", "uv", "conda"."""
+    """The tools whose settings decide: "pip", "uv", "conda"."""
 
 
 def merged(one: Hints, other: Hints) -> Hints:

@@ -139,7 +139,8 @@ def positional(words: Sequence[str], value_options: set[str]) -> list[str]:
 
 
 def hints_of_project(tool: str, words: list[str]) -> Hints | None:
-    """Of "uv sync" and its like; None for a command that fills no project's environment."""
+    """The hints of "uv sync" and its like; None for a command that fills no project's
+    environment."""
     lock, verbs, options = PROJECT_TOOLS[tool]
     if not verbs.intersection(positional(words[1:], options)[:1]):
         return None
@@ -162,7 +163,7 @@ def hints_of_project(tool: str, words: list[str]) -> Hints | None:
 
 
 def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
-    """Of `tool`, which runs in the interpreter of `program`, and the words behind it."""
+    """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
     if tool in ("venv", "virtualenv"):
         directories = positional(words, VENV_VALUE_OPTIONS)
         interpreter = option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []

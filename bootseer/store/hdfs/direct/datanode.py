@@ -41,7 +41,7 @@ _KEPT_S = 2.0
 
 
 class _Connection:
-    """To one DataNode, taken by one thread; closed when it is dropped."""
+    """A connection to one DataNode, taken by one thread; closed when it is dropped."""
 
     def __init__(self, address: Address, connected: socket.socket) -> None:
         self.address = address
@@ -56,7 +56,7 @@ class _Connection:
 
 
 class DataNodes:
-    """Those of one cluster."""
+    """The DataNodes of one cluster."""
 
     def __init__(self, silence_max_s: float) -> None:
         """`silence_max_s`: how long a DataNode may send nothing, or next to nothing."""
@@ -240,7 +240,7 @@ class DataNodes:
 
 
 def _headers(start: int, length: int, packet_bytes: int) -> bytes:
-    """Those of all packets that are to come, the empty one at the end too."""
+    """The headers of all packets that are to come, the empty one at the end too."""
     headers = []
     for number, at in enumerate(range(0, length, packet_bytes)):
         headers.append(messages.packet_head(start + at, number, min(packet_bytes, length - at)))

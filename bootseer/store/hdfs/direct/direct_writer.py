@@ -85,7 +85,8 @@ class DirectFile:
             self._block.write(waiting)
 
     def keep_alive(self) -> None:
-        """To be called now and then where nothing is written. Raises: as `write`."""
+        """Keeps the file alive: to be called now and then where nothing is written. Raises: as
+        `write`."""
         self._block.keep_alive()
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ class _Block:
         self.sent_bytes = 0
         self.confirmed_bytes = 0
         self._number = 0
-        """Of the next packet."""
+        """The number of the next packet."""
         self._confirmed_count = 0
         self._heartbeat_count = 0
         """Sent, less those that were answered."""

@@ -30,7 +30,7 @@ class HdfsPlacer:
         self._lock = threading.Lock()
         self._holder = "unknown"
         self._seen: dict[str, DatanodeInfo] = {}
-        """Of DataNodes that were chosen before, by UUID: what an exclusion must show."""
+        """What an exclusion must show of DataNodes that were chosen before, by UUID."""
         self._replica_count = 0
         self._awaited: dict[str, Placed | None] = {}
 
@@ -41,7 +41,7 @@ class HdfsPlacer:
             return len({server.rack for server in self._seen.values()}) <= 1
 
     def await_placed(self, path: str) -> None:
-        """From now on `path` will be placed, and `take_placed` wants to know."""
+        """Note that `path` will be placed from now on, and that `take_placed` will ask for it."""
         with self._lock:
             self._awaited[path] = None
 
@@ -51,7 +51,7 @@ class HdfsPlacer:
             return self._awaited.pop(path, None)
 
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """Of the absolute `path`, as `PlacesFiles.place`."""
+        """As `PlacesFiles.place`, of an absolute path."""
         name_node = self._found.hurried()
         if name_node is None:
             return ()
@@ -84,7 +84,7 @@ class HdfsPlacer:
         return tuple(added.servers)
 
     def servers_of(self, path: str) -> tuple[str, ...]:
-        """Of the absolute `path`, as `PlacesFiles.servers_of`."""
+        """As `PlacesFiles.servers_of`, of an absolute path."""
         name_node = self._found.hurried()
         if name_node is None:
             return ()

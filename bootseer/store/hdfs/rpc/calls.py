@@ -41,7 +41,7 @@ class StoredBlock(Struct, frozen=True):
     """A block of a file, and who has it."""
 
     start: int
-    """In the file."""
+    """The block's offset in the file."""
     block: messages.ExtendedBlock
     token: bytes
     replicas: tuple[Replica, ...]
@@ -58,11 +58,11 @@ class AddedBlock(Struct, frozen=True):
 
     located: messages.LocatedBlock
     address: tuple[str, int]
-    """Of the first server."""
+    """The address of the first server."""
 
     @property
     def servers(self) -> dict[str, messages.DatanodeInfo]:
-        """By UUID, in the order in which they pass on what is written."""
+        """The servers by UUID, in the order in which they pass on what is written."""
         return {server.id.uuid: server for server in self.located.servers}
 
     def block_of(self, size_bytes: int) -> messages.ExtendedBlock:
@@ -99,13 +99,13 @@ class NameNode(Struct, frozen=True):
     """Where to call, and as whom."""
 
     addresses: tuple[tuple[str, int], ...]
-    """Of an HA pair all; the active one answers."""
+    """The addresses of all NameNodes of an HA pair; the active one answers."""
     user: str
     deadline_s: float
     calls_by_name: bool = False
     """Whether DataNodes are called by their names, not their addresses."""
     failover: Failover = field(default_factory=Failover)
-    """Whom to ask first; shared by copies."""
+    """Which NameNode to ask first; shared by copies."""
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError; ValueError for an
@@ -184,7 +184,7 @@ class NameNode(Struct, frozen=True):
         return answer.capacity_bytes, answer.remaining_bytes
 
     def default_block_bytes(self) -> int:
-        """Of files whose writer does not say. Raises: as `concat`."""
+        """The block size of files whose writer names none. Raises: as `concat`."""
         defaults = messages.FsServerDefaults.decode(self._result("getServerDefaults"))
         return defaults.block_bytes
 

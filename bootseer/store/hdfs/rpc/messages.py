@@ -156,7 +156,7 @@ class BlockOpResponse(Message, frozen=True):
 
 class PipelineAck(Message, frozen=True):
     number: Annotated[int, 1]
-    """Of the packet, as `zigzag` makes it."""
+    """The packet's number, as `zigzag` makes it."""
     replies: Annotated[tuple[int, ...], 2] = ()
     """A status of each DataNode."""
 

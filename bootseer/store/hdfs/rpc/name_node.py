@@ -36,7 +36,7 @@ _CONNECT_S = 3.0
 
 
 class FoundNameNode:
-    """Of one cluster."""
+    """Finds the NameNode of one cluster that takes calls from us."""
 
     def __init__(self, cluster: str, deadline_s: float) -> None:
         """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
@@ -165,7 +165,7 @@ def _find(cluster: str, config: dict[str, str], deadline_s: float) -> NameNode |
 
 
 def _addresses(cluster: str, config: dict[str, str]) -> tuple[tuple[str, int], ...]:
-    """Of a nameservice all."""
+    """The addresses of all NameNodes of a nameservice."""
     parts = urlsplit(cluster)
     host = parts.hostname or ""
     found = [_address(config[f"{_ADDRESS}{host}.{name}"]) for name in _names(cluster, config)]

@@ -57,8 +57,8 @@ def earlier_files(run_dir: Path, directory: Path) -> Path:
 
 
 def earlier_mounts(run_dir: Path) -> list[Known]:
-    """Those whose server lives, or was killed. They have no folder: its path is what their files'
-    names begin with."""
+    """The mounts of earlier releases whose server lives, or was killed. They have no folder: its
+    path is what their files' names begin with."""
     found = []
     for path in sorted((run_dir / "checkpoint-mounts").glob("*.json")):
         # It names processes to be ended: another user's is not read.

@@ -57,7 +57,7 @@ class MountedCheckpoints(Struct, frozen=True):
 
     @property
     def log(self) -> Path:
-        """Of its server."""
+        """The log of its server."""
         return log_path(self.run_dir, self.state_dir.name)
 
     @property

@@ -11,11 +11,11 @@ from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UN
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 
 MODULE = "bootseer.fuse.striped.mounted.server"
-"""Of the server's process."""
+"""The module of the server's process."""
 SUBTYPE = "bootseer-stripe"
 SHUTDOWN_S = 10.0
 JOURNAL = "journal"
-"""In the server's folder: what its successor needs."""
+"""The journal in the server's folder: what its successor needs."""
 
 
 class MountSpec(Struct, frozen=True, kw_only=True):
@@ -30,12 +30,13 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     allow_other: bool = False
     """Let other users in, as far as modes and owner (this user) allow."""
     everyone_writes: bool = False
-    """Whoever can reach the mount may do everything: for one that only a container can reach."""
+    """Every user who reaches the mount may do everything: for one that only a container can
+    reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     stripe_count: int = DEFAULT_STRIPE_COUNT
     layout: LayoutKind = "striped"
     uid: int | None = None
-    """Who owns everything that is shown; None: the user who mounts."""
+    """The owner of everything that is shown; None: the user who mounts."""
     gid: int | None = None
     umask: int = 0o022
     """Permissions that nothing has; the kernel checks access by the rest."""

@@ -51,7 +51,7 @@ class OpenFigures(Struct, frozen=True):
     files_open: int
     streams_active: int
     requests: int
-    """Of files and names, since the server's process began."""
+    """Requests for files and names since the server's process began."""
     unfinished: tuple[str, ...]
     """Files that are being written: what nobody else sees yet."""
 
@@ -90,7 +90,7 @@ def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
 
 
 def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
-    """Of every running mount of this user; one that does not answer is shown as that."""
+    """The status of every running mount of this user; one that does not answer is shown as that."""
     found = []
     for known in known_mounts(run_dir):
         if not known.is_running:

@@ -105,12 +105,12 @@ class PartWriter:
         self._source = source
         self._writer: Writer | None = None
         self._servers: tuple[str, ...] = ()
-        """That take the file; counted in the group's placement."""
+        """The servers that take the file; counted in the group's placement."""
         self._units: list[Unit] = []
         self._sent_count = 0
         """How many of the units are in the file that is being written now."""
         self._recent: deque[Unit] = deque()
-        """Those that the storage's writer itself may still hold: giving them up frees nothing."""
+        """Units that the storage's writer itself may still hold: giving them up frees nothing."""
         self._recent_bytes = 0
         self._failed_names: list[str] = []
         self._cause: BaseException | None = None
