@@ -62,6 +62,17 @@ def test_a_folder_has_few_entries(folder: Path) -> None:
     assert len(entries) <= ENTRIES_MAX, f"{shown(folder)} has {len(entries)} entries: {entries}"
 
 
+def test_the_map_of_the_design_names_each_room() -> None:
+    page = (REPOSITORY / "docs/design.md").read_text(encoding="utf-8")
+    house = page.partition("## The house")[2].partition("`prefetch`, `snapshots`")[0]
+    named = set(re.findall(r"(?<![\w/])(\w+)/", house))
+    below = (folder for root in PRODUCT for folder in (REPOSITORY / root).iterdir())
+    rooms = {folder.name for folder in below if folder in FOLDERS and not folder.is_symlink()}
+    assert not rooms - named
+    known = {part for folder in FOLDERS for part in folder.relative_to(REPOSITORY).parts}
+    assert named - known <= {"docker", "dev"}
+
+
 def test_no_file_is_long() -> None:
     long = {shown(p): n for p in modules(*PRODUCT) if (n := line_count(p)) > PRODUCT_LINES_MAX}
     assert not long
