@@ -1,4 +1,5 @@
-"""A Slurm of two nodes on this machine, with Debian's own packages: munged, slurmctld, two slurmd.
+"""A Slurm of two nodes on this machine, with Debian's own packages: munged, slurmctld, two slurmd;
+with accounting also mariadbd and slurmdbd.
 
 A node is a namespace of mounts, processes and host name, so that each has a folder of its own under
 `Slurm.local`, mounts that the other does not see, and nothing that outlives it.
@@ -20,15 +21,20 @@ import pytest
 from tests.support.waiting import wait_for
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
+_ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db")
 NODES = ("n1", "n2")
 _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
 
 
-def require_slurm() -> None:
+def require_slurm(*, accounting: bool = False) -> None:
     """Skip the test where Slurm is not installed, or cannot be run."""
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
+    programs = _PROGRAMS + (_ACCOUNTING_PROGRAMS if accounting else ())
+    missing = [name for name in programs if shutil.which(name, path=_PATH) is None]
     if missing:
-        pytest.skip(f"needs Slurm (slurm-wlm, munge): there is no {', '.join(missing)}")
+        pytest.skip(
+            f"needs Slurm (slurm-wlm, munge; for sacct slurmdbd, mariadb-server): there is no "
+            f"{', '.join(missing)}"
+        )
     if os.geteuid() != 0:
         pytest.skip("needs root, for the namespaces that stand for nodes")
 
@@ -43,11 +49,26 @@ def _free_ports(count: int) -> list[int]:
         return ports
 
 
+_DATABASE = """
+AuthType=auth/munge
+AuthInfo=socket={f}/munge/socket
+DbdHost=localhost
+DbdPort={port}
+SlurmUser=root
+PidFile={f}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+"""
+
+
 class Slurm:
     """A running cluster; a context manager that ends all of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, accounting: bool = False) -> None:
         self.folder = folder
+        self._accounting = accounting
         self.local = folder / "local"
         """Each node's own, empty at first."""
         self.environment = {
@@ -79,8 +100,17 @@ class Slurm:
         self.close()
 
     def _configuration(self) -> str:
-        control, *ports = _free_ports(1 + len(NODES))
+        control, database, *ports = _free_ports(2 + len(NODES))
         f = self.folder
+        accounting = ""
+        if self._accounting:
+            (f / "slurmdbd.conf").write_text(_DATABASE.format(f=f, port=database))
+            (f / "slurmdbd.conf").chmod(0o600)
+            accounting = (
+                "AccountingStorageType=accounting_storage/slurmdbd\n"
+                f"AccountingStorageHost=localhost\nAccountingStoragePort={database}\n"
+                f"AccountingStoragePass={f}/munge/socket"
+            )
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=1"
             for name, port in zip(NODES, ports, strict=True)
@@ -106,6 +136,7 @@ MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
+{accounting}
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -135,6 +166,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         options = [f"--{option}={munge / file}" for option, file in files.items()]
         self._start("munged", ["munged", "--foreground", "--force", *options])
         wait_for((munge / "socket").exists, "munge's socket")
+        if self._accounting:
+            self._start_accounting()
         self._start("slurmctld", ["slurmctld", "-D"])
         local, hosts = (shlex.quote(str(self.folder / name)) for name in ("local", "hosts"))
         for name in NODES:
@@ -149,6 +182,31 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             ending = ["--fork", "--kill-child=KILL"]
             self._start(name, ["unshare", *apart, *ending, "sh", "-ec", " && ".join(steps)])
         wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == "2 idle", "two nodes")
+
+    def _start_accounting(self) -> None:
+        data, socket_path = self.folder / "data", self.folder / "mariadb.sock"
+        subprocess.run(
+            [
+                "mariadb-install-db",
+                "--no-defaults",
+                f"--datadir={data}",
+                "--user=root",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+            ],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        options = [f"--datadir={data}", f"--socket={socket_path}", "--user=root"]
+        small = ["--skip-networking", "--innodb-buffer-pool-size=16M"]
+        self._start("mariadbd", ["mariadbd", "--no-defaults", *options, *small])
+        wait_for(socket_path.exists, "MariaDB's socket")
+        # Its plugin connects to the socket that this variable names.
+        self.environment["MYSQL_UNIX_PORT"] = str(socket_path)
+        self._start("slurmdbd", ["slurmdbd", "-D"])
+        added = ("sacctmgr", "--immediate", "add", "cluster", "test")
+        wait_for(lambda: "test" in self.run(*added), "the accounting of the cluster")
 
     def run(self, *command: str, directory: Path | None = None, timeout_s: float = 60.0) -> str:
         """What a command of Slurm prints; empty where it fails."""
