@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from bootseer.profile.model.graph import NOTES_MAX, Group, StartGraph
 from bootseer.profile.model.shape import begin_of, end_of
-from bootseer.profile.model.tracks import LAUNCHER, UNWATCHED
+from bootseer.profile.model.tracks import BEFORE_LAUNCHER, LAUNCHER, UNWATCHED
 from bootseer.timeline.otlp import READY, START
 
 
@@ -33,7 +33,7 @@ class StageRow(Struct, frozen=True):
     """Those, as NODE/RANK."""
     failed_count: int
     begins_s: float
-    """Median offset from the node's own start."""
+    """Median offset from the node's own start; negative for what came before."""
     median_s: float | None
     p99_s: float | None
     max_s: float | None
@@ -78,8 +78,9 @@ def break_down(graph: StartGraph) -> Breakdown | None:
         return None
     origins: dict[str, float] = {}
     for group in graph.groups:
-        for node, begin in zip(group.nodes, group.times[0], strict=True):
-            origins[node] = min(begin, origins.get(node, begin))
+        if group.role not in BEFORE_LAUNCHER:
+            for node, begin in zip(group.nodes, group.times[0], strict=True):
+                origins[node] = min(begin, origins.get(node, begin))
     parts: dict[tuple[str, str], list[_Part]] = {}
     for group in graph.groups:
         origin = array("d", [origins[node] for node in group.nodes])

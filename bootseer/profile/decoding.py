@@ -5,7 +5,7 @@ What is not ours is left out, line by line. `bootseer.timeline.otlp` writes the 
 since training code must load nothing but the standard library for that.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -87,10 +87,43 @@ _resources = msgspec.json.Decoder(_Resource, strict=False)
 
 def decode(data: bytes) -> list[Stage]:
     """The stages of a timeline file, in order of their start, finished ones once."""
+    return _decode(_lines(data))
+
+
+def decode_any(data: bytes) -> list[Stage]:
+    """The spans of another program's file, and its log records that are events, as stages without
+    length: one request on each line, or one in the whole file."""
+    return [*_decode(_lines(data)), *_happened(_lines(data))] or [
+        *_decode([data]),
+        *_happened([data]),
+    ]
+
+
+def _happened(requests: Iterable[bytes]) -> Iterator[Stage]:
+    writers = _Writers()
+    for line in requests:
+        try:
+            groups = _requests.decode(line).resource_logs
+            for group in groups:
+                resource = writers.of(group.resource)
+                for record in _records(group):
+                    if record.event_name:
+                        event = _begun(record, resource)
+                        yield event._replace(
+                            name=record.event_name,
+                            span_id="",
+                            parent_id=record.span_id,
+                            end_ns=event.start_ns,
+                        )
+        except (ValueError, RecursionError):
+            continue
+
+
+def _decode(requests: Iterable[bytes]) -> list[Stage]:
     finished: dict[str, Stage] = {}
     begun: list[tuple[_Record, Mapping[str, Value]]] = []
     writers = _Writers()
-    for line in _lines(data):
+    for line in requests:
         try:
             request = _requests.decode(line)
             for group in request.resource_spans:

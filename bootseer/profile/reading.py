@@ -3,6 +3,7 @@
 import functools
 import logging
 
+from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.files import StartFiles
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.parallel import in_order
@@ -13,15 +14,18 @@ _NODES_A_PART = 32
 _STAGES_MAX = 12_000_000
 
 
-def read_graph(files: StartFiles, process_count: int | None = None) -> StartGraph:
-    """The graph of a start, the same for any number of processes. Raises: BootseerError."""
+def read_graph(
+    files: StartFiles, process_count: int | None = None, others: Placement | None = None
+) -> StartGraph:
+    """The graph of a start, the same for any number of processes; `others` has what other programs
+    know of it. Raises: BootseerError."""
     graph = StartGraph()
     parts = files.parts(_NODES_A_PART)
     # Seconds since 1970 as doubles would be off by microseconds.
     first = next((stages for part in parts for stages in part.nodes() if stages), None)
     if first is None:
         return graph
-    read = functools.partial(_read_part, first[0].start_ns)
+    read = functools.partial(_read_part, first[0].start_ns, others)
     for number, part in enumerate(in_order(read, parts, process_count)):
         graph.merge(part)
         if graph.stage_count > _STAGES_MAX and number + 1 < len(parts):
@@ -35,8 +39,8 @@ def read_graph(files: StartFiles, process_count: int | None = None) -> StartGrap
     return graph
 
 
-def _read_part(origin_ns: int, part: StartFiles) -> StartGraph:
+def _read_part(origin_ns: int, others: Placement | None, part: StartFiles) -> StartGraph:
     graph = StartGraph()
     for stages in part.nodes():
-        graph.add_node(stages, origin_ns)
+        graph.add_node([*stages, *others.of(stages)] if others else stages, origin_ns)
     return graph

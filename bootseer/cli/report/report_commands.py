@@ -1,6 +1,6 @@
 """`bootseer report`: where the time of a start went, and how starts differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ from bootseer.cli.report.report_output import (
     title_of,
 )
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
+from bootseer.profile.adapters.known import Known
+from bootseer.profile.adapters.placing import Placement
+from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm, read_known
 from bootseer.profile.files import Source, find_start, list_starts
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
@@ -60,6 +63,13 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
 )
 @click.option("--list", "lists", is_flag=True, help="List the last starts instead.")
 @click.option("--history", is_flag=True, help="Say what the last starts have in common instead.")
+@click.option(
+    "--with",
+    "others",
+    multiple=True,
+    metavar="KIND=FILE",
+    help=f"Also take in what another program wrote ({', '.join(ADAPTERS)}); - is standard input.",
+)
 @_file_option("--trace", "trace_file", "Also write a trace to open in Perfetto.")
 @_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
 @json_option
@@ -70,6 +80,7 @@ def report(
     compare: str | None,
     lists: bool,
     history: bool,
+    others: tuple[str, ...],
     trace_file: Path | None,
     page_file: Path | None,
     as_json: bool,
@@ -93,7 +104,7 @@ def report(
     if wanted is None and config.sources["attempt"] == "flag":
         wanted = settings.attempt
     files = find_start(source, job, wanted, submission)
-    start = explained(files)
+    start = explained(files, _others(files.submission, others))
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(source, job, start, compare) if compare else None
@@ -109,6 +120,23 @@ def report(
     show_start(start)
     if other is not None:
         show_comparison(other, start)
+
+
+def _others(submission: str, named: Sequence[str]) -> Placement:
+    """What other programs know: Slurm is asked, where nobody gives its answer."""
+    known: dict[str, list[Known]] = {}
+    for one in named:
+        kind, _, name = one.partition("=")
+        if kind not in ADAPTERS or not name:
+            raise click.BadParameter(
+                f"{one!r} is not KIND=FILE with KIND one of {', '.join(ADAPTERS)}",
+                param_hint="--with",
+            )
+        path = Path("/dev/stdin" if name == "-" else name)
+        known.setdefault(kind, []).extend(read_known(kind, path))
+    if "slurm" not in known:
+        known["slurm"] = [*ask_slurm(submission)]
+    return Placement(known)
 
 
 def _other(source: Source, job: str, start: Explained, name: str) -> Explained:

@@ -8,6 +8,7 @@ from msgspec import Struct, to_builtins
 
 from bootseer.cli.output import current_settings, emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
+from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.breakdown import Breakdown, StageRow, break_down
 from bootseer.profile.files import Folder, Merged, Source, StartFiles, list_starts
 from bootseer.profile.model.analysis import Analysis, StartModel
@@ -49,9 +50,10 @@ class Explained(Struct, dict=True):
         return self.model.analyse()
 
 
-def explained(files: StartFiles) -> Explained | None:
-    """The start of these files; None where they hold no stage."""
-    graph = read_graph(files)
+def explained(files: StartFiles, others: Placement | None = None) -> Explained | None:
+    """The start of these files, with what other programs know of it; None where they hold no
+    stage."""
+    graph = read_graph(files, others=others)
     breakdown = break_down(graph)
     return None if breakdown is None else Explained(files, breakdown, StartModel(graph))
 

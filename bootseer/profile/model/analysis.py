@@ -19,7 +19,7 @@ from bootseer.profile.model.peers import (
     without_stragglers,
 )
 from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_s
-from bootseer.profile.model.tracks import NO_RANK
+from bootseer.profile.model.tracks import BEFORE_LAUNCHER, CONTROL_PLANE, NO_RANK
 from bootseer.timeline.otlp import READY
 
 # What-ifs are of the few nodes and stages from which most is to be had.
@@ -53,7 +53,10 @@ class Analysis(Struct, frozen=True):
     node_count: int
     rank_count: int
     ready_s: float
-    """From the begin of the start until the last process was ready; see `is_ready`."""
+    """From the begin of the first launcher until the last process was ready; see `is_ready`."""
+    before_s: float
+    """From the submission until the first launcher began; 0 where nothing tells of that time. What
+    follows counts from the submission."""
     is_ready: bool
     """False: no process said that it was ready; the time is that of the last event noted."""
     replay_error_s: float
@@ -69,24 +72,30 @@ class Analysis(Struct, frozen=True):
 class StartModel:
     """A start as a graph whose clocks agree, ready to be asked.
 
-    `submitted_s` is when the job was submitted, on the scale of the tracks; without it the start
-    begins with the first event of any node.
+    Its times count from the first event: the submission, where other programs tell of it, else the
+    begin of the first launcher.
     """
 
-    def __init__(self, graph: StartGraph, submitted_s: float | None = None) -> None:
+    def __init__(self, graph: StartGraph) -> None:
         self.graph = graph
         self.clocks = compare_clocks(self.graph)
         self.graph.shift(self.clocks.shift_s)
-        self._count_from(submitted_s)
+        begins = [
+            (group.role in BEFORE_LAUNCHER, min(group.times[0])) for group in self.graph.groups
+        ]
+        origin_s = min((begin for _, begin in begins), default=0.0)
+        self.graph.count_from(origin_s)
+        began_s = min((begin for is_before, begin in begins if not is_before), default=origin_s)
+        self.before_s = began_s - origin_s
         self.pieces = pieces_of(self.graph)
         self.peers = compare(self.pieces.values())
         self.measured_s = ready_s(self.graph)
         self.is_ready = bool(self.graph.spans(READY))
 
-    def _count_from(self, submitted_s: float | None) -> None:
-        begins = [min(group.times[0]) for group in self.graph.groups]
-        origin = submitted_s if submitted_s is not None else min(begins, default=0.0)
-        self.graph.shift(dict.fromkeys(self.graph.nodes, -origin))
+    @property
+    def ready_s(self) -> float:
+        """From the begin of the first launcher until the last process was ready."""
+        return self.measured_s - self.before_s
 
     def what_if(self, name: str, change: Change) -> WhatIf:
         """How long the start would have taken with this change."""
@@ -113,7 +122,8 @@ class StartModel:
         return Analysis(
             node_count=len(self.graph.nodes),
             rank_count=self.rank_count,
-            ready_s=self.measured_s,
+            ready_s=self.ready_s,
+            before_s=self.before_s,
             is_ready=self.is_ready,
             replay_error_s=Replay(self.graph, self.pieces).ready_s() - self.measured_s,
             clocks=self.clocks,
@@ -132,7 +142,7 @@ class StartModel:
                 for node in leaders:
                     waiting[node] = waiting.get(node, 0) + 1
         by_node: dict[str, list[Outlier]] = {}
-        for outlier in find_outliers(self.pieces.values(), self.peers, self.measured_s):
+        for outlier in find_outliers(self.pieces.values(), self.peers, self.ready_s):
             by_node.setdefault(outlier.node, []).append(outlier)
         return [
             Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
@@ -152,7 +162,9 @@ class StartModel:
             yield self.what_if(f"{node} as its peers", as_its_peers(peers, frozenset([node])))
         stages: dict[str, float] = {}
         for segment in path:
-            if segment.label.kind == "in" and not segment.is_wait:
+            # Nobody makes a queue twice as fast.
+            is_queue = segment.role == CONTROL_PLANE
+            if segment.label.kind == "in" and not segment.is_wait and not is_queue:
                 name = segment.label.name
                 stages[name] = stages.get(name, 0.0) + segment.seconds
         for name in sorted(stages, key=lambda name: -stages[name])[:_WHAT_IF_STAGES]:

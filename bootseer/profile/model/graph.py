@@ -9,12 +9,21 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from bootseer.profile.model.shape import Shape
-from bootseer.profile.model.tracks import LAUNCHER, Heading, Track, of_the_start, tracks_of
+from bootseer.profile.model.tracks import (
+    BEFORE_LAUNCHER,
+    CONTROL_PLANE,
+    LAUNCHER,
+    Heading,
+    Track,
+    of_the_start,
+    tracks_of,
+)
 from bootseer.timeline.otlp import Stage
 
 NOTES_MAX = 20
@@ -203,29 +212,48 @@ class StartGraph:
         processes have been added.
         """
         if group not in self._started:
+            # Of a node of which nobody knows the time before: that of another one is the nearest.
+            others = self._one_before if group.role == LAUNCHER else []
             self._started[group] = [
-                self._event_before(parent, begin) if group.role != LAUNCHER else None
+                self._event_before([*_starters(group.role, *parent), *others], begin)
                 for parent, begin in zip(group.parents, group.times[0], strict=True)
             ]
         return self._started[group]
 
-    def _event_before(self, parent: tuple[str, str], begin: float) -> tuple[Place, int] | None:
-        place = self._places.get(parent) or self._places.get((parent[0], ""))
-        if place is None:
-            return None
-        group, row = place
-        events = [event for event in group.shape.order if group.times[event][row] <= begin]
-        return (place, events[-1]) if events else None
+    @cached_property
+    def _one_before(self) -> list[tuple[str, str]]:
+        found = (one for one in self._groups.values() if one.role in BEFORE_LAUNCHER)
+        first = min(found, key=lambda one: BEFORE_LAUNCHER.index(one.role), default=None)
+        return [(first.nodes[0], first.role)] if first is not None else []
+
+    def _event_before(
+        self, starters: Iterable[tuple[str, str]], begin: float
+    ) -> tuple[Place, int] | None:
+        for starter in starters:
+            place = self._places.get(starter)
+            if place is not None:
+                group, row = place
+                events = [event for event in group.shape.order if group.times[event][row] <= begin]
+                if events:
+                    return place, events[-1]
+        return None
 
     def shift(self, seconds_by_node: Mapping[str, float]) -> None:
-        """Move all times of the nodes that are named by so many seconds."""
+        """Correct the clocks of the nodes that are named by so many seconds."""
         for group in self._groups.values():
+            if group.role == CONTROL_PLANE:
+                continue
             shifts = [seconds_by_node.get(node, 0.0) for node in group.nodes]
             if any(shifts):
                 for number, column in enumerate(group.times):
                     group.times[number] = array(
                         "d", [time + shift for time, shift in zip(column, shifts, strict=True)]
                     )
+
+    def count_from(self, origin_s: float) -> None:
+        """Make an instant the zero of all times."""
+        for group in self._groups.values():
+            group.times = [array("d", [time - origin_s for time in one]) for one in group.times]
 
     def barriers(self) -> Iterator[tuple[Group, int, list[str]]]:
         """Each span that is a barrier, with the key that each process of its group had."""
@@ -241,3 +269,12 @@ class StartGraph:
             for span, found in enumerate(group.shape.names)
             if found == name
         ]
+
+
+def _starters(role: str, node: str, parent: str) -> list[tuple[str, str]]:
+    """The processes of which the first that is there has started one of this role."""
+    if role == LAUNCHER:
+        return [(node, name) for name in BEFORE_LAUNCHER]
+    if role in BEFORE_LAUNCHER:
+        return [(node, name) for name in BEFORE_LAUNCHER[BEFORE_LAUNCHER.index(role) + 1 :]]
+    return [(node, parent), (node, "")]

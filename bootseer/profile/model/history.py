@@ -26,11 +26,14 @@ class Change(Struct, frozen=True):
 
 
 def on_path(analysis: Analysis) -> dict[str, float]:
-    """Seconds of the critical path by stage: together the time until ready."""
+    """Seconds of the critical path by stage: together the time until ready. What came before the
+    first launcher is left out, since not every start tells of it."""
     found: dict[str, float] = {}
     for segment in analysis.path:
         name = f"wait at {segment.label}" if segment.is_wait else str(segment.label)
-        found[name] = found.get(name, 0.0) + segment.seconds
+        since_s = segment.begin_s + segment.seconds - analysis.before_s
+        if since_s > 0:
+            found[name] = found.get(name, 0.0) + min(segment.seconds, since_s)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bootseer.profile.model.arrivals import Arrivals
 from bootseer.profile.model.graph import Group, StartGraph
 from bootseer.profile.model.shape import ORIGIN, Label, end_of
-from bootseer.profile.model.tracks import LAUNCHER
+from bootseer.profile.model.tracks import BEFORE_LAUNCHER, LAUNCHER
 from bootseer.timeline.otlp import READY, START
 
 Change = Callable[["Piece"], "array[float] | None"]
@@ -116,7 +116,7 @@ def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
     below the launchers noted; else the launchers' starts of their command."""
     if found := graph.spans(READY):
         return found
-    below = [group for group in graph.groups if group.role != LAUNCHER]
+    below = [group for group in graph.groups if group.role not in (LAUNCHER, *BEFORE_LAUNCHER)]
     if not below and (found := graph.spans(START)):
         return found
     return [

@@ -15,6 +15,12 @@ LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
 UNWATCHED = "python"
 """The role of training code that is not watched, and calls `bootseer.stage()` by itself."""
+CONTROL_PLANE, KUBELET, CONTAINERD = "control plane", "kubelet", "containerd"
+BEFORE_LAUNCHER = (CONTAINERD, KUBELET, CONTROL_PLANE)
+"""Roles of those that a node's launcher waited for, the last one first; also the names of their
+processes. The times of the control plane are of its own clock."""
+ADAPTER = "bootseer.adapter"
+"""Resource attribute of stages that other programs noted: the adapter that took them in."""
 NO_RANK = -1
 
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
@@ -98,7 +104,9 @@ def of_the_start(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]:
     There must be at least one.
     """
     restarts = {id(stage.resource): _whole(stage, "bootseer.restart") for stage in stages}
-    first = min(stages, key=lambda stage: stage.start_ns)
+    # What others know of the time before is no part of it.
+    ours = [stage for stage in stages if ADAPTER not in stage.resource]
+    first = min(ours or stages, key=lambda stage: stage.start_ns)
     before = restarts[id(first.resource)]
     since = max(restarts.values()) - before
     if since:

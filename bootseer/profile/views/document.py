@@ -11,6 +11,8 @@ def analysis_document(analysis: Analysis) -> dict[str, Any]:
     return {
         "is_ready": analysis.is_ready,
         "ready_s": analysis.ready_s,
+        "before_s": analysis.before_s,
+        "since_submission_s": analysis.before_s + analysis.ready_s if analysis.before_s else None,
         "node_count": analysis.node_count,
         "rank_count": analysis.rank_count,
         "replay_error_s": analysis.replay_error_s,

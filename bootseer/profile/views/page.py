@@ -18,6 +18,7 @@ from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.graph import Group
 from bootseer.profile.model.peers import Who
 from bootseer.profile.model.shape import begin_of, end_of
+from bootseer.profile.model.tracks import BEFORE_LAUNCHER
 from bootseer.profile.views.document import analysis_document
 
 ImportRow = tuple[str, int, int, int]
@@ -63,6 +64,9 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
     typical = next((node for node in model.graph.nodes if node not in worst), None)
     rows = []
     for group in model.graph.groups:
+        # It would be a line of hours for a start of minutes: the critical path has it.
+        if group.role in BEFORE_LAUNCHER:
+            continue
         for row, (node, rank) in enumerate(zip(group.nodes, group.ranks, strict=True)):
             is_on_path = (node, rank, group.role) in on_path
             if is_on_path or node in worst or node == typical:
@@ -74,19 +78,20 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
             "name": f"{group.nodes[row]}{f'/{group.ranks[row]}' if group.ranks[row] >= 0 else ''}",
             "role": group.role,
             "on_path": is_on_path,
-            "spans": _spans(group, row),
+            "spans": _spans(group, row, model.before_s),
         }
         for _, _, group, row, is_on_path in shown
     ]
 
 
-def _spans(group: Group, row: int) -> list[list[Any]]:
+def _spans(group: Group, row: int, began_s: float) -> list[list[Any]]:
     """Name, begin, end, depth, and whether others are waited for; the longest ones."""
     depths: list[int] = []
     found: list[list[Any]] = []
     for span, parent in enumerate(group.shape.parents):
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        begin, end = group.times[begin_of(span)][row], group.times[end_of(span)][row]
+        begin = group.times[begin_of(span)][row] - began_s
+        end = group.times[end_of(span)][row] - began_s
         waits = span in group.barriers or span in group.waited_for
         name = group.shape.names[span]
         found.append([name, round(begin, 3), round(end, 3), depths[-1], int(waits)])

@@ -27,7 +27,10 @@ def explain(analysis: Analysis) -> Iterator[str]:
 def headline(analysis: Analysis) -> str:
     """How long it took until the last process was ready."""
     if analysis.is_ready:
-        return f"ready after {analysis.ready_s:.1f} s"
+        if not analysis.before_s:
+            return f"ready after {analysis.ready_s:.1f} s"
+        submitted_s = analysis.before_s + analysis.ready_s
+        return f"ready after {analysis.ready_s:.1f} s, {submitted_s:.1f} s after it was submitted"
     return f"not ready; the last stage noted ended after {analysis.ready_s:.1f} s"
 
 

@@ -1,0 +1,182 @@
+"""Puts stages of other programs on the nodes and processes of a start that they belong to. Pure.
+
+A pod, a container or a submission belongs to the launcher that began after it, and next; a span
+to the start that has its trace, or to the node that it names while this start went on; NCCL's
+breakdown to the barrier of its rank that took at least as long. The rest is of other starts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from bootseer.profile.adapters.known import Known
+from bootseer.profile.model.tracks import (
+    ADAPTER,
+    BEFORE_LAUNCHER,
+    NO_RANK,
+    node_of,
+    rank_of,
+)
+from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, Stage, Value
+
+_T = TypeVar("_T")
+_NS = 10**9
+# Schedulers note whole seconds, by clocks of their own.
+_SLACK_NS = 2 * _NS
+# What ended so long before a launcher began did not lead to it.
+_GAP_MAX_NS = 3600 * _NS
+# NCCL rounds each of its parts to a hundredth of a second.
+_ROUNDED_NS = _NS // 10
+
+
+class Placement:
+    """The stages of other programs, handed out node by node."""
+
+    def __init__(self, known: Mapping[str, Iterable[Known]]) -> None:
+        """`known` has what each adapter found."""
+        self._units: dict[tuple[str, str], list[Known]] = {}
+        self._nccl: dict[int, list[tuple[str, Known]]] = {}
+        self._beside: dict[str, list[tuple[str, Known]]] = {}
+        self._parents: dict[tuple[str, str], str] = {}
+        for adapter, found in known.items():
+            for one in found:
+                if one.begin_ns is None:
+                    self._nccl.setdefault(one.rank, []).append((adapter, one))
+                elif one.role in BEFORE_LAUNCHER:
+                    self._units.setdefault((adapter, one.unit), []).append(one)
+                else:
+                    for name in _index(one.nodes):
+                        self._beside.setdefault(name, []).append((adapter, one))
+                    if one.span_id:
+                        self._parents[one.trace_id, one.span_id] = one.parent_id
+        self._units_of: dict[str, list[tuple[str, str]]] = {}
+        for key, found in self._units.items():
+            for name in _index([name for one in found for name in one.nodes]):
+                self._units_of.setdefault(name, []).append(key)
+
+    def __bool__(self) -> bool:
+        return bool(self._units or self._nccl or self._beside)
+
+    def of(self, stages: Sequence[Stage]) -> list[Stage]:
+        """What others know of the node that has these stages."""
+        return [*self._led_to(stages), *self._seen(stages), *self._initialised(stages)]
+
+    def _led_to(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """What the launcher of a node waited for, of each adapter the latest unit."""
+        began = min(stage.start_ns for stage in stages)
+        node = node_of(stages[0])
+        submission = str(stages[0].resource.get("bootseer.submission", ""))
+        latest: dict[str, tuple[int, str]] = {}
+        for adapter, unit in self._candidates(self._units_of, node):
+            found = self._units[adapter, unit]
+            if any(one.end_ns is None for one in found):
+                continue
+            end = max(one.end_ns or 0 for one in found)
+            is_of = found[0].submission in ("", submission)
+            if is_of and -_GAP_MAX_NS <= end - began <= _SLACK_NS:
+                latest[adapter] = max(latest.get(adapter, (end, unit)), (end, unit))
+        for adapter, (_, unit) in latest.items():
+            for one in self._units[adapter, unit]:
+                yield _stage(adapter, one, stages[0], node)
+
+    def _seen(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """What other programs did on a node meanwhile."""
+        node, trace_id = node_of(stages[0]), stages[0].trace_id
+        began = min(stage.start_ns for stage in stages)
+        ended = max(stage.end_ns or stage.start_ns for stage in stages)
+        ours = {stage.span_id for stage in stages}
+        for adapter, one in self._candidates(self._beside, node):
+            is_below = one.trace_id == trace_id and self._root_parent(one) in ours
+            is_within = began - _SLACK_NS <= (one.begin_ns or 0) <= ended
+            if is_within and (one.nodes or is_below):
+                yield _stage(adapter, one, stages[0], node)
+
+    def _candidates(self, index: Mapping[str, Sequence[_T]], node: str) -> Iterator[_T]:
+        """What names the node, and what names none."""
+        yield from index.get(_short(node), ())
+        yield from index.get("", ())
+
+    def _root_parent(self, one: Known) -> str:
+        """The parent of the outermost span of the same file that a span lies within."""
+        parent, seen = one.parent_id, {one.span_id}
+        while (one.trace_id, parent) in self._parents and parent not in seen:
+            seen.add(parent)
+            parent = self._parents[one.trace_id, parent]
+        return parent
+
+    def _initialised(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """The communicators of each rank, each within a barrier of its own, up to its end."""
+        barriers: dict[int, list[Stage]] = {}
+        for stage in sorted(stages, key=lambda one: one.start_ns):
+            if BARRIER in stage.attributes and stage.end_ns is not None:
+                barriers.setdefault(rank_of(stage), []).append(stage)
+        for rank, met in barriers.items():
+            for adapter, one in self._nccl.get(rank, ()):
+                total_ns = int(float(one.attributes["nccl.total_s"]) * _NS)
+                while met and _length(met[0]) + _ROUNDED_NS < total_ns:
+                    met.pop(0)
+                if met:
+                    yield from _parts(adapter, one, met.pop(0))
+
+
+def _length(stage: Stage) -> int:
+    return (stage.end_ns or stage.start_ns) - stage.start_ns
+
+
+def _parts(adapter: str, one: Known, barrier: Stage) -> Iterator[Stage]:
+    process = str(barrier.resource.get(PROCESS, ""))
+    resource: dict[str, Value] = {
+        "host.name": node_of(barrier),
+        "bootseer.rank": rank_of(barrier),
+        ADAPTER: adapter,
+        PROCESS: f"{process} {one.role}",
+        PARENT: process,
+        ROLE: one.role,
+    }
+    end = (barrier.end_ns or 0) - sum(int(seconds * _NS) for _, seconds in one.parts)
+    for name, seconds in one.parts:
+        begin, end = end, end + int(seconds * _NS)
+        yield Stage(
+            name=name,
+            trace_id=barrier.trace_id,
+            span_id=f"{one.unit} {name}",
+            parent_id="",
+            start_ns=max(begin, barrier.start_ns),
+            end_ns=max(end, barrier.start_ns),
+            attributes=one.attributes,
+            resource=resource,
+        )
+
+
+def _stage(adapter: str, one: Known, beside: Stage, node: str) -> Stage:
+    process = one.role if one.role in BEFORE_LAUNCHER else f"{adapter} {one.role} {one.process}"
+    resource: dict[str, Value] = {
+        "host.name": node,
+        ADAPTER: adapter,
+        PROCESS: process,
+        ROLE: one.role,
+    }
+    if one.rank != NO_RANK:
+        resource["bootseer.rank"] = one.rank
+    return Stage(
+        name=one.name,
+        trace_id=beside.trace_id,
+        span_id=one.span_id or f"{adapter} {one.unit} {one.name} {one.begin_ns}",
+        parent_id=one.parent_id,
+        start_ns=one.begin_ns or 0,
+        end_ns=one.end_ns,
+        failed=one.failed,
+        message=one.message or (f"by the clock of {one.clock}" if one.clock else ""),
+        attributes=one.attributes,
+        resource=resource,
+    )
+
+
+def _index(nodes: Sequence[str]) -> set[str]:
+    """The names by which a stage is found; empty for one that names no node."""
+    return {_short(name) for name in nodes} or {""}
+
+
+def _short(name: str) -> str:
+    """A node's name without its domain; addresses have dots, too."""
+    first = name.partition(".")[0]
+    return name if first.isdecimal() else first
