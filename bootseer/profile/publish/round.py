@@ -4,10 +4,13 @@ Runs in a copy of the process that follows the start (`worker`). What fails is s
 in the next round; nobody waits for it.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 from bootseer.errors import BootseerError
 from bootseer.profile.publish.begin import Note, Round, is_stored
+from bootseer.profile.publish.collector import send
+from bootseer.profile.publish.endpoints import endpoints
 from bootseer.profile.publish.outgoing import Line, encode, outgoing
 from bootseer.profile.stored import key_of, pack
 from bootseer.store import open_own_store
@@ -23,7 +26,13 @@ def publish(notes: Sequence[Note], sent: Mapping[str, int]) -> Round:
             _store(notes[0], lines)
     except (BootseerError, OSError) as error:
         problems["the store"] = str(error)
-    return Round({}, problems)
+    offsets: dict[str, int] = {}
+    for endpoint in endpoints(os.environ):
+        done = send(endpoint, lines, sent)
+        offsets |= done.offsets
+        if done.problem:
+            problems[f"the collector of {endpoint.signal}"] = done.problem
+    return Round(offsets, problems)
 
 
 def _store(note: Note, lines: Sequence[Line]) -> None:
