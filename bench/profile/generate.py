@@ -3,27 +3,19 @@
 A node schedules, serves an image, sets up an environment while a checkpoint is mounted, and runs
 its ranks, which import, meet, load, compile and take a step. Durations are log-normal: a part
 common to the stage and the node, a smaller one for the rank. A fault changes durations *and* the
-figures that a kernel would show beside them; figures are noisy on healthy nodes, too.
+figures that a kernel would show beside them; figures are noisy on healthy nodes, too. A node may
+have several faults. `hard` makes starts that are as unkind as real ones.
 """
 
 import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from bootseer.profile.model.tracks import Span, Track
-from bootseer.timeline.otlp import (
-    BARRIER,
-    PARENT,
-    PROCESS,
-    ROLE,
-    Stage,
-    Value,
-    encode_end,
-    trace_id_of,
-)
 
 Cause = Literal[
     "slow disk",
@@ -43,7 +35,6 @@ CAUSES: tuple[Cause, ...] = (
     "slow import",
 )
 
-_ZERO_NS = 1_790_000_000 * 10**9
 # Seconds of each stage on a healthy node, and which resource it waits for.
 _IMAGE_S, _ENVIRONMENT_S, _CHECKPOINT_S = 8.0, 3.0, 1.5
 _IMPORTS = {"import torch": 2.5, "import transformers": 1.6, "import datasets": 0.7}
@@ -63,6 +54,27 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Unkindness:
+    """What makes a start hard to explain. Shares are those of nodes, unless they say otherwise."""
+
+    tail_share: float = 0.0
+    """Of the stages of ranks: these take several times as long, for no reason that is noted."""
+    hiccup_share: float = 0.0
+    """The same for the stages of launchers: a healthy node that was slow once."""
+    blind_share: float = 0.0
+    """These note no figures of the kernel."""
+    silent_share: float = 0.0
+    """Of these only the launcher notes anything."""
+    misleading_share: float = 0.0
+    """These have figures of a fault, and are no slower for it."""
+    optional_count: int = 0
+    """Imports that are noted by some ranks, and by others not: they take about as long as what is
+    worth noting."""
+    clock_s: float = 0.0
+    """Standard deviation of the clocks."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A start to be made."""
 
@@ -76,6 +88,7 @@ class Recipe:
     filler_count: int = 0
     """Further short stages of each rank, as many imports make them."""
     seed: int = 0
+    unkind: Unkindness = Unkindness()
 
 
 def node_name(number: int) -> str:
@@ -92,77 +105,80 @@ def some_faults(count: int, node_count: int, seed: int = 0, severity: float = 2.
     ]
 
 
-def tracks(recipe: Recipe) -> Iterator[Track]:
-    """The processes of the start, all times by the clock of their node."""
-    faults = {fault.node: fault for fault in recipe.faults}
-    nodes = [
-        _Node(recipe, node_name(number), faults.get(node_name(number)))
-        for number in range(recipe.node_count)
+def hard(node_count: int, fault_count: int, seed: int, rank_count: int = 8) -> Recipe:
+    """A start of which nothing is as one would like it: every sixth faulty node has two faults."""
+    chance = random.Random(f"hard {seed}")
+    nodes = chance.sample(range(node_count), fault_count)
+    faults = [
+        Fault(node_name(node), cause, chance.uniform(1.5, 4.0))
+        for number, node in enumerate(nodes)
+        for cause in chance.sample(CAUSES, 2 if number % 6 == 5 else 1)
     ]
-    # Nobody leaves a barrier before the last one came: three rounds over all ranks.
-    for name in ("init_process_group", "first collective", "first step"):
-        ranks = [rank for node in nodes for rank in node.ranks]
-        for rank in ranks:
-            rank.work_until(name)
-        last = max(rank.now for rank in ranks)
-        for rank in ranks:
-            rank.leave(name, last)
-    for node in nodes:
-        yield from node.tracks()
+    unkind = Unkindness(
+        tail_share=0.005,
+        hiccup_share=0.0001,
+        blind_share=0.05,
+        silent_share=0.005,
+        misleading_share=0.02,
+        optional_count=6,
+        clock_s=0.5,
+    )
+    far = {node_name(chance.randrange(node_count)): 3600.0}
+    return Recipe(node_count, rank_count, tuple(faults), 0.1, far, seed=seed, unkind=unkind)
 
 
-def write_timelines(folder: Path, recipe: Recipe, *, job: str, submission: str = "") -> None:
-    """The start as timeline files, one a node, as `bootseer run` writes them below `folder`."""
-    trace = trace_id_of(job, 0, submission)
-    by_node: dict[str, list[bytes]] = {}
-    for track in tracks(recipe):
-        by_node.setdefault(track.node, []).extend(_lines(track, trace, job, submission))
-    place = folder / job / "0" / submission
-    place.mkdir(parents=True, exist_ok=True)
-    for node, lines in by_node.items():
-        name = f"20261123T{recipe.seed:06}Z-1-{node}-0.jsonl"
-        (place / name).write_bytes(b"".join(lines))
+class Start:
+    """A start that was made."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        faults: dict[str, dict[Cause, float]] = {}
+        for fault in recipe.faults:
+            faults.setdefault(fault.node, {})[fault.cause] = fault.severity
+        names = map(node_name, range(recipe.node_count))
+        self._nodes = [_Node(recipe, name, faults.get(name, {})) for name in names]
+        # Nobody leaves a barrier before the last one came: three rounds over all ranks.
+        for name in ("init_process_group", "first collective", "first step"):
+            ranks = [rank for node in self._nodes for rank in node.ranks]
+            for rank in ranks:
+                rank.work_until(name)
+            last = max(rank.now for rank in ranks)
+            for rank in ranks:
+                rank.leave(name, last)
+        self.lost_s: dict[str, dict[Cause, float]] = {
+            node.name: node.lost_s for node in self._nodes if node.faults
+        }
+        """What each fault cost its node: seconds of the launcher, and of a rank on average."""
+        self.hiccups = {node.name for node in self._nodes if node.had_hiccup}
+        """Nodes whose launcher was slow once, for no reason that is noted."""
+
+    def tracks(self) -> Iterator[Track]:
+        """The processes, all times by the clock of their node."""
+        for node in self._nodes:
+            yield from node.tracks()
 
 
-def _lines(track: Track, trace: str, job: str, submission: str) -> Iterator[bytes]:
-    resource: dict[str, Value] = {"bootseer.job": job, "host.name": track.node}
-    if submission:
-        resource["bootseer.submission"] = submission
-    if track.process:
-        resource |= {PROCESS: track.process, PARENT: track.parent, ROLE: track.role}
-        resource["bootseer.rank"] = track.rank
-    else:
-        resource["bootseer.rank"] = 0
-    prefix = f"{track.node}{track.process}"
-    for number, span in enumerate(track.spans):
-        attributes: dict[str, Value] = {**span.evidence}
-        if span.barrier:
-            attributes[BARRIER] = span.barrier
-        begin_ns = _ZERO_NS + round(span.begin_s * 1e9)
-        yield encode_end(
-            Stage(
-                name=span.name,
-                trace_id=trace,
-                span_id=f"{prefix}{number}",
-                parent_id=f"{prefix}{span.parent}" if span.parent >= 0 else "",
-                start_ns=begin_ns,
-                end_ns=begin_ns + round((span.end_s - span.begin_s) * 1e9),
-                attributes=attributes,
-                resource=resource,
-            )
-        )
+def tracks(recipe: Recipe) -> Iterator[Track]:
+    """The processes of a start, all times by the clock of their node."""
+    return Start(recipe).tracks()
 
 
 class _Node:
-    def __init__(self, recipe: Recipe, name: str, fault: Fault | None) -> None:
+    def __init__(self, recipe: Recipe, name: str, faults: Mapping[Cause, float]) -> None:
         self.recipe = recipe
         self.name = name
-        self.fault = fault
+        self.faults = faults
+        self.lost_s: dict[Cause, float] = {}
+        self.had_hiccup = False
         self.random = random.Random(f"{recipe.seed} {name}")
-        self.spans: list[Span] = []
+        unkind = recipe.unkind
+        self._is_blind = self.random.random() < unkind.blind_share
+        self._is_silent = self.random.random() < unkind.silent_share
+        self._is_misleading = self.random.random() < unkind.misleading_share
+        self._ahead_s = recipe.clock_s.get(name, 0.0) + self.random.gauss(0, unkind.clock_s)
         begin = 5.0 * self.noise()
-        if self.is_hit("late scheduling"):
-            begin += 10.0 * self._severity
+        if late := self._slower("late scheduling"):
+            begin += 10.0 * (late + 1)
+            self.lost_s["late scheduling"] = 10.0 * (late + 1)
         image = self.stage("image", _IMAGE_S, begin + 0.2, disk=0.3, net=0.6, size=2e9)
         mounted = self.stage("checkpoint mount", _CHECKPOINT_S, begin + 0.05, net=0.7)
         set_up = self.stage("environment", _ENVIRONMENT_S, image.end_s + 0.05, net=0.5, size=5e8)
@@ -170,12 +186,9 @@ class _Node:
         self.spans = [Span("start", begin, self.launched), mounted, image, set_up]
         self.ranks = [_Rank(self, rank) for rank in range(recipe.rank_count)]
 
-    @property
-    def _severity(self) -> float:
-        return self.fault.severity if self.fault else 1.0
-
-    def is_hit(self, cause: Cause) -> bool:
-        return self.fault is not None and self.fault.cause == cause
+    def _slower(self, cause: Cause) -> float:
+        """How many times as long again what waits for the broken resource takes."""
+        return self.faults.get(cause, 1.0) - 1
 
     def noise(self, share: float = 1.0) -> float:
         return math.exp(self.random.gauss(0, self.recipe.noise * share))
@@ -195,9 +208,12 @@ class _Node:
     ) -> Span:
         """A stage of which these shares of the time wait for disk, network and processor."""
         base = typical_s * self.noise(share)
-        extra = 0.0
-        noisy = self.random.uniform
-        evidence = {
+        noisy, unkind = self.random.uniform, self.recipe.unkind
+        tail = unkind.hiccup_share if parent == 0 else unkind.tail_share
+        if tail and self.random.random() < tail:
+            base *= min(20.0, 1.2 * self.random.paretovariate(1.5))
+            self.had_hiccup |= parent == 0
+        evidence: dict[str, float] = {
             "psi.io_s": base * disk * noisy(0.3, 0.6),
             "psi.cpu_s": base * noisy(0.0, 0.05),
             "cpu.steal_s": base * noisy(0.0, 0.01),
@@ -205,34 +221,38 @@ class _Node:
             "faults.major": float(int(noisy(0, 40))),
             "net.rx_bytes": noisy(1e4, 3e5) * base,
         }
-        slower = self._severity - 1
-        if self.is_hit("slow disk") and disk:
-            extra = base * slower
-            evidence["psi.io_s"] += extra * noisy(0.6, 1.0)
-        elif self.is_hit("slow network") and net:
-            extra = base * slower
-            evidence["tcp.retransmits"] += float(int(extra * noisy(20, 60)))
-        elif self.is_hit("cold cache") and size:
-            extra = base * slower
-        elif self.is_hit("stolen CPU") and (cpu or not (disk or net)):
-            extra = base * slower
-            evidence["cpu.steal_s"] += extra * noisy(0.5, 0.9)
-        elif self.is_hit("slow import") and name.startswith("import "):
-            extra = base * slower * 2
-            evidence["net.rx_bytes"] += extra * 3e6
-            evidence["faults.major"] += float(int(extra * noisy(200, 600)))
+        extra: dict[Cause, float] = {
+            "slow disk": base * disk * self._slower("slow disk"),
+            "slow network": base * net * self._slower("slow network"),
+            "cold cache": base * net * self._slower("cold cache") if size else 0.0,
+            "stolen CPU": base * (cpu or 0.1) * self._slower("stolen CPU"),
+            "slow import": base * 2 * self._slower("slow import") * name.startswith("import "),
+        }
+        if self._is_misleading:
+            evidence["tcp.retransmits"] = float(int(noisy(20, 200)))
+        evidence["psi.io_s"] += extra["slow disk"] * noisy(0.6, 1.0)
+        evidence["tcp.retransmits"] += int(extra["slow network"] * noisy(20, 60))
+        evidence["cpu.steal_s"] += extra["stolen CPU"] * noisy(0.5, 0.9)
+        evidence["net.rx_bytes"] += extra["slow import"] * 3e6
+        evidence["faults.major"] += int(extra["slow import"] * noisy(200, 600))
+        if self._is_blind:
+            evidence = {}
         if size:
-            is_cold = self.is_hit("cold cache")
+            is_cold = "cold cache" in self.faults
             evidence["bootseer.bytes"] = size * noisy(0.9, 1.1) * (1.0 if is_cold else 0.1)
-        return Span(name, begin, begin + base + extra, parent, evidence=evidence)
+        for cause, seconds in extra.items():
+            if seconds:
+                counted = seconds if parent == 0 else seconds / self.recipe.rank_count
+                self.lost_s[cause] = self.lost_s.get(cause, 0.0) + counted
+        end = begin + base + sum(extra.values())
+        return Span(name, begin, end, parent, evidence=evidence)
 
     def tracks(self) -> Iterator[Track]:
-        ahead = self.recipe.clock_s.get(self.name, 0.0)
-        yield Track(self.name, [_moved(span, ahead) for span in self.spans])
-        for rank in self.ranks:
+        yield Track(self.name, [_moved(span, self._ahead_s) for span in self.spans])
+        for rank in () if self._is_silent else self.ranks:
             yield Track(
                 self.name,
-                [_moved(span, ahead) for span in rank.spans],
+                [_moved(span, self._ahead_s) for span in rank.spans],
                 role="train.py",
                 rank=rank.number,
                 process=f"rank{rank.number}",
@@ -252,6 +272,10 @@ class _Rank:
                 self._do(name, seconds, cpu=0.7)
             for number in range(self.node.recipe.filler_count):
                 self._do(f"import module{number}", 0.01, cpu=0.9)
+            for number in range(self.node.recipe.unkind.optional_count):
+                seconds = 0.1 * self.node.noise()
+                if seconds >= 0.1:
+                    self._do(f"import optional{number}", seconds, cpu=0.9)
         elif barrier == "first collective":
             self._do("load checkpoint", _LOAD_S, disk=0.6)
         else:
@@ -279,13 +303,4 @@ class _Rank:
 def _moved(span: Span, seconds: float) -> Span:
     if not seconds:
         return span
-    return Span(
-        span.name,
-        span.begin_s + seconds,
-        span.end_s + seconds,
-        span.parent,
-        span.barrier,
-        span.waited_for,
-        span.is_open,
-        span.evidence,
-    )
+    return replace(span, begin_s=span.begin_s + seconds, end_s=span.end_s + seconds)

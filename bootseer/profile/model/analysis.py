@@ -118,7 +118,8 @@ class StartModel:
         """All answers."""
         walker = Walker(self.graph)
         path = walker.critical_path()
-        stragglers = self._stragglers()
+        even = self.what_if("no stragglers", without_stragglers(self.peers))
+        stragglers = self._stragglers(even.ready_s)
         return Analysis(
             node_count=len(self.graph.nodes),
             rank_count=self.rank_count,
@@ -131,10 +132,11 @@ class StartModel:
             path=tuple(path),
             blame=tuple(walker.blame(self.pieces, self.peers)),
             stragglers=tuple(stragglers),
-            what_ifs=tuple(self._what_ifs(path, stragglers)),
+            what_ifs=(even, *self._what_ifs(path, stragglers)),
         )
 
-    def _stragglers(self) -> list[Straggler]:
+    def _stragglers(self, even_s: float) -> list[Straggler]:
+        """`even_s`: how long the start would have taken without any."""
         evidence = Evidence(self.graph)
         waiting: dict[str, int] = {}
         for group in self.graph.groups:
@@ -142,7 +144,7 @@ class StartModel:
                 for node in leaders:
                     waiting[node] = waiting.get(node, 0) + 1
         by_node: dict[str, list[Outlier]] = {}
-        for outlier in find_outliers(self.pieces.values(), self.peers, self.ready_s):
+        for outlier in find_outliers(self.pieces.values(), self.peers, even_s):
             by_node.setdefault(outlier.node, []).append(outlier)
         return [
             Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
@@ -151,7 +153,6 @@ class StartModel:
 
     def _what_ifs(self, path: list[Segment], stragglers: list[Straggler]) -> Iterable[WhatIf]:
         peers = self.peers
-        yield self.what_if("no stragglers", without_stragglers(peers))
         if stragglers:
             all_nodes = frozenset(one.node for one in stragglers)
             change = as_its_peers(peers, all_nodes)

@@ -2,7 +2,9 @@
 
 All processes leave a barrier within milliseconds of each other, whatever their clocks say then. The
 difference of a node's clock to the others is therefore read off the ends of the barriers that it
-took part in. A node that shares no barrier with the rest keeps its clock, and is named.
+took part in. A node that shares no barrier with the rest is named. It keeps its clock, unless that
+is so far from the others' that no scheduling explains it: then it is taken to begin as the median
+node does.
 """
 
 import statistics
@@ -15,6 +17,7 @@ from bootseer.profile.model.shape import end_of
 
 # Barriers with nearly all nodes of the largest one compare all their clocks at once.
 _NEARLY_ALL = 0.9
+_FAR_S = 1800.0
 
 
 class Clocks(Struct, frozen=True):
@@ -25,16 +28,13 @@ class Clocks(Struct, frozen=True):
     spread_s: float
     """How far the ends of one barrier lie apart after that, in the median."""
     apart: tuple[str, ...]
-    """Nodes that share no barrier with the others: their clocks are taken as they are."""
+    """Nodes that share no barrier with the others: nothing says how far their clocks are off."""
 
 
 def compare_clocks(graph: StartGraph) -> Clocks:
     """How far each node's clock is off."""
     ends = sorted(_ends(graph), key=len, reverse=True)
-    nodes = graph.nodes
-    if not ends:
-        return Clocks({}, 0.0, tuple(nodes) if len(nodes) > 1 else ())
-    largest = len(ends[0])
+    largest = len(ends[0]) if ends else 0
     samples: dict[str, list[float]] = {}
     for released in ends:
         if len(released) >= _NEARLY_ALL * largest:
@@ -44,7 +44,24 @@ def compare_clocks(graph: StartGraph) -> Clocks:
     shift = {node: statistics.median(found) for node, found in samples.items()}
     _reach_others(shift, ends)
     spreads = [_spread(released, shift) for released in ends]
-    return Clocks(shift, statistics.median(spreads), tuple(set(nodes) - shift.keys()))
+    apart = tuple(node for node in graph.nodes if node not in shift)
+    _bring_near(shift, apart, graph)
+    if len(graph.nodes) < 2:
+        apart = ()
+    return Clocks(shift, statistics.median(spreads) if spreads else 0.0, apart)
+
+
+def _bring_near(shift: dict[str, float], apart: Iterable[str], graph: StartGraph) -> None:
+    """Let nodes that met no other begin with the median node, where they are far from it."""
+    begins: dict[str, float] = {}
+    for group in graph.groups:
+        for node, time in zip(group.nodes, group.times[0], strict=True):
+            begins[node] = min(time, begins.get(node, time))
+    if begins:
+        middle = statistics.median(time + shift.get(node, 0.0) for node, time in begins.items())
+        for node in apart:
+            if abs(begins[node] - middle) > _FAR_S:
+                shift[node] = middle - begins[node]
 
 
 def _ends(graph: StartGraph) -> Iterable[dict[str, float]]:

@@ -5,10 +5,12 @@ middle is the median and the spread the median absolute deviation of logarithms:
 outliers.
 """
 
+import itertools
 import math
 import statistics
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -18,21 +20,20 @@ from bootseer.profile.model.shape import SCHEDULING, Label
 
 # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
 _MAD_TO_SIGMA = 1.4826
-# Durations of less are noise of the scheduler and the clock.
-_SHORTEST_S = 0.001
+# Added to durations: differences of less are noise of the scheduler and the clock.
+_BASE_S = 0.001
 # Nodes count from the first of them where nobody says when the job was submitted: how late one
 # began is no ratio of anything.
-_SCHEDULING_SHORTEST_S = 3.0
+_SCHEDULING_BASE_S = 3.0
 # Of a few nodes the spread is hardly known: of four it is taken for 0.09 at least.
 _SPREAD_MIN, _SPREAD_MIN_TIMES_NODES = 0.02, 0.35
 # Five sigmas: one in 3.5 million, and 10,000 nodes have half a million pieces of time.
 _SIGMAS_MIN = 5.0
 _RATIO_MIN = 1.15
 _EXCESS_MIN_S = 0.25
-# What would not shorten the start by half a percent is not worth a look.
+# What would not shorten an even start by half a percent is not worth a look.
 _SHARE_MIN = 0.005
 _PEERS_MIN = 3
-_SAMPLE_COUNT = 5000
 
 Who = tuple[Label, str]
 """A label, and the role of the processes that it is of."""
@@ -45,16 +46,6 @@ class Peers(Struct, frozen=True):
     p99_s: float
     max_s: float
     count: int
-    spread: float
-    """Standard deviation of the logarithm, robust, and not too small for the number of nodes."""
-
-    shortest_s: float = _SHORTEST_S
-    """Differences among shorter times are noise."""
-
-    def sigmas(self, seconds: float) -> float:
-        """How many standard deviations so many seconds lie above the median."""
-        ratio = max(seconds, self.shortest_s) / max(self.median_s, self.shortest_s)
-        return math.log(ratio) / self.spread
 
 
 class Outlier(Struct, frozen=True):
@@ -66,6 +57,7 @@ class Outlier(Struct, frozen=True):
     seconds: float
     """The median of the node's ranks."""
     peers_s: float
+    """The median of all nodes."""
     sigmas: float
     rank: int
     """The slowest rank; -1 where there is none."""
@@ -82,11 +74,8 @@ def who(piece: Piece) -> Who:
 
 
 def compare(pieces: Iterable[Piece]) -> dict[Who, Peers]:
-    """The spread of each piece of time over all processes that have it."""
-    return {
-        key: _peers([piece.seconds for piece in same], len(_nodes(same)), _shortest_s(key[0]))
-        for key, same in _by_who(pieces).items()
-    }
+    """Each piece of time over all processes that have it."""
+    return {key: _peers([piece.seconds for piece in same]) for key, same in _by_who(pieces).items()}
 
 
 def _by_who(pieces: Iterable[Piece]) -> dict[Who, list[Piece]]:
@@ -96,75 +85,70 @@ def _by_who(pieces: Iterable[Piece]) -> dict[Who, list[Piece]]:
     return found
 
 
-def _nodes(pieces: Iterable[Piece]) -> set[str]:
-    return {node for group in {piece.group for piece in pieces} for node in group.nodes}
-
-
-def _shortest_s(label: Label) -> float:
-    return _SCHEDULING_SHORTEST_S if label == SCHEDULING else _SHORTEST_S
-
-
-def _peers(columns: Sequence["array[float]"], node_count: int, shortest_s: float) -> Peers:
-    ordered = sorted(value for column in columns for value in column)
+def _peers(columns: Sequence["array[float]"]) -> Peers:
+    ordered = sorted(itertools.chain.from_iterable(columns))
     count = len(ordered)
-    median = statistics.median(ordered)
-    base = math.log(max(median, shortest_s))
-    # Every so many of the ordered values have the same quantiles.
-    sample = ordered[:: max(1, count // _SAMPLE_COUNT)]
-    logs = [abs(math.log(max(value, shortest_s)) - base) for value in sample]
     return Peers(
-        median_s=median,
+        median_s=statistics.median(ordered),
         p99_s=ordered[min(count - 1, math.ceil(0.99 * count) - 1)],
         max_s=ordered[-1],
         count=count,
-        spread=max(
-            _MAD_TO_SIGMA * statistics.median(logs),
-            _SPREAD_MIN,
-            _SPREAD_MIN_TIMES_NODES / node_count,
-        ),
-        shortest_s=shortest_s,
     )
 
 
-def find_outliers(
-    pieces: Iterable[Piece], peers: dict[Who, Peers], ready_s: float
-) -> list[Outlier]:
-    """The nodes that are slower than the others in some piece of time; the worst first."""
-    least_s = max(_EXCESS_MIN_S, _SHARE_MIN * ready_s)
-    suspects: dict[tuple[Who, str], list[tuple[float, int]]] = {}
+def find_outliers(pieces: Iterable[Piece], peers: dict[Who, Peers], even_s: float) -> list[Outlier]:
+    """The nodes that are slower than the others in some piece of time; the worst first.
+
+    `even_s` is how long the start would have taken if no process had been slower than the median.
+    """
+    least_s = max(_EXCESS_MIN_S, _SHARE_MIN * even_s)
+    found: list[Outlier] = []
+    pieces = list(pieces)
+    counts = Counter(
+        (group.role, node) for group in {piece.group for piece in pieces} for node in group.nodes
+    )
     for key, same in _by_who(pieces).items():
         known = peers[key]
-        if known.count < _PEERS_MIN or not _stands_out(known, known.max_s, least_s):
-            continue
-        nodes = {
-            piece.group.nodes[row]
-            for piece in same
-            for row, seconds in enumerate(piece.seconds)
-            if _stands_out(known, seconds, least_s)
-        }
-        for piece in same:
-            for node, rank, seconds in zip(
-                piece.group.nodes, piece.group.ranks, piece.seconds, strict=True
-            ):
-                if node in nodes:
-                    suspects.setdefault((key, node), []).append((seconds, rank))
-    found = []
-    for (key, node), ranks in suspects.items():
-        seconds = statistics.median(value for value, _ in ranks)
-        if _stands_out(peers[key], seconds, least_s):
-            sigmas = peers[key].sigmas(seconds)
-            (label, role), rank = key, max(ranks)[1]
-            found.append(Outlier(node, label, role, seconds, peers[key].median_s, sigmas, rank))
+        # Most pieces are so short, or so even, that no node can stand out.
+        if known.count >= _PEERS_MIN and _is_much(known.max_s, known.median_s, least_s):
+            found += _among_nodes(key, same, counts, least_s)
     return sorted(found, key=lambda one: -one.excess_s)
 
 
-def _stands_out(peers: Peers, seconds: float, least_s: float) -> bool:
-    excess = seconds - peers.median_s
-    return (
-        excess >= least_s
-        and seconds >= _RATIO_MIN * peers.median_s
-        and peers.sigmas(seconds) >= _SIGMAS_MIN
+def _among_nodes(
+    key: Who, pieces: Iterable[Piece], counts: Mapping[tuple[str, str], int], least_s: float
+) -> Iterator[Outlier]:
+    ranks: dict[str, list[tuple[float, int]]] = {}
+    for piece in pieces:
+        group = piece.group
+        for node, rank, seconds in zip(group.nodes, group.ranks, piece.seconds, strict=True):
+            ranks.setdefault(node, []).append((seconds, rank))
+    label, role = key
+    # What ails a node is felt by most of its ranks, also by those that noted nothing.
+    typical = {
+        node: statistics.median_low(found)[0]
+        for node, found in ranks.items()
+        if 2 * len(found) >= counts[role, node]
+    }
+    if not typical:
+        return
+    base = _SCHEDULING_BASE_S if label == SCHEDULING else _BASE_S
+    median = statistics.median(typical.values())
+    logs = {node: math.log(max(0.0, seconds) + base) for node, seconds in typical.items()}
+    middle = statistics.median(logs.values())
+    spread = max(
+        _MAD_TO_SIGMA * statistics.median(abs(one - middle) for one in logs.values()),
+        _SPREAD_MIN,
+        _SPREAD_MIN_TIMES_NODES / len(typical),
     )
+    for node, seconds in typical.items():
+        sigmas = (logs[node] - middle) / spread
+        if sigmas >= _SIGMAS_MIN and _is_much(seconds, median, least_s):
+            yield Outlier(node, label, role, seconds, median, sigmas, max(ranks[node])[1])
+
+
+def _is_much(seconds: float, median: float, least_s: float) -> bool:
+    return seconds - median >= least_s and seconds >= _RATIO_MIN * median
 
 
 def without_stragglers(peers: dict[Who, Peers]) -> Change:

@@ -113,4 +113,5 @@ def _clocks(analysis: Analysis) -> Iterator[str]:
             f"{-off[worst]:+.0f} s); corrected at barriers"
         )
     if analysis.clocks.apart and analysis.node_count > 1:
-        yield f"{len(analysis.clocks.apart)} nodes met no other: their clocks are taken as they are"
+        count = len(analysis.clocks.apart)
+        yield f"{count} nodes met no other: how far their clocks are off is unknown"

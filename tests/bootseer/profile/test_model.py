@@ -6,6 +6,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bench.profile.generate import Fault, Recipe, node_name, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
@@ -13,7 +14,7 @@ from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.peers import as_its_peers
 from bootseer.profile.model.replay import Replay, pieces_of
 from bootseer.profile.model.shape import Shape, begin_of, end_of
-from bootseer.profile.model.tracks import Span, Track
+from bootseer.profile.model.tracks import LAUNCHER, Span, Track
 
 
 def _replay(*found: Track) -> Replay:
@@ -169,6 +170,41 @@ def test_a_node_that_met_nobody_is_named() -> None:
     assert clocks.apart == ("alone",)
 
 
+def test_a_node_that_met_nobody_and_is_an_hour_off_makes_no_start_of_an_hour() -> None:
+    ahead = {node_name(1): 3600.0, node_name(2): -3600.0}
+    met = [
+        track
+        for track in tracks(Recipe(8, 2, clock_s=ahead))
+        if track.role == LAUNCHER or track.node not in ahead
+    ]
+    truth = StartModel(StartGraph(tracks(Recipe(8, 2)))).measured_s
+    model = StartModel(StartGraph(met))
+    assert set(model.clocks.apart) == set(ahead)
+    assert model.measured_s == pytest.approx(truth, abs=3)
+    assert not model.analyse().stragglers
+
+
+def test_one_slow_rank_makes_no_slow_node() -> None:
+    """It alone of its node noted an import that few took long enough for to note it."""
+
+    def noting(track: Track) -> Track:
+        if track.rank != 4:
+            return track
+        begin_s, seconds = track.spans[0].begin_s, 35.0 if track.node == node_name(3) else 0.1
+        noted = Span("import pandas", begin_s - 40, begin_s - 40 + seconds)
+        return replace(track, spans=[noted, *track.spans])
+
+    found = map(noting, tracks(Recipe(50, 8)))
+    assert not StartModel(StartGraph(found)).analyse().stragglers
+
+
+def test_how_late_a_node_began_is_compared_with_how_late_the_others_did() -> None:
+    """Begins that are spread over seconds; nobody is late among them."""
+    assert (
+        not StartModel(StartGraph(tracks(Recipe(2000, 1, noise=0.1, seed=7)))).analyse().stragglers
+    )
+
+
 def test_a_node_as_its_peers_gives_the_start_without_its_fault() -> None:
     healthy = StartModel(StartGraph(tracks(Recipe(8, 4, seed=3)))).analyse()
     for fault in some_faults(6, 8, seed=5, severity=3.0):
@@ -180,7 +216,7 @@ def test_a_node_as_its_peers_gives_the_start_without_its_fault() -> None:
 
 @pytest.mark.parametrize("noise", [0.05, 0.1])
 def test_faulty_nodes_are_found_with_their_causes(noise: float) -> None:
-    faults = some_faults(12, 300, seed=1, severity=2.5)
+    faults = some_faults(12, 300, seed=1, severity=3.0)
     model = StartModel(StartGraph(tracks(Recipe(300, 2, tuple(faults), noise=noise))))
     found = {one.node: one.cause.name for one in model.analyse().stragglers}
     assert found == {fault.node: fault.cause for fault in faults}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.profile.generate import Recipe, some_faults, write_timelines
+from bench.profile.generate import Recipe, some_faults
+from bench.profile.timelines import write_timelines
 from bootseer.profile.files import Folder, find_start
 
 _READ = """

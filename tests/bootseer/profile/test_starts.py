@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.profile.generate import Fault, Recipe, node_name, tracks, write_timelines
+from bench.profile.generate import Fault, Recipe, node_name, tracks
+from bench.profile.timelines import write_timelines
 from bootseer.cli import cli
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
