@@ -46,13 +46,25 @@ def _lines(path: str) -> list[str]:
 
 
 def _pressure() -> Iterator[tuple[str, float]]:
-    """Seconds in which some task waited for a resource; cgroup v2's own where there is one.
+    """Seconds in which some task waited for a resource: of this cgroup v2, else of the node.
 
     Source: Documentation/accounting/psi.rst.
     """
-    for resource in ("cpu", "io", "memory"):
-        line = _lines(f"/proc/pressure/{resource}")[0]
-        yield f"psi.{resource}_s", int(line.rpartition("=")[2]) / 1e6
+    path = dict(_cgroup_paths()).get("", "")
+    # Where version 1 has the controllers, version 2 may be beside them.
+    for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+        try:
+            yield from _pressures(f"{root}{path}/{{}}.pressure")
+            return
+        except OSError:
+            continue
+    yield from _pressures("/proc/pressure/{}")
+
+
+def _pressures(path: str) -> list[tuple[str, float]]:
+    """What the files of the three resources say. Raises: OSError."""
+    lines = [(name, _lines(path.format(name))[0]) for name in ("cpu", "io", "memory")]
+    return [(f"psi.{name}_s", int(line.rpartition("=")[2]) / 1e6) for name, line in lines]
 
 
 def _processor() -> Iterator[tuple[str, float]]:

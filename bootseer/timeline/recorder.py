@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from bootseer.base.redact import redact
@@ -52,7 +53,8 @@ class Span:
         self._stage = stage
         self._attributes: dict[str, Value] = dict(stage.attributes)
         self._started_ns = time.monotonic_ns()
-        self._figures = sample() if timeline is not None else {}
+        self.figures = sample() if timeline is not None else {}
+        """What the kernel had counted at the begin, and then at the end."""
         self._ended = False
 
     @property
@@ -68,12 +70,13 @@ class Span:
         """Write the end; returns the duration in seconds by the monotonic clock. Idempotent."""
         duration_ns = time.monotonic_ns() - self._started_ns
         if self._timeline is not None and not self._ended:
+            before, self.figures = self.figures, sample()
             # The wall clock may be stepped during a start; the duration is the monotonic one.
             finished = self._stage._replace(
                 end_ns=self._stage.start_ns + duration_ns,
                 failed=error is not None,
                 message=redact(f"{type(error).__name__}: {error}") if error is not None else "",
-                attributes={**self._attributes, **difference(self._figures, sample())},
+                attributes={**self._attributes, **difference(before, self.figures)},
             )
             self._timeline.append(encode_end(finished))
         self._ended = True
@@ -139,9 +142,15 @@ class Timeline:
         self.append(encode_start(stage))
         return Span(self, stage)
 
-    def note(self, name: str, start_ns: int, duration_ns: int) -> None:
+    def note(
+        self,
+        name: str,
+        start_ns: int,
+        duration_ns: int,
+        attributes: Mapping[str, Value] = MappingProxyType({}),
+    ) -> None:
         """Write a stage that is over. `start_ns`: since 1970."""
-        stage = self._stage(name, start_ns, {})
+        stage = self._stage(name, start_ns, attributes)
         self.append(encode_end(stage._replace(end_ns=start_ns + duration_ns)))
 
     def event(self, name: str, body: str) -> None:

@@ -1,7 +1,7 @@
 """Notes what the Python processes of a job do until they are ready, without a change of their code.
 
 `watched` gives a command the variables by which every Python process below it runs
-`path/sitecustomize` first, which loads `imports`, which loads `frameworks` in processes that are
+`path/sitecustomize` first, which loads `imports`, which loads `notes` in processes that are
 worth it. All of it uses nothing but the standard library, and whatever fails in it is absent.
 """
 

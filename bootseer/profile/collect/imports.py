@@ -2,7 +2,7 @@
 
 Alone owns the wrapping of imports. Loaded by its path, so that a program that imports `bootseer`
 can be told from one that does not. Imports almost nothing: every Python process of a job runs this,
-most of them for a few milliseconds. Whatever takes time is noted by `frameworks`, loaded when it
+most of them for a few milliseconds. Whatever takes time is noted by `notes`, loaded when it
 is.
 
 CPython calls `_find_and_load` of its frozen import system for each module that is not loaded yet; a
@@ -114,13 +114,13 @@ class Collector:
 
 
 def _load_notes(collector: Collector) -> Any:
-    """`frameworks` and what it writes by, so that the program finds none of it loaded."""
+    """`notes` and what it writes by, so that the program finds none of it loaded."""
     is_known = "bootseer" in sys.modules
     finder = _Sources(collector.package)
     sys.meta_path.insert(0, finder)
     collector._depth += 1
     try:
-        from bootseer.profile.collect.frameworks import Notes
+        from bootseer.profile.collect.notes import Notes
 
         return Notes(collector)
     finally:

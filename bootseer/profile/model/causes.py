@@ -116,6 +116,9 @@ def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -
     for figure, name in ((IO_S, "slow disk"), (CPU_S, "busy CPU"), (MEMORY_S, "short memory")):
         if (pressure := more(figure)) >= _SHARE_MIN * lost:
             return Cause(name, f"{pressure:.1f} s more pressure than the median ({figure})")
+    if not moved:
+        # Nobody counted what the stage itself moved.
+        moved, peers_moved = received, peers_received
     if moved >= _MOVED_MIN and peers_moved:
         rate, usual = moved / outlier.seconds, peers_moved / max(outlier.peers_s, 0.001)
         if rate <= usual / 2:

@@ -70,7 +70,10 @@ class Walker:
 
     def _back(self, group: Group, row: int, event: int, *, stops_at_barrier: bool) -> list[Segment]:
         found: list[Segment] = []
-        while True:
+        # What timelines say may go in a circle: two nodes that waited for each other.
+        seen: set[tuple[Group, int, int]] = set()
+        while (group, row, event) not in seen:
+            seen.add((group, row, event))
             step = self._step(group, event)
             time = group.times[event][row]
             span, is_end = divmod(event, 2)

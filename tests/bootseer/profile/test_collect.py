@@ -110,6 +110,11 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: _Job) ->
             "first batch",
             READY,
         ]
+    (agent,) = [track for track in tracks if track.role == "run"]
+    stages = [span for span in agent.spans if not span.name.startswith("import ")]
+    assert [span.name for span in stages] == ["python start", "rendezvous"]
+    assert stages[1].barrier.startswith("rendezvous ")
+    assert all(track.spans[0].begin_s >= stages[1].end_s for track in ranks)
     analysis = StartModel(StartGraph(tracks)).analyse()
     assert (analysis.is_ready, analysis.rank_count, analysis.node_count) == (True, 2, 1)
     assert analysis.replay_error_s == pytest.approx(0, abs=1e-6)

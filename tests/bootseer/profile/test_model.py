@@ -153,6 +153,19 @@ def test_processes_that_wait_for_each_other_in_a_circle_are_replayed_as_measured
     assert replay.ready_s() == pytest.approx(4)
 
 
+def test_a_critical_path_ends_where_timelines_go_in_a_circle() -> None:
+    inside = [Span("m", 1, 4, barrier="x"), Span("m", 2, 4, parent=0, barrier="x")]
+    waiting = [Span("environment", 1, 9), Span("wait", 2, 8, parent=0)]
+
+    def waits(node: str, other: str) -> Track:
+        spans = [waiting[0], replace(waiting[1], waited_for=other)]
+        return Track(node, spans)
+
+    for tracks_ in ([Track("a", inside), Track("b", inside)], [waits("a", "b"), waits("b", "a")]):
+        analysis = StartModel(StartGraph(tracks_)).analyse()
+        assert len(analysis.path) < 9
+
+
 def test_clocks_an_hour_apart_are_brought_together_at_barriers() -> None:
     ahead = {node_name(2): 3600.0, node_name(5): -1800.0}
     truth = StartModel(StartGraph(tracks(Recipe(8, 2)))).analyse()
