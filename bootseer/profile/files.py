@@ -40,6 +40,11 @@ class TimelineFile(Protocol):
     @property
     def modified_ns(self) -> int: ...
 
+    @property
+    def is_far(self) -> bool:
+        """Whether several are read at once, by threads, since each is waited for."""
+        ...
+
     def read(self) -> bytes:
         """Its lines; nothing where it is too large to be one of ours. Raises: BootseerError."""
         ...
@@ -126,6 +131,10 @@ class _File(Struct, frozen=True):
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def is_far(self) -> bool:
+        return False
 
     def read(self) -> bytes:
         try:
@@ -236,7 +245,7 @@ def _timelines(folder: Path) -> tuple[TimelineFile, ...]:
 
 def _contents(files: Sequence[TimelineFile]) -> Iterator[bytes]:
     """What is in each, in order; a few that are far away are read ahead. Raises: BootseerError."""
-    if all(isinstance(file, _File) for file in files):
+    if not any(file.is_far for file in files):
         yield from (file.read() for file in files)
         return
     with ThreadPoolExecutor(_READERS) as pool:

@@ -75,6 +75,10 @@ class _Object(Struct, frozen=True):
     modified_ns: int
 
     @property
+    def is_far(self) -> bool:
+        return True
+
+    @property
     def name(self) -> str:
         return self.key.rpartition("/")[2].removesuffix(_SUFFIX)
 

@@ -23,6 +23,7 @@ from bootseer.profile.adapters.known import Known
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm, read_known
 from bootseer.profile.files import Source, find_start, list_starts
+from bootseer.profile.parquet import ParquetFile, write_parquet
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
 from bootseer.timeline.otlp import IMPORTS_EVENT
@@ -71,6 +72,8 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
     help=f"Also take in what another program wrote ({', '.join(ADAPTERS)}); - is standard input.",
 )
 @_file_option("--trace", "trace_file", "Also write a trace to open in Perfetto.")
+@_file_option("--parquet", "parquet_file", "Also write all stages as one Parquet file.")
+@_file_option("--from", "from_file", "Explain the start in a file that --parquet has written.")
 @_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
 @json_option
 def report(
@@ -82,6 +85,8 @@ def report(
     history: bool,
     others: tuple[str, ...],
     trace_file: Path | None,
+    parquet_file: Path | None,
+    from_file: Path | None,
     page_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -97,7 +102,7 @@ def report(
     config = current_config()
     settings = config.settings
     job = job or settings.job
-    source = current_timelines()
+    source = ParquetFile(from_file) if from_file is not None else current_timelines()
     if lists or history:
         show_starts(source, job, history, as_json)
         return
@@ -110,6 +115,8 @@ def report(
     other = _other(source, job, start, compare) if compare else None
     if trace_file is not None:
         _write(trace_file, _trace(start))
+    if parquet_file is not None:
+        write_parquet(parquet_file, files)
     if page_file is not None:
         imports = imports_of(files.events(IMPORTS_EVENT))
         page = to_page(title_of(start), start.model, start.analysis, imports)
