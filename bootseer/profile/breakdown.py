@@ -82,8 +82,10 @@ def break_down(graph: StartGraph) -> Breakdown | None:
             for node, begin in zip(group.nodes, group.times[0], strict=True):
                 origins[node] = min(begin, origins.get(node, begin))
     parts: dict[tuple[str, str], list[_Part]] = {}
+    began = min(origins.values(), default=0.0)
     for group in graph.groups:
-        origin = array("d", [origins[node] for node in group.nodes])
+        # Of a node whose launcher has not begun there is only what came before.
+        origin = array("d", [origins.get(node, began) for node in group.nodes])
         role = "" if group.role in (LAUNCHER, UNWATCHED) else group.role
         by_name: dict[str, list[int]] = {}
         for span, name in enumerate(group.shape.names):

@@ -6,6 +6,7 @@ import logging
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.files import StartFiles
 from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.parallel import in_order
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ def read_graph(
                 _STAGES_MAX // 1_000_000,
             )
             break
+    for stages in others.never_began(graph.nodes, first[0]) if others else ():
+        for track in tracks_of(stages, first[0].start_ns):
+            graph.add(track)
     return graph
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from msgspec.structs import replace
 
 from bootseer.cli.output import current_config, emit_json, json_option
 from bootseer.cli.report.report_output import (
@@ -21,8 +22,8 @@ from bootseer.cli.report.report_output import (
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.profile.adapters.known import Known
 from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm, read_known
-from bootseer.profile.files import Source, find_start, list_starts
+from bootseer.profile.adapters.registry import ADAPTERS, NAME_NO_NODE, ask_slurm, read_known
+from bootseer.profile.files import Source, StartFiles, find_start, list_starts
 from bootseer.profile.parquet import ParquetFile, write_parquet
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
@@ -68,7 +69,7 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
     "--with",
     "others",
     multiple=True,
-    metavar="KIND=FILE",
+    metavar="KIND[@NODE]=FILE",
     help=f"Also take in what another program wrote ({', '.join(ADAPTERS)}); - is standard input.",
 )
 @_file_option("--trace", "trace_file", "Also write a trace to open in Perfetto.")
@@ -109,7 +110,7 @@ def report(
     if wanted is None and config.sources["attempt"] == "flag":
         wanted = settings.attempt
     files = find_start(source, job, wanted, submission)
-    start = explained(files, _others(files.submission, others))
+    start = explained(files, _others(files, others))
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(source, job, start, compare) if compare else None
@@ -129,20 +130,29 @@ def report(
         show_comparison(other, start)
 
 
-def _others(submission: str, named: Sequence[str]) -> Placement:
+def _others(files: StartFiles, named: Sequence[str]) -> Placement:
     """What other programs know: Slurm is asked, where nobody gives its answer."""
     known: dict[str, list[Known]] = {}
     for one in named:
-        kind, _, name = one.partition("=")
+        what, _, name = one.partition("=")
+        kind, _, node = what.partition("@")
         if kind not in ADAPTERS or not name:
             raise click.BadParameter(
-                f"{one!r} is not KIND=FILE with KIND one of {', '.join(ADAPTERS)}",
+                f"{one!r} is not KIND[@NODE]=FILE with KIND one of {', '.join(ADAPTERS)}",
+                param_hint="--with",
+            )
+        if kind in NAME_NO_NODE and not node and len(files.parts(1)) > 1:
+            raise click.BadParameter(
+                f"{kind} does not say of which node it speaks: write {kind}@NODE={name}",
                 param_hint="--with",
             )
         path = Path("/dev/stdin" if name == "-" else name)
-        known.setdefault(kind, []).extend(read_known(kind, path))
+        found = read_known(kind, path)
+        known.setdefault(kind, []).extend(
+            replace(stage, nodes=(node,)) if node else stage for stage in found
+        )
     if "slurm" not in known:
-        known["slurm"] = [*ask_slurm(submission)]
+        known["slurm"] = [*ask_slurm(files.submission)]
     return Placement(known)
 
 

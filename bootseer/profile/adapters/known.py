@@ -13,8 +13,8 @@ from msgspec import Struct
 from bootseer.profile.model.tracks import NO_RANK
 from bootseer.timeline.otlp import Value
 
-SIZE_MAX = 64 * 1024 * 1024
-"""Of a file: a day of events of a large cluster is smaller."""
+SIZE_MAX = 256 * 1024 * 1024
+"""Of a file: the pods and events of 10,000 nodes are 100 MB."""
 STAGES_MAX = 200_000
 TEXT_MAX = 200
 _LINE_MAX = 64 * 1024
@@ -44,6 +44,8 @@ class Known(Struct, frozen=True, kw_only=True):
     unit: str = ""
     """The pod, container or submission. Of several of one node that which the start was begun by
     counts."""
+    family: str = ""
+    """What other units of the same job have in common: the owner of pods."""
     submission: str = ""
     """The submission that it is of, where the program knows this."""
     rank: int = NO_RANK

@@ -27,6 +27,7 @@ class _Pod:
         self.uid = uid
         self.name = ""
         self.node = ""
+        self.owner = ""
         self.created_ns: int | None = None
         self.events: list[tuple[int, int, str, str, str]] = []
         """When, its place in the order of reasons, reason, container, message."""
@@ -75,6 +76,11 @@ def _take_pod(item: dict[str, Any], pods: dict[str, _Pod]) -> None:
     metadata = item.get("metadata")
     pod = _pod(pods, _member(metadata, "uid"), _member(metadata, "name"))
     pod.node = clean(_member(item, "spec", "nodeName")) or pod.node
+    owners = _member(metadata, "ownerReferences")
+    owner = owners[0] if isinstance(owners, list) and owners else None
+    # A JobSet has a Job for each of its roles.
+    job_set = _member(metadata, "labels", "jobset.sigs.k8s.io/jobset-uid")
+    pod.owner = clean(job_set) or clean(_member(owner, "uid"))
     pod.created_ns = instant(_member(metadata, "creationTimestamp"))
     conditions = _member(item, "status", "conditions")
     for condition in conditions if isinstance(conditions, list) else ():
@@ -164,5 +170,6 @@ def _known(
         clock=clock,
         nodes=tuple(filter(None, (pod.node, pod.name))),
         unit=pod.uid,
+        family=pod.owner,
         attributes=more,
     )

@@ -60,6 +60,17 @@ class Placement:
         """What others know of the node that has these stages."""
         return [*self._led_to(stages), *self._seen(stages), *self._initialised(stages)]
 
+    def never_began(self, nodes: Iterable[str], like: Stage) -> Iterator[list[Stage]]:
+        """What is known of pods that have not started yet, of one owner with one of a node among
+        `nodes`. `like` is a stage of the start."""
+        seen = {key for node in nodes for key in self._units_of.get(_short(node), ())}
+        families = {(key[0], one.family) for key in seen for one in self._units[key][:1]}
+        for key, found in self._units.items():
+            is_pending = any(one.end_ns is None for one in found) and key not in seen
+            if is_pending and found[0].family and (key[0], found[0].family) in families:
+                node = next(iter(found[-1].nodes), "?")
+                yield [_stage(key[0], one, like, node) for one in found]
+
     def _led_to(self, stages: Sequence[Stage]) -> Iterator[Stage]:
         """What the launcher of a node waited for, of each adapter the latest unit."""
         began = min(stage.start_ns for stage in stages)

@@ -33,6 +33,9 @@ ADAPTERS: Mapping[str, Adapter] = {
 }
 """The adapters by the name that `bootseer report --with` takes."""
 
+NAME_NO_NODE = frozenset(("containerd",))
+"""Adapters of programs that know of one node only, and do not name it."""
+
 _SLURM_JOB = re.compile(r"\d{1,10}(?:_\d{1,10})?")
 _ASKING_S = 5.0
 """What a busy slurmdbd is given: a report without its answer is better than one that waits."""

@@ -168,11 +168,27 @@ def test_the_report_takes_files_in(tmp_path: Path, a_start: MakeStart) -> None:
     assert alone["analysis"]["since_submission_s"] is None
 
 
+def test_events_of_one_node_are_given_with_its_name(tmp_path: Path, a_start: MakeStart) -> None:
+    made = a_start(_BEGAN_S)
+    when = "2026-11-23 11:19:5{}.5 +0000 UTC k8s.io"
+    events = [
+        (2, '/containers/create {"id":"c"}'),
+        (4, '/tasks/create {"container_id":"c"}'),
+        (5, '/tasks/start {"container_id":"c"}'),
+    ]
+    said = "".join(f"{when.format(second)} {event}\n" for second, event in events)
+    shown = _report(made, "--with", "containerd@n2=-", "--json", said=said)
+    assert shown.returncode == 0, shown.stderr
+    rows = {row["name"]: row for row in json.loads(shown.stdout)["stages"]}
+    assert (rows["container create"]["node_count"], rows["container create"]["median_s"]) == (1, 2)
+
+
 def test_what_cannot_be_taken_in_is_one_sentence(tmp_path: Path, a_start: MakeStart) -> None:
     made = a_start(_BEGAN_S)
     for argument, code, words in (
-        ("slurm", 2, "is not KIND=FILE"),
-        ("pbs=x", 2, "is not KIND=FILE"),
+        ("slurm", 2, "is not KIND[@NODE]=FILE"),
+        ("pbs@n1=x", 2, "is not KIND[@NODE]=FILE"),
+        ("containerd=x", 2, "write containerd@NODE=x"),
         (f"kubernetes={tmp_path}/none", 10, "none"),
         ("kubernetes=-", 15, "is not valid JSON"),
     ):

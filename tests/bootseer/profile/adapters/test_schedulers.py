@@ -279,6 +279,27 @@ def test_one_slow_pull_is_a_straggler_by_name(a_start: MakeStart) -> None:
     assert (slow.node, str(slow.outliers[0].label)) == ("llama-3", "image pull")
 
 
+def test_a_pod_that_has_not_started_is_named(a_start: MakeStart) -> None:
+    """The others wait for it, and no launcher of its node says anything."""
+    owner = [{"kind": "Job", "uid": "u-job"}]
+    items = [
+        *_story("llama-0"),
+        _event("llama-1", "Scheduled", 40, "Successfully assigned ml/p to n9"),
+    ]
+    items += [_event("llama-1", "Pulling", 42), _event("other-0", "Pulling", 42)]
+    for name in ("llama-0", "llama-1", "llama-2"):
+        pod = _pod(name)
+        pod["metadata"]["ownerReferences"] = owner
+        items.append(pod)
+    known = parse_kubernetes(_list(*items, _pod("other-0")))
+    start = a_start(1795432482.0, nodes=["llama-0"]).explained(kubernetes=known)
+    rows = {row.name: row for row in start.breakdown.stages}
+    assert rows["image pull"].open_on == ("n1/0",)  # As its kubelet says.
+    assert rows["pod scheduling"].open_on == ("llama-2/0",)
+    assert start.breakdown.node_count == 1
+    assert start.breakdown.job == "llama"
+
+
 def test_a_node_whose_clock_is_behind_is_not_late(a_start: MakeStart) -> None:
     """What led to its launcher seems to come after it, and is taken from another node."""
     made = a_start(1795432593.5, "2", nodes=["n0", "n1", "n2", "n3"])
