@@ -157,8 +157,6 @@ class KernelPreload:
     def _store(self, store_pages: StorePages, pages: Pages) -> bool:
         """False where they are not here yet, or the kernel does not know the file."""
         cache = self._caches[pages.blob]
-        if not cache.holds(pages.blob_offset, pages.length):
-            return False
         for start in range(0, pages.length, _PIECE_BYTES):
             data = cache.get(pages.blob_offset + start, min(_PIECE_BYTES, pages.length - start))
             if data is None or not store_pages(pages.inode + 1, pages.file_offset + start, data):

@@ -58,6 +58,9 @@ class ImageStream:
         claimed = self._claimed
         if claimed is None:
             return False
+        # Of a bundle's page mostly nothing is proven, which is told without looking for gaps.
+        if self.proven.lacks_all(offset, length):
+            return claimed.holds(offset, length)
         return all(claimed.holds(*gap) for gap in self.proven.missing(offset, length))
 
     def holds_now(self, offset: int, length: int) -> bool:
@@ -103,6 +106,8 @@ class ImageStream:
         claimed = self._claimed
         if data is not None or claimed is None:
             return data
+        if self.proven.lacks_all(offset, length):
+            return claimed.get(offset, length)
         pieces = []
         position, end = offset, offset + length
         for start, stop in _within(offset, end, self.proven.missing(offset, length)):
@@ -144,7 +149,8 @@ class ImageStream:
     def claim(self, offset: int, content: bytes | memoryview) -> bool:
         """Keep bytes that nothing in the index vouches for; False when the disk takes no more, or
         when such claims were found wrong. Raises: BootseerError."""
-        self.open_claimed()
+        if self._claimed is None:
+            self.open_claimed()
         claimed = self._claimed
         return claimed is not None and claimed.write(offset, content)
 

@@ -17,7 +17,6 @@ from bootseer.prefetch.cache.files import (
     SECTOR_BYTES,
     SUSPECT_OFFSET,
     Header,
-    sectors_of,
 )
 
 ABSENT, PRESENT, SUSPECT = b"\0", b"\1", b"\2"
@@ -94,15 +93,20 @@ class Presence:
     # ---- sectors --------------------------------------------------------------------------
 
     def _slice(self, offset: int, length: int) -> tuple[int, int]:
-        first, end = sectors_of(offset, length)
-        return HEADER_BYTES + first, HEADER_BYTES + end
+        # As `sectors_of` has it: each page of a bundle comes here several times.
+        start = HEADER_BYTES + offset // SECTOR_BYTES
+        return start, HEADER_BYTES - -(offset + length) // SECTOR_BYTES
 
     def lacks(self, offset: int, length: int) -> bool:
         """Whether any sector of `[offset, offset + length)` is absent."""
-        # As `_slice` has it: each read asks this.
+        # As `_slice` has it, likewise.
         start = HEADER_BYTES + offset // SECTOR_BYTES
         stop = HEADER_BYTES - -(offset + length) // SECTOR_BYTES
         return self._map.find(ABSENT, start, stop) >= 0
+
+    def lacks_all(self, offset: int, length: int) -> bool:
+        """Whether none of them is present."""
+        return self._map.find(PRESENT, *self._slice(offset, length)) < 0
 
     def doubts(self, offset: int, length: int) -> bool:
         """Whether any of them is suspect."""

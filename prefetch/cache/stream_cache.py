@@ -133,7 +133,7 @@ class StreamCache:
     def has(self, offset: int, length: int) -> bool:
         """Whether all of `[offset, offset + length)` is here, and as it was written: what this
         process has not compared with its checksums yet is read first."""
-        if self._check.has_doubts(offset, length):
+        if self._check.is_suspect:
             self._check.settle(offset, length)
         if self._present.lacks(offset, length):
             return False
@@ -144,16 +144,20 @@ class StreamCache:
     def holds(self, offset: int, length: int) -> bool:
         """As `has`, but believes the map, and reads only after a crash of the machine: for who
         wants no byte yet. What turns out to be damaged is absent when it is read."""
-        if self._check.has_doubts(offset, length):
+        if self._check.is_suspect:
             self._check.settle(offset, length)
         return not self._present.lacks(offset, length)
 
     def holds_now(self, offset: int, length: int) -> bool:
         """As `holds`, but never reads, and is False after a crash for what is to be verified yet:
         for who must be quick."""
-        if self._check.has_doubts(offset, length):
+        if self._check.is_suspect and self._present.doubts(offset, length):
             return False
         return not self._present.lacks(offset, length)
+
+    def lacks_all(self, offset: int, length: int) -> bool:
+        """Whether not one sector of `[offset, offset + length)` is here and verified."""
+        return self._present.lacks_all(offset, length)
 
     def missing(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """The absent parts of `[offset, offset + length)` as (offset, length), sector-aligned
@@ -174,7 +178,7 @@ class StreamCache:
 
     def get(self, offset: int, length: int) -> bytes | memoryview | None:
         """The bytes where `has` says that all of them are here, else None. Raises: OSError."""
-        if self._check.has_doubts(offset, length):
+        if self._check.is_suspect:
             self._check.settle(offset, length)
         if self._present.lacks(offset, length):
             return None

@@ -47,7 +47,9 @@ class StreamCheck:
         self._marking = threading.Lock()
         self._logs: tuple[Sums, ...] = ()
         self._log_bytes = 0
-        self._is_suspect = present.is_suspect
+        self.is_suspect = present.is_suspect
+        """Some sectors may have been written before a crash of the machine and not be compared by
+        now: `settle` does. An attribute, since each read asks for it."""
         # Zeros that take no memory before they are written.
         self._checked = mmap.mmap(
             -1,
@@ -173,13 +175,13 @@ class StreamCheck:
             for one in sums:
                 if self._has_room(one):
                     self._present.mark_suspect(one.offset, one.length)
-                    self._is_suspect = True
-        return self._is_suspect
+                    self.is_suspect = True
+        return self.is_suspect
 
     def settle(self, offset: int, length: int) -> None:
         """Leave nothing suspect in `[offset, offset + length)`: what a record proves is present,
         the rest is absent. Several may do this at once: each only writes what is true."""
-        if not self._is_suspect or not self._present.doubts(offset, length):
+        if not self.is_suspect or not self._present.doubts(offset, length):
             return
         for sums in self._sums():
             for one in sums.covering(offset, length):
@@ -202,20 +204,16 @@ class StreamCheck:
             return False
         return True
 
-    def has_doubts(self, offset: int, length: int) -> bool:
-        """Whether any of it is suspect."""
-        return self._is_suspect and self._present.doubts(offset, length)
-
     def verify_all(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Verify all that was written before a crash of the machine, if there was one.
 
         `may_go_on` is asked now and then. Raises nothing: what cannot be read is absent.
         """
         position: int | None = 0
-        while self._is_suspect and may_go_on():
+        while self.is_suspect and may_go_on():
             position = self._present.next_suspect(position or 0)
             if position is None:
-                self._is_suspect = self._present.is_suspect = False
+                self.is_suspect = self._present.is_suspect = False
                 return
             self.settle(position, min(_VERIFY_BYTES, self._stream_length - position))
 
@@ -224,7 +222,7 @@ class StreamCheck:
         damaged, which are absent from then on. Readers may go on meanwhile."""
         before = self._present.count_bytes()
         # Should we be killed meanwhile, the next one to open it goes on.
-        self._present.is_suspect = self._is_suspect = True
+        self._present.is_suspect = self.is_suspect = True
         for start in range(0, self._stream_length, _RECHECK_BYTES):
             length = min(_RECHECK_BYTES, self._stream_length - start)
             with self._marking:
