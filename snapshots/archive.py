@@ -157,6 +157,23 @@ def import_archive(
             f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
     path = target_path(target, str(Path.cwd()))
+    made = import_target(settings, store, archive, path, on_progress)
+    parts = [
+        Part("kind", "imported from an archive"),
+        Part(f"target {text_of(path)}", made.index.digest),
+    ]
+    manifest = make_manifest(parts, [made], setup_ns=0, node=settings.node, name=name)
+    catalogue.publish(store, manifest)
+    return manifest
+
+
+def import_target(
+    settings: Settings, store: Store, archive: Path, path: bytes, on_progress: OnProgress
+) -> Target:
+    """What an archive holds, in the store as the target `path`; no manifest names it yet.
+
+    Raises: as `import_archive`.
+    """
     try:
         with ExitStack() as stack:
             source = stack.enter_context(archive.open("rb"))
@@ -176,14 +193,7 @@ def import_archive(
         raise
     except OSError as error:
         raise from_oserror(error, f"import {archive}") from error
-    made = make_target(path, tree, stored, of_tree, whole=True, deletions=())
-    parts = [
-        Part("kind", "imported from an archive"),
-        Part(f"target {text_of(path)}", of_tree.digest),
-    ]
-    manifest = make_manifest(parts, [made], setup_ns=0, node=settings.node, name=name)
-    catalogue.publish(store, manifest)
-    return manifest
+    return make_target(path, tree, stored, of_tree, whole=True, deletions=())
 
 
 def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:

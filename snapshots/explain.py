@@ -166,7 +166,8 @@ def _explain(
             age = age_of(manifest)
             reason = f"its snapshot was made {age} ago by {manifest.node}"
             return Explanation(RESTORE, reason, key, targets, parts, manifest, None, ())
-        near = nearest(parts, catalogue.list_newest(store, _COMPARED_MAX))
+        newest = catalogue.list_newest(store, _COMPARED_MAX)
+        near = nearest(parts, (one for one in newest if not one.cache))
     differences = compare_parts(near.parts, parts) if near else ()
     reason = "there is no snapshot of it" if near else "the store has no snapshots"
     return Explanation(RUN, outdated or reason, key, targets, parts, None, near, differences)

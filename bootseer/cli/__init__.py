@@ -27,6 +27,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run_commands", "Start a training job: image, environment, checkpoint, then exec."),
     "image": ("image.image_commands", "Container images: index, mount, run, record and replay."),
     "snapshot": ("snapshot.snapshot_commands", "Environments: capture once, restore everywhere."),
+    "cache": ("cache_commands", "Caches of compilers and frameworks, kept between starts."),
     "store": ("store_commands", "The shared store: delete what nobody needs."),
     "checkpoint": (
         "checkpoint.checkpoint_commands",

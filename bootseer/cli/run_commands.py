@@ -66,6 +66,14 @@ from bootseer.cli.snapshot.snapshot_output import mode_option
     help="Mount a checkpoint folder on DIR, and read the newest checkpoint ahead.",
 )
 @click.option(
+    "--keep",
+    "kept",
+    metavar="DIR",
+    multiple=True,
+    help="Keep this directory between starts, as the caches of compilers are by themselves.",
+)
+@click.option("--no-keep", is_flag=True, help="Keep no cache but those named with --keep.")
+@click.option(
     "--no-trace-python",
     is_flag=True,
     help="Do not note imports, first collectives and steps of the job's Python processes.",
@@ -82,6 +90,8 @@ def run(
     variables: tuple[str, ...],
     mode: str | None,
     checkpoints: tuple[str, ...],
+    kept: tuple[str, ...],
+    no_keep: bool,
     no_trace_python: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -114,6 +124,7 @@ def run(
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
         entrypoint=entrypoint,
         binds=binds,
+        kept=tuple(text for text in kept if text not in ("auto", "off")),
     )
     config = current_config()
     settings = config.settings
@@ -124,6 +135,8 @@ def run(
         settings = replace(settings, restore_mode=mode)
     if no_index:
         settings = replace(settings, auto_index=False)
+    if no_keep or {"auto", "off"}.intersection(kept):
+        settings = replace(settings, keep_caches="auto" in kept and not no_keep)
     if no_trace_python:
         settings = replace(settings, trace_python=False)
     launch(settings, job, say)

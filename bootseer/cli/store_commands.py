@@ -96,7 +96,8 @@ def gc(
 
     Images and snapshots themselves stay, unless they are named or, for snapshots, --keep-last or
     --keep-days are given: then a snapshot stays if one of these keeps it. What was used within
-    three days stays readable in any case. Timelines of old starts go.
+    three days stays readable in any case. Timelines of old starts go. Kept caches go when nobody
+    used them for 30 days, or for --keep-days.
     """
     from bootseer.base.progress import Progress
     from bootseer.gc.collect import collect

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
@@ -19,9 +20,13 @@ IN_USE_S = 3 * DAY_S
 that fail are no harm."""
 
 
+CACHE_DAYS = 30.0
+"""A kept cache that nobody used for so long goes: a start makes it again."""
+
+
 class Rules(Struct, frozen=True):
     """What the user wants to be rid of. Without `keep_last` and `keep_days` all snapshots stay but
-    those named in `snapshots`."""
+    those named in `snapshots`, and kept caches that nobody used for `CACHE_DAYS`."""
 
     keep_last: int | None = None
     """How many of the newest stay of each group with the same targets and command."""
@@ -72,6 +77,10 @@ def judge_snapshots(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
 
 def _judge(inventory: Inventory, rules: Rules, key: str, manifest: Manifest, rank: int) -> Verdict:
     now_ns = inventory.now_ns
+    if manifest.cache:
+        # Of each there is one: the newest generation has taken the place of the others.
+        days = CACHE_DAYS if rules.keep_days is None else rules.keep_days
+        rules = replace(rules, keep_last=None, keep_days=days)
     if rules.keep_last is None and rules.keep_days is None:
         return Verdict(True, "no rule removes it")
     names = [

@@ -31,6 +31,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 if TYPE_CHECKING:
     import subprocess
 
+    from bootseer.launch.caches.run import KeptCaches
     from bootseer.prefetch.container.container_start import Container
     from bootseer.snapshots.setup.request import Request
 
@@ -56,6 +57,8 @@ class Job(Struct, frozen=True):
     """Instead of the image's; empty: none."""
     binds: tuple[str, ...] = ()
     """`SOURCE:DIRECTORY[:ro]`, as docker has them."""
+    kept: tuple[str, ...] = ()
+    """Directories that are kept between starts, besides what the settings say."""
 
 
 def setup_command(line: str) -> list[str]:
@@ -104,6 +107,7 @@ class _Start:
         self._container: Container | None = None
         self._store_is_silent = False
         self._is_watched = False
+        self._caches: KeptCaches | None = None
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -129,6 +133,12 @@ class _Start:
 
     def _stages(self, timeline: Timeline) -> None:
         self._checkpoints.start(timeline)
+        if self._settings.keep_caches or self._job.kept:
+            from bootseer.launch.caches.finding import Wish
+            from bootseer.launch.caches.run import KeptCaches
+
+            wish = Wish(self._job.kept, self._settings.keep_caches)
+            self._caches = KeptCaches(self._settings, wish, self._say)
         if self._job.image:
             from bootseer.launch.image import open_image
 
@@ -138,15 +148,45 @@ class _Start:
             # Once it is entered, no mount of the host comes in any more.
             for source, target in self._checkpoints.finish():
                 self._container.bind(source, target)
+            if self._caches is not None:
+                # In the host's namespace: a container's lives as long as any process of it.
+                self._caches.begin()
         for number, command in enumerate(self._setups):
             # A set-up may take long, and be for nothing.
             self._checkpoints.check()
             name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
             with timeline.span(name) as span:
                 self._set_up(command, span)
-        self._checkpoints.finish()
         if self._container is not None:
             self._container.enter()
+        # Behind the environments, which say what versions there are.
+        self._restore_caches(timeline)
+        self._checkpoints.finish()
+
+    def _restore_caches(self, timeline: Timeline) -> None:
+        if self._caches is None:
+            return
+        from bootseer.launch.caches.finding import Job as CacheJob
+
+        job = CacheJob(self._job.command, os.environ)
+        if self._container is not None:
+            from bootseer.launch.image import container_environment
+
+            container = self._container
+            job = CacheJob(
+                self._job.command,
+                container_environment(container),
+                root=container.root,
+                directory=container.config.working_dir or "/",
+                base=container.image.record.identity,
+                runner=container.run,
+                binds=tuple((bind.target, bind.source) for bind in container.binds),
+            )
+        variables = self._caches.restore(
+            timeline, job, self._container, is_silent=self._store_is_silent
+        )
+        self._caches.abandon()
+        os.environ.update(variables)
 
     def _set_up(self, command: list[str], span: Span) -> None:
         from bootseer.snapshots.run import run_setup
@@ -204,6 +244,8 @@ class _Start:
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""
+        if self._caches is not None:
+            self._caches.abandon()
         if self._container is not None and self._container.entered:
             # We see copies of the host's mounts only. All goes when this process does.
             return

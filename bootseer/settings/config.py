@@ -87,6 +87,10 @@ class Settings(Struct, frozen=True):
     """Whether a node puts the timeline of its start into the store."""
     trace_python: bool
     """Whether the Python processes of a job note what they do until they are ready."""
+    keep_caches: bool
+    """Whether the caches that frameworks name by variables are kept between starts."""
+    keep_limit_bytes: int
+    """What one kept cache may hold; what was not used for longest goes first."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
     snapshot_max_age_s: float
@@ -189,10 +193,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def _switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise InvalidInputError(f"{text!r} is neither on nor off")
-    return text == "on"
+def _switch(text: str, on: str = "on") -> bool:
+    if text not in (on, "off"):
+        raise InvalidInputError(f"{text!r} is neither {on} nor off")
+    return text == on
 
 
 def _path_or_off(text: str) -> Path | None:
@@ -229,6 +233,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "auto_index": _switch,
     "publish_timelines": _switch,
     "trace_python": _switch,
+    "keep_caches": functools.partial(_switch, on="auto"),
+    "keep_limit_bytes": parse_size,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,
     "restore_mode": _restore_mode,

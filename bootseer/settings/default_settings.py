@@ -74,6 +74,8 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "auto_index": "on",
         "publish_timelines": "on",
         "trace_python": "on",
+        "keep_caches": "auto",
+        "keep_limit_bytes": "4GB",
         "registry_hosts_dir": "/etc/containerd/certs.d",
         "snapshot_max_age_s": "auto",
         "restore_mode": "auto",

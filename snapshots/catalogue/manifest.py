@@ -16,6 +16,9 @@ EARLIER_MAX = 7
 OUTSIDE_PATHS_MAX = 100
 """A manifest names at most so many changes outside of its targets: for people, who read a few."""
 
+CACHE = "cache"
+"""The part by which a snapshot is a generation of a kept cache: what the cache is called."""
+
 _FOLDERS_SHOWN_MAX = 5
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -149,6 +152,11 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Returns the size with the earlier blobs that it takes content from, each in full."""
         needed = {blob.digest: blob.size_bytes for one in self.targets for blob in one.blobs}
         return sum(needed.values()) + sum(target.index.size_bytes for target in self.targets)
+
+    @property
+    def cache(self) -> str:
+        """What the kept cache is called of which this is a generation; empty: of none."""
+        return next((part.value for part in self.parts if part.name == CACHE), "")
 
     @property
     def is_layered(self) -> bool:

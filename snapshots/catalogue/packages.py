@@ -7,10 +7,12 @@ environment, conda leaves `conda-meta/NAME-VERSION-BUILD.json`. No content is ne
 import re
 import stat
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from bootseer.blob.tree import Tree
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Tree
 
 _EGG_PYTHON = re.compile(r"-py\d+(\.\d+)?$")
 _SEPARATORS = re.compile(r"[-_.]+")
@@ -56,7 +58,7 @@ def normal_name(name: str) -> str:
     return _SEPARATORS.sub("-", name).lower()
 
 
-def packages_in(trees: Iterable[Tree]) -> dict[Package, str]:
+def packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
     """The versions of all packages in some trees; several of one package are joined by ", "."""
     found: dict[Package, set[str]] = {}
     for tree in trees:

@@ -25,6 +25,7 @@ from bootseer.snapshots.setup.digests import (
     wheels_digest,
 )
 from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of_script
 from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.reading.words import SHELLS, base_name
@@ -55,20 +56,6 @@ _OWN_FOLDER = re.compile(
     r"\$\(\s*(?:cd\s+)?\"?\$?\(?\s*dirname\s+(?:--\s+)?\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?\s*\)?"
     r"\"?(?:\s*&&\s*pwd(?:\s+-P)?)?\s*\)|\$\{0%/\*\}"
 )
-
-
-class Place(Struct, frozen=True):
-    """How the set-up's paths are found on this host."""
-
-    root: Path
-    directory: str
-    """The working directory, inside the root."""
-
-    def absolute(self, path: str) -> str:
-        return os.path.join(self.directory, path)  # a path of the root, not ours
-
-    def host(self, path: str) -> Path:
-        return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
 
 
 class Inputs(Struct, frozen=True):

@@ -19,7 +19,7 @@ from bootseer.errors import CorruptError
 from bootseer.linux.root_paths import find_program
 from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.setup.fingerprint import Part
-from bootseer.snapshots.setup.inputs import Place
+from bootseer.snapshots.setup.place import Place
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from bootseer.snapshots.setup.fingerprint import (
 from bootseer.snapshots.setup.inputs import (
     FILE_VARIABLES,
     Inputs,
-    Place,
     collect_inputs,
 )
 from bootseer.snapshots.setup.interpreter import Runner, find_python, find_uv_environment, probe
+from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.requirements import (
     folderless_names,

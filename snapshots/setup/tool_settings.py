@@ -13,7 +13,7 @@ from bootseer.base.redact import take_secrets, without_users
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.setup.digests import bytes_digest
 from bootseer.snapshots.setup.fingerprint import Part, Public
-from bootseer.snapshots.setup.inputs import Place
+from bootseer.snapshots.setup.place import Place
 
 TOOLS = ("pip", "uv", "conda")
 _BYTES_MAX = 1024 * 1024

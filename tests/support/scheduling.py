@@ -19,7 +19,7 @@ _MAX_WORKERS = 6
 # What takes longer than others, in this order. A file that should be here and is not costs some
 # seconds at the end of a run, nothing else.
 _LONG = (
-    "tests/bootseer/launch/test_image.py",
+    "tests/bootseer/launch/image/test_image.py",
     "tests/prefetch/resolve/",
     "tests/prefetch/container/test_container_run.py",
     "tests/prefetch/publish/test_image_zoo.py",

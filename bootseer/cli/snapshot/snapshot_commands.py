@@ -163,7 +163,7 @@ def list_(sort: str, as_json: bool) -> None:
     from bootseer.snapshots.catalogue.catalogue import list_all
 
     with open_current_store() as store:
-        manifests = list(list_all(store))
+        manifests = [one for one in list_all(store) if not one.cache]
     # Stable: equal ones stay newest first.
     if sort == "size":
         manifests.sort(key=lambda manifest: -manifest.stored_bytes)

@@ -12,7 +12,8 @@ from bootseer.snapshots.setup.fingerprint import (
     secret_part,
     variable_parts,
 )
-from bootseer.snapshots.setup.inputs import Place, collect_inputs
+from bootseer.snapshots.setup.inputs import collect_inputs
+from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.request import Request, resolve
 from tests.support.wheels import make_wheel

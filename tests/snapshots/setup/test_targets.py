@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.setup.inputs import Place
 from bootseer.snapshots.setup.interpreter import Interpreter, find_python, parse, probe
+from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.request import Request, resolve, run_plainly
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets

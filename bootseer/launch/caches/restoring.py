@@ -1,0 +1,135 @@
+"""Puts the newest generation of a cache into its folder, before the command begins.
+
+It is extracted: what is compiled next is written beside it, files are many and small, and a library
+is mapped whole (docs/decisions). What the folder has already stays, unit by unit; nothing of a
+generation is there before all of it was fetched and compared with its digests. One thread; the
+processes of a node take turns.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from bootseer.blob.tree import Tree
+from bootseer.errors import CorruptError, NoSpaceError, from_oserror
+from bootseer.launch.caches.finding import Cache
+from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED, Record, Restored, read_record
+from bootseer.launch.caches.units import by_unit
+from bootseer.linux.private_files import make_directory
+from bootseer.linux.removal import remove_tree
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots.catalogue.admission import admit_tree
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
+from bootseer.snapshots.restoring.merge import move_into
+from bootseer.snapshots.restoring.restore import fetch_tree
+from bootseer.snapshots.targets.lock import locked
+from bootseer.snapshots.targets.scan import STAGING_PREFIX, scan
+from bootseer.store import Store
+
+_STAGING = os.fsdecode(STAGING_PREFIX) + "cache"
+_LOCK_S = 60.0
+
+
+def generation(store: Store, key: str) -> tuple[Manifest, Target] | None:
+    """The newest generation of a cache. Raises: CorruptError, UnavailableError, DeadlineError."""
+    manifest = catalogue.load(store, key)
+    if manifest is None:
+        return None
+    if not manifest.cache or len(manifest.targets) != 1 or not manifest.targets[0].whole:
+        raise CorruptError(f"the snapshot {key[:12]} is no generation of a cache")
+    return manifest, manifest.targets[0]
+
+
+def restore(settings: Settings, store: Store, cache: Cache) -> Restored:
+    """Bring the cache's folder up to its newest generation; the folder is made.
+
+    Raises: CorruptError for what does not match its digest, NotFoundError, NoSpaceError,
+    UnavailableError, DeadlineError, BusyError: the folder is as it was.
+    """
+    _make_folder(cache)
+    found = generation(store, cache.key)
+    if found is None:
+        return Restored(MISS, "the store has none under its key")
+    manifest, target = found
+    known = read_record(settings.cache_dir, cache.key) or Record(key=cache.key, name="", folder="")
+    if known.index == target.index.digest and any(cache.folder.iterdir()):
+        return Restored(IN_PLACE, "this node has the newest", index=known.index)
+    moved_bytes, count = bring_in(settings, store, cache.folder, target)
+    catalogue.note_used(store, manifest)
+    if not count:
+        return Restored(IN_PLACE, "this node has all of it", index=target.index.digest)
+    return Restored(
+        RESTORED,
+        "files are small, and more are written beside them",
+        moved_bytes,
+        count,
+        target.index.digest,
+    )
+
+
+def _make_folder(cache: Cache) -> None:
+    try:
+        make_directory(cache.folder)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {cache.folder}") from error
+
+
+def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> tuple[int, int]:
+    """Extract what `folder` lacks of a generation; returns the bytes that came, and the files.
+
+    Raises: as `restore`.
+    """
+    tree = catalogue.load_tree(store, target)
+    admit_tree(target, tree, privileges=False)
+    with locked(settings.run_dir, [folder], deadline_s=min(_LOCK_S, settings.deadline_s)):
+        here = by_unit(path for path, entry in scan(folder).items() if not stat.S_ISDIR(entry.mode))
+        paths = tree_files(tree)
+        present = {path for unit, ps in by_unit(paths).items() if unit in here for path in ps}
+        if len(present) == len(paths):
+            return 0, 0
+        staging = folder / _STAGING
+        try:
+            # What a killed process left: nobody else is at it, since we hold the lock.
+            remove_tree(staging)
+            _check_room(folder, target.content_bytes)
+            fetched = fetch_tree(store, target, tree, staging, settings.deadline_s)
+            for path in present:
+                os.unlink(os.path.join(os.fsencode(staging), path))
+            _move(staging, folder)
+        except OSError as error:
+            raise from_oserror(error, f"restore the cache in {folder}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                remove_tree(staging)
+    return fetched.moved_bytes, len(paths) - len(present)
+
+
+def tree_files(tree: Tree) -> dict[bytes, int]:
+    """The size of each name of a tree that is no directory."""
+    return {
+        path: tree.columns.size_bytes[number]
+        for path, number in tree.walk()
+        if not stat.S_ISDIR(tree.mode(number))
+    }
+
+
+def _check_room(folder: Path, content_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    # The job needs some, too.
+    if free < 2 * content_bytes:
+        raise NoSpaceError(f"{folder} has no room for a cache of {content_bytes} bytes")
+
+
+def _move(staging: Path, folder: Path) -> None:
+    source = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            move_into(source, place)
+        finally:
+            os.close(place)
+    finally:
+        os.close(source)

@@ -1,0 +1,252 @@
+"""The caches of a start: restored before its command, and kept behind it.
+
+Alone owns the promise that a start never waits long, and never fails, because of a cache: whatever
+goes wrong is one line, and the job compiles as it does without us. Main thread only.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.documents import to_line
+from bootseer.errors import BootseerError, CorruptError, InvalidInputError
+from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
+from bootseer.launch.caches.records import (
+    IN_PLACE,
+    MISS,
+    RESTORED,
+    Record,
+    Restored,
+    note,
+    note_user,
+    read_record,
+)
+from bootseer.linux.private_files import make_directory, private_directory
+from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.ready_socket import new_ready_name
+from bootseer.settings.config import Settings
+from bootseer.settings.default_settings import default_settings
+from bootseer.timeline.recorder import Timeline
+
+if TYPE_CHECKING:
+    from bootseer.prefetch.container.container_start import Container
+    from bootseer.served.background import ServerProcess
+
+_log = logging.getLogger(__name__)
+
+STAGE = "caches"
+_KEEPER = "bootseer.launch.caches.keeper"
+SETTLED_S = 5.0
+"""After `ready`: other ranks are some steps behind, and their compilers still write."""
+_FIRST_ANSWER_S = 5.0
+"""A start that nobody asked to keep anything waits no longer for a store that is silent."""
+
+
+class Kept(Struct, frozen=True):
+    """A cache, and what its restore found."""
+
+    cache: Cache
+    is_damaged: bool = False
+    restored_files: int = 0
+
+
+class Plan(Struct, frozen=True):
+    """What a keeper has to know."""
+
+    settings: Settings
+    caches: tuple[Kept, ...]
+    pid: int
+    """The job."""
+    ready_name: str
+    begun_ns: int
+    settled_s: float = SETTLED_S
+
+
+class KeptCaches:
+    """The kept caches of the job that this process is going to be."""
+
+    def __init__(self, settings: Settings, wish: Wish, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._wish = wish
+        self._say = say
+        self._keeper: ServerProcess | None = None
+        self._begun_ns = time.time_ns()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything may be kept at all."""
+        return self._wish.automatic or bool(self._wish.directories)
+
+    def begin(self) -> None:
+        """Begin the process that publishes later, which loads its code meanwhile. Before this
+        process has threads, and before it is in a namespace of its own. Never raises."""
+        if not self._publishes or self._keeper is not None:
+            return
+        from bootseer.served.background import begin
+
+        try:
+            logs = private_directory(self._settings.run_dir / "logs")
+            log = logs / f"caches-{os.getpid()}.log"
+            self._keeper = begin(_KEEPER, "the keeper of caches", log, forks=True)
+        except (BootseerError, OSError) as error:
+            self._say(f"warning: what this start compiles is not kept: {error}")
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether there is a store that other nodes, or other starts, are known to use."""
+        is_default = self._settings.store_url == default_settings(os.environ)["store_url"]
+        return bool(self._wish.directories) or not is_default
+
+    def restore(
+        self, timeline: Timeline, job: Job, container: "Container | None", *, is_silent: bool
+    ) -> dict[str, str]:
+        """Put what there is in place; returns the variables that the job is to have.
+
+        `is_silent`: the store was asked in vain a moment ago. Never raises.
+        """
+        try:
+            caches = find_caches(self._settings, self._wish, job)
+            if not caches:
+                return {}
+            self.begin()
+            with timeline.span(STAGE) as span:
+                kept, results = self._restore_all(caches, is_silent=is_silent)
+                span.set("bootseer.hit", all(one.how != MISS for one in results))
+                span.set("bootseer.bytes", sum(one.moved_bytes for one in results))
+                span.set("bootseer.files", sum(one.file_count for one in results))
+                span.set("bootseer.how", ", ".join(sorted({one.how for one in results})))
+            if container is not None:
+                _show(container, [one.cache for one in kept])
+            self._hand_over(kept)
+            return {one.cache.name: one.cache.path for one in kept if one.cache.sets}
+        except InvalidInputError as error:
+            reason = str(error)
+        except (BootseerError, OSError) as error:
+            reason = str(error)
+        except Exception as error:
+            # A mistake of ours must not keep a job from starting.
+            _log.exception("unexpected error with kept caches")
+            reason = f"unexpected {type(error).__name__}: {error}"
+        self._say(f"warning: no kept cache is used: {reason}")
+        return {}
+
+    def _restore_all(
+        self, caches: list[Cache], *, is_silent: bool
+    ) -> tuple[list[Kept], list[Restored]]:
+        if not self._publishes or is_silent:
+            return self._make_folders(caches, "the store does not answer" if is_silent else "")
+        # Here: most starts of what has no caches come no further than looking for them.
+        from bootseer.launch.caches.restoring import restore
+        from bootseer.store import open_own_store
+
+        settings = self._settings
+        kept, results = [], []
+        reason = ""
+        # Long enough for a store that lives; what nobody asked for is not worth a deadline.
+        deadline_s = settings.deadline_s
+        if not self._wish.directories:
+            deadline_s = min(deadline_s, _FIRST_ANSWER_S)
+        with open_own_store(settings, deadline_s=deadline_s) as store:
+            for cache in caches:
+                result = Restored(MISS, reason)
+                is_damaged = False
+                try:
+                    if reason:
+                        _make_folder(cache)
+                    else:
+                        result = restore(settings, store, cache)
+                except CorruptError as error:
+                    is_damaged = True
+                    self._say(f"warning: the kept cache {cache.name} is not used: {error}")
+                except (BootseerError, OSError) as error:
+                    # The others would wait for it, too.
+                    reason = str(error)
+                    self._say(f"warning: the kept cache {cache.name} is not used: {error}")
+                if cache.is_ours and not cache.folder.is_dir():
+                    continue
+                kept.append(Kept(cache, is_damaged, result.file_count))
+                results.append(result)
+                self._note(cache, result)
+        return kept, results
+
+    def _make_folders(self, caches: list[Cache], reason: str) -> tuple[list[Kept], list[Restored]]:
+        """Where there is no store to be asked: what the node has is what there is."""
+        results = []
+        for cache in caches:
+            _make_folder(cache)
+            results.append(Restored(MISS if reason else IN_PLACE, reason))
+            self._note(cache, results[-1])
+        return [Kept(cache) for cache in caches], results
+
+    def _note(self, cache: Cache, result: Restored) -> None:
+        cache_dir = self._settings.cache_dir
+        known = read_record(cache_dir, cache.key)
+        record = known or Record(key=cache.key, name=cache.name, folder=str(cache.folder))
+        hit = result.how != MISS
+        note(
+            cache_dir,
+            replace(
+                record,
+                hits=record.hits + hit,
+                misses=record.misses + (not hit),
+                index=result.index or record.index,
+                last=f"{result.how}: {result.reason}" if result.reason else result.how,
+                restored_files=record.restored_files + result.file_count,
+            ),
+        )
+        if cache.is_ours:
+            note_user(cache_dir, cache.folder, os.getpid())
+        if result.how == RESTORED:
+            self._say(
+                f"restored the cache {cache.name}: {result.file_count} files, "
+                f"{result.moved_bytes} bytes moved, {result.how}: {result.reason}"
+            )
+
+    def _hand_over(self, kept: list[Kept]) -> None:
+        """Tell the keeper what to keep; it is nobody's child when this returns."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        name = new_ready_name()
+        plan = Plan(self._settings, tuple(kept), os.getpid(), name, self._begun_ns)
+        try:
+            keeper.serve(to_line(plan))
+        except BootseerError as error:
+            self._say(f"warning: what this start compiles is not kept: {error}")
+            return
+        names = [*filter(None, os.environ.get(READY_VARIABLE, "").split(",")), name]
+        os.environ[READY_VARIABLE] = ",".join(names)
+
+    def abandon(self) -> None:
+        """End what was begun: there is nothing to keep, or the start has failed. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.abandon()
+
+
+def _make_folder(cache: Cache) -> None:
+    if cache.is_ours:
+        make_directory(cache.folder)
+
+
+def _show(container: "Container", caches: list[Cache]) -> None:
+    """Let the container, which is entered, see the folders that are ours; its user writes there."""
+    from bootseer.linux.namespaces import MS_BIND, mount
+    from bootseer.linux.root_paths import resolve_in_root
+    from bootseer.prefetch.container.process_spec import resolve_user
+
+    user = resolve_user(container.root, container.config.user)
+    for cache in caches:
+        if not cache.is_ours:
+            continue
+        if user.uid and not container.rootless:
+            os.chown(cache.folder, user.uid, user.gid, follow_symlinks=False)
+        place: Path = resolve_in_root(container.root, cache.path)
+        place.mkdir(parents=True, exist_ok=True)
+        mount(cache.folder, place, flags=MS_BIND)

@@ -1,0 +1,65 @@
+"""Nodes that share a store and keep one cache."""
+
+import os
+import time
+from pathlib import Path
+
+from bootseer.launch.caches.finding import Cache
+from bootseer.launch.caches.publishing import Published, Since, publish
+from bootseer.launch.caches.records import Restored
+from bootseer.launch.caches.restoring import restore
+from bootseer.settings.config import Settings, load_settings
+from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.store import open_own_store
+
+
+def entry(number: int) -> str:
+    """A name of a library, as TorchInductor gives them."""
+    letters = "abcdefghijklmnopqrstuvwxyz234567"
+    return f"3b/{letters[number % 32] * 52}.py"
+
+
+class Node:
+    """One node, with a folder of its own at the path that all have."""
+
+    def __init__(self, base: Path, name: str, *, torch: str = "2.6.0", limit: str = "1MB") -> None:
+        self.settings: Settings = load_settings(
+            {
+                "store_url": (base / "store").as_uri(),
+                "cache_dir": str(base / name / "cache"),
+                "run_dir": str(base / name / "run"),
+                "node": name,
+                "deadline_s": "20",
+                "keep_limit_bytes": limit,
+            }
+        )
+        self.folder = base / name / "folder"
+        self.begun_ns = time.time_ns()
+        parts = (Part("cache", "X_CACHE"), Part("package torch", torch), Part("folder", "/x"))
+        self.cache = Cache(
+            name="X_CACHE", path="/x", folder=self.folder, is_ours=True, sets=True, parts=parts
+        )
+
+    def write(self, files: dict[str, str], *, age_s: float = 0.0) -> None:
+        for name, text in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            made_ns = time.time_ns() - int(age_s * 1e9)
+            os.utime(path, ns=(made_ns, made_ns))
+
+    def files(self) -> dict[str, str]:
+        return {
+            str(path.relative_to(self.folder)): path.read_text()
+            for path in sorted(self.folder.rglob("*"))
+            if path.is_file()
+        }
+
+    def restore(self) -> Restored:
+        with open_own_store(self.settings) as store:
+            return restore(self.settings, store, self.cache)
+
+    def publish(self, *, is_damaged: bool = False) -> Published:
+        since = Since(self.begun_ns, is_damaged=is_damaged)
+        with open_own_store(self.settings) as store:
+            return publish(self.settings, store, self.cache, since, wait_s=30)

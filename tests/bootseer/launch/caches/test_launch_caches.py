@@ -1,0 +1,208 @@
+"""`bootseer run` with kept caches, as a job meets it: from one node to the next, and back."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.conftest import Image
+from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
+from tests.support.waiting import wait_for
+
+COMPILES = """
+import os, sys, json
+from pathlib import Path
+cache = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ["TORCHINDUCTOR_CACHE_DIR"])
+entry = cache / "3b" / ("c" * 52 + ".py")
+hit = entry.exists()
+if not hit:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    entry.write_text("compiled")
+names = [one for one in os.environ if one.endswith(("_CACHE_DIR", "_EXTENSIONS_DIR"))]
+print(json.dumps({"hit": hit, "set": sorted(set(names) - {"BOOTSEER_CACHE_DIR"})}))
+"""
+READY = "import bootseer; bootseer.ready(); import time; time.sleep(60)"
+
+
+@pytest.fixture
+def torch(tmp_path: Path) -> dict[str, str]:
+    """A path of packages with one that is called torch."""
+    packages = tmp_path / "packages"
+    (packages / "torch-9.9.9.dist-info").mkdir(parents=True)
+    return {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{os.getcwd()}:{packages}"}
+
+
+def said(done: Completed) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def compile_job(*options: str) -> list[str]:
+    return [*options, "--", sys.executable, "-c", COMPILES]
+
+
+def test_the_next_node_has_what_the_first_compiled(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    # The same path on each node, as in a cluster: it is part of the key.
+    variables = {**torch, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    node.wait_clean()
+    (tmp_path / "inductor").rename(tmp_path / "of the first node")
+    with node_at(tmp_path / "second", node.store) as second:
+        done = second.run(*compile_job(), variables=variables)
+        assert said(done)["hit"] is True
+        assert "restored the cache TORCHINDUCTOR_CACHE_DIR: 1 files" in done.stderr
+        span = second.spans()["caches"]
+        # Of two caches one was there.
+        assert attribute(span, "bootseer.how") == "extracted, miss"
+        assert attribute(span, "bootseer.files") == "1"
+        second.wait_clean()
+
+
+def test_a_folder_of_ours_is_named_and_private(node: Node, torch: dict[str, str]) -> None:
+    result = said(node.run(*compile_job(), variables=torch))
+    assert {"TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"} <= set(result["set"])  # type: ignore[call-overload]
+    folder = node.base / "cache/kept/folders"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    node.wait_clean()
+    # The node itself has it, whatever becomes of the store.
+    assert said(node.run(*compile_job(), variables=torch))["hit"] is True
+
+
+@pytest.mark.parametrize("options", [["--no-keep"], ["--keep", "off"]])
+def test_nothing_is_set_where_nothing_is_to_be_kept(
+    node: Node, tmp_path: Path, torch: dict[str, str], options: list[str]
+) -> None:
+    job = [*options, "--", sys.executable, "-c", COMPILES, str(tmp_path / "own")]
+    assert said(node.run(*job, variables=torch))["set"] == []
+    assert not (node.base / "cache/kept").exists()
+
+
+def test_the_setting_switches_it_off(node: Node, tmp_path: Path, torch: dict[str, str]) -> None:
+    job = ["--", sys.executable, "-c", COMPILES, str(tmp_path / "own")]
+    assert said(node.run(*job, variables={**torch, "BOOTSEER_KEEP_CACHES": "off"}))["set"] == []
+
+
+def test_a_directory_that_is_named_is_kept(node: Node, tmp_path: Path) -> None:
+    folder = tmp_path / "some cache"
+    job = ["--keep", str(folder), "--", sys.executable, "-c", COMPILES, str(folder)]
+    assert said(node.run(*job))["hit"] is False
+    node.wait_clean()
+    folder.rename(tmp_path / "gone")
+    with node_at(tmp_path / "second", node.store) as second:
+        assert said(second.run(*job))["hit"] is True
+        second.wait_clean()
+
+
+def test_what_is_new_is_published_when_the_job_is_ready(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    """Not only at its end: schedulers end what is left of a job with it."""
+    script = f"import sys; sys.argv[1:] = []\n{COMPILES}\n{READY}"
+    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+        published = tmp_path / "store/snapshots"
+        wait_for(lambda: any(published.glob("*.json")), "a generation")
+        job.kill()
+        job.communicate()
+    node.wait_clean()
+
+
+def test_a_killed_job_leaves_no_process_and_no_half_generation(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    with node.start("--", sys.executable, "-c", READY, variables=torch) as job:
+        wait_for(lambda: len(node.processes()) >= 2, "the keeper")
+        job.kill()
+        job.communicate()
+    node.wait_clean()
+    # Nothing was compiled, so nothing was written.
+    assert not (tmp_path / "store/snapshots").exists()
+
+
+def test_a_killed_keeper_costs_nothing_but_the_generation(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    began, wait = tmp_path / "began", tmp_path / "go"
+    script = (
+        f"import time; from pathlib import Path\nPath({str(began)!r}).touch()\n"
+        f"while not Path({str(wait)!r}).exists(): time.sleep(.02)\n{COMPILES}"
+    )
+    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+        wait_for(began.exists, "the command")
+        for pid in set(node.processes()) - {job.pid}:
+            os.kill(pid, 9)
+        wait.touch()
+        out, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (0, "")
+    assert json.loads(out)["hit"] is False
+    node.wait_clean()
+
+
+def test_two_jobs_of_a_node_at_once(node: Node, torch: dict[str, str], tmp_path: Path) -> None:
+    jobs = [node.start(*compile_job(), variables=torch) for _ in range(2)]
+    for job in jobs:
+        with job:
+            out, err = job.communicate(timeout=60)
+            assert (job.returncode, err) == (0, "")
+            assert "hit" in json.loads(out)
+    node.wait_clean()
+    assert len(list((tmp_path / "store/snapshots").glob("*.json"))) == 1
+
+
+def test_without_a_configured_store_the_node_keeps_its_own(
+    node: Node, torch: dict[str, str]
+) -> None:
+    variables = {**torch, "BOOTSEER_STORE": ""}
+    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    # No process behind the job, and no copy beside the folder.
+    assert not (node.base / "run/logs").exists()
+    assert not (node.base / ".local/share/bootseer/store").exists()
+    assert said(node.run(*compile_job(), variables=variables))["hit"] is True
+
+
+def test_a_store_that_is_silent_is_one_line_and_a_short_wait(
+    node: Node, torch: dict[str, str]
+) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"hdfs://127.0.0.1:{server.getsockname()[1]}/store"
+        variables = {**torch, "BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"}
+        done = node.run(*compile_job(), variables=variables)
+    assert said(done)["hit"] is False
+    # One wait for all caches, one warning.
+    waits, line = done.stderr.splitlines()
+    assert "waiting up to 2 s" in waits
+    assert "warning: the kept cache TORCHINDUCTOR_CACHE_DIR is not used" in line
+    node.sweep()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(node: Node, torch: dict[str, str]) -> None:
+    (node.base / "cache").mkdir()
+    (node.base / "cache/kept").write_text("in the way")
+    done = node.run("--", sys.executable, "-c", "print('ran')", variables=torch)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert all("warning: the kept cache" in line for line in done.stderr.splitlines())
+    node.wait_clean()
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_in_an_image_the_user_of_the_image_writes(
+    node: Node, known_image: Image, tmp_path: Path
+) -> None:
+    """The folder is the host's, so it outlives the container; its path there is the same on every
+    node."""
+    script = COMPILES.replace("TORCHINDUCTOR_CACHE_DIR", "X_CACHE_DIR")
+    job = ("--image", known_image.source, "--keep", "/var/cache/x", "--")
+    command = ("python3", "-c", script, "/var/cache/x")
+    assert said(node.run(*job, *command))["hit"] is False
+    node.wait_clean()
+    with node_at(tmp_path / "second", node.store) as second:
+        done = second.run(*job, *command)
+        assert said(done)["hit"] is True, done.stderr
+        second.wait_clean()
