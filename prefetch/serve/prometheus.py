@@ -1,53 +1,23 @@
-"""A launch's figures in Prometheus' text format, for node-exporter's textfile collector.
+"""A launch's figures for Prometheus (docs/operations.md). Pure."""
 
-Pure. The names are a promise to dashboards (docs/operations.md). HELP texts are constants: the
-collector merges the files of several mounts, and wants them equal.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 
-from msgspec import Struct
-
+from bootseer.base.exposition import Family, Sample, one
+from bootseer.base.exposition import render as render_families
 from bootseer.prefetch.serve.launch_figures import LaunchFigures
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures
 
 _PREFIX = "bootseer_image_"
 
 
-class _Sample(Struct, frozen=True):
-    value: int | float
-    labels: Sequence[tuple[str, str]] = ()
-    suffix: str = ""
-
-
 def render(figures: LaunchFigures, slot: int) -> str:
     """The whole file; `slot` tells mounts of one image and workload apart that run at once."""
     own = (("image", figures.image), ("workload", figures.workload), ("slot", str(slot)))
-    lines: list[str] = []
-    for name, kind, text, samples in _families(figures):
-        lines.append(f"# HELP {_PREFIX}{name} {text}")
-        lines.append(f"# TYPE {_PREFIX}{name} {kind}")
-        for sample in samples:
-            labels = ",".join(f'{key}="{_escape(value)}"' for key, value in (*own, *sample.labels))
-            lines.append(f"{_PREFIX}{name}{sample.suffix}{{{labels}}} {_number(sample.value)}")
-    return "\n".join(lines) + "\n"
+    return render_families(_families(figures), own)
 
 
-def _escape(text: str) -> str:
-    # Names may hold bytes that are not UTF-8.
-    text = text.encode("utf-8", "replace").decode()
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _number(value: int | float) -> str:
-    return repr(value) if isinstance(value, float) else str(int(value))
-
-
-_Family = tuple[str, str, str, Iterable[_Sample]]
-
-
-def _families(figures: LaunchFigures) -> Iterator[_Family]:
+def _families(figures: LaunchFigures) -> Iterator[Family]:
     start_s, cached_bytes = figures.started_ns / 1e9, figures.cached_bytes
     for name, text, value in (
         ("mounted", "1 while the image is mounted, 0 after its end.", figures.is_mounted),
@@ -55,19 +25,19 @@ def _families(figures: LaunchFigures) -> Iterator[_Family]:
         ("size_bytes", "Size of the uncompressed image.", figures.image_bytes),
         ("cached_bytes", "How much of the uncompressed image is on this node.", cached_bytes),
     ):
-        yield name, "gauge", text, [_Sample(value)]
+        yield one(_PREFIX + name, "gauge", text, value)
     yield from _of_faults(figures.faults)
     sources = figures.sources
-    yield (
-        "source_bytes_total",
+    yield Family(
+        _PREFIX + "source_bytes_total",
         "counter",
         "Uncompressed bytes by what brought them; cache: reads that found all here.",
         [
-            _Sample(sources.cache_bytes, (("source", "cache"),)),
-            _Sample(sources.bundle_bytes, (("source", "bundle"),)),
-            _Sample(sources.fault_bytes, (("source", "fault"),)),
-            _Sample(sources.readahead_bytes, (("source", "readahead"),)),
-            _Sample(sources.fill_bytes, (("source", "fill"),)),
+            Sample(sources.cache_bytes, (("source", "cache"),)),
+            Sample(sources.bundle_bytes, (("source", "bundle"),)),
+            Sample(sources.fault_bytes, (("source", "fault"),)),
+            Sample(sources.readahead_bytes, (("source", "readahead"),)),
+            Sample(sources.fill_bytes, (("source", "fill"),)),
         ],
     )
     moved = figures.moved
@@ -78,35 +48,35 @@ def _families(figures: LaunchFigures) -> Iterator[_Family]:
         ("fetch_timeouts_total", "Requests given up at their deadline.", moved.hung_count),
         ("corrupt_chunks_total", "Chunks that did not match their digest.", moved.corrupt_count),
     ):
-        yield name, "counter", text, [_Sample(value)]
+        yield one(_PREFIX + name, "counter", text, value)
     yield from _of_prefetch(figures)
 
 
-def _of_faults(faults: FaultFigures) -> Iterator[_Family]:
+def _of_faults(faults: FaultFigures) -> Iterator[Family]:
     bounds = [*(repr(bound) for bound in BUCKETS_S), "+Inf"]
     buckets = [
-        _Sample(count, (("le", bound),), "_bucket")
+        Sample(count, (("le", bound),), "_bucket")
         for bound, count in zip(bounds, accumulate(faults.wait_counts), strict=True)
     ]
-    yield (
-        "fault_seconds",
+    yield Family(
+        _PREFIX + "fault_seconds",
         "histogram",
         "How long reads waited that found something missing.",
         [
             *buckets,
-            _Sample(faults.fault_wait_ns / 1e9, suffix="_sum"),
-            _Sample(faults.fault_count, suffix="_count"),
+            Sample(faults.fault_wait_ns / 1e9, suffix="_sum"),
+            Sample(faults.fault_count, suffix="_count"),
         ],
     )
-    yield (
-        "fault_failures_total",
+    yield Family(
+        _PREFIX + "fault_failures_total",
         "counter",
         "Reads that were answered with an error.",
-        [_Sample(faults.failed_count)],
+        [Sample(faults.failed_count)],
     )
 
 
-def _of_prefetch(figures: LaunchFigures) -> Iterator[_Family]:
+def _of_prefetch(figures: LaunchFigures) -> Iterator[Family]:
     prefetch = figures.prefetch
     if prefetch is None:
         return
@@ -121,4 +91,4 @@ def _of_prefetch(figures: LaunchFigures) -> Iterator[_Family]:
         ("prefetch_failed", "1 if the bundle was given up.", prefetch.error is not None),
     ):
         if value is not None:
-            yield name, "gauge", text, [_Sample(value)]
+            yield one(_PREFIX + name, "gauge", text, value)

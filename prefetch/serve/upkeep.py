@@ -11,10 +11,11 @@ from collections.abc import Callable
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.serve.cache_limit import CacheRoom
-from bootseer.prefetch.serve.figures_file import FiguresFile
 from bootseer.prefetch.serve.launch_figures import FillFigures, LaunchFigures
+from bootseer.prefetch.serve.prometheus import render
 from bootseer.prefetch.streams.fill import Fill
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.settings.config import Settings
 
 _ROUND_S = 15.0
@@ -65,7 +66,9 @@ class Upkeep:
     def write_figures(self) -> None:
         """Now, if they are written at all."""
         if self._file is not None and self._figures is not None:
-            self._file.write(self._figures())
+            figures = self._figures()
+            name = file_name("image", figures.image, figures.workload)
+            self._file.write(name, lambda slot: render(figures, slot))
 
     def fill_figures(self) -> FillFigures:
         """How far the background fill is."""

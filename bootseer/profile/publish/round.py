@@ -8,15 +8,20 @@ import os
 from collections.abc import Mapping, Sequence
 
 from bootseer.errors import BootseerError
+from bootseer.profile.decoding import decode
 from bootseer.profile.publish.begin import Note, Round, is_stored
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import endpoints
 from bootseer.profile.publish.outgoing import Line, encode, outgoing
+from bootseer.profile.publish.start_figures import render_start
 from bootseer.profile.stored import key_of, pack
+from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.store import open_own_store
 
 
-def publish(notes: Sequence[Note], sent: Mapping[str, int]) -> Round:
+def publish(
+    notes: Sequence[Note], sent: Mapping[str, int], figures: FiguresFile | None = None
+) -> Round:
     """Publish the timelines of these launchers, of which the collector has as much as `sent`
     says."""
     problems: dict[str, str] = {}
@@ -26,6 +31,10 @@ def publish(notes: Sequence[Note], sent: Mapping[str, int]) -> Round:
             _store(notes[0], lines)
     except (BootseerError, OSError) as error:
         problems["the store"] = str(error)
+    if figures is not None:
+        stages = decode(encode(lines))
+        job = notes[0].settings.job
+        figures.write(file_name("start", job), lambda slot: render_start(stages, job, slot))
     offsets: dict[str, int] = {}
     for endpoint in endpoints(os.environ):
         done = send(endpoint, lines, sent)

@@ -21,6 +21,7 @@ from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import start_time, wait_readable
 from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, Note, Round
 from bootseer.profile.publish.schedule import Schedule
+from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.transfer.policy import dice
 
@@ -47,6 +48,7 @@ class _Follower:
         self._sizes: list[int] = []
         self._sent: dict[str, int] = {}
         self._said: set[str] = set()
+        self._figures: FiguresFile | None = None
         self._schedule = Schedule(time.monotonic(), dice())
 
     def take_notes(self) -> bool:
@@ -74,6 +76,10 @@ class _Follower:
                 if not is_other and one.settings.rank != note.settings.rank
             ]
         self._notes.append(note)
+        if self._figures is None and note.settings.metrics_dir is not None:
+            # Here, since the slot is to be held for as long as this process lives.
+            self._figures = FiguresFile(note.settings.metrics_dir)
+            self._figures.take(file_name("start", note.settings.job))
         self._schedule = Schedule(time.monotonic(), dice())
         with contextlib.suppress(OSError):
             process = os.pidfd_open(note.pid)
@@ -123,12 +129,12 @@ class _Follower:
         sizes = self._now()
         if sizes == self._sizes:
             return
-        notes, sent = self._notes, self._sent
+        notes, sent, figures = self._notes, self._sent, self._figures
 
         def work() -> Round:
             from bootseer.profile.publish.round import publish
 
-            return publish(notes, sent)
+            return publish(notes, sent, figures)
 
         found = in_a_copy(work, _ROUND_S + notes[0].settings.deadline_s)
         self._sent = {**self._sent, **found.sent}

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootseer.prefetch.serve.figures_file import FiguresFile
 from bootseer.prefetch.serve.launch_figures import (
     FillFigures,
     LaunchFigures,
@@ -19,6 +18,7 @@ from bootseer.prefetch.serve.launch_figures import (
 )
 from bootseer.prefetch.serve.prometheus import render
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultRecorder
+from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.transfer.statistics import Recorder
 
 
@@ -64,6 +64,10 @@ def recorder() -> FaultRecorder:
     one.hit(4096)
     one.came(fault=300, readahead=200)
     return one
+
+
+def write(file: FiguresFile, figures: LaunchFigures) -> None:
+    file.write(file_name("image", figures.image, figures.workload), lambda n: render(figures, n))
 
 
 def samples_of(text: str) -> dict[tuple[str, str], float]:
@@ -141,8 +145,8 @@ def test_files_are_readable_for_all_and_kept_for_a_while(
     figures = figures_of(recorder)
     old_umask = os.umask(0o077)
     try:
-        FiguresFile(folder).write(replace(figures, image="old"))
-        FiguresFile(folder).write(replace(figures, is_mounted=False))
+        write(FiguresFile(folder), replace(figures, image="old"))
+        write(FiguresFile(folder), replace(figures, is_mounted=False))
     finally:
         os.umask(old_umask)
     (folder / "other.prom").write_text("another program's\n")
@@ -150,7 +154,7 @@ def test_files_are_readable_for_all_and_kept_for_a_while(
     an_hour_ago_s = time.time() - 3700
     for path in (old, folder / "other.prom"):
         os.utime(path, (an_hour_ago_s, an_hour_ago_s))
-    FiguresFile(folder).write(replace(figures, image="new"))
+    write(FiguresFile(folder), replace(figures, image="new"))
     assert not old.exists()
     files = {path.name: path for path in folder.glob("*.prom")}
     assert len(files) == 3
@@ -177,12 +181,12 @@ def test_the_next_start_goes_on_with_the_series_of_the_last(
     """A label that is new at each start would be a new series at each start."""
     figures = figures_of(recorder)
     first, second = FiguresFile(tmp_path), FiguresFile(tmp_path)
-    first.write(figures)
-    second.write(figures)  # At the same time: the collector wants them to differ.
+    write(first, figures)
+    write(second, figures)  # At the same time: the collector wants them to differ.
     both = {f'image="{figures.image}",workload="train",slot="{slot}"' for slot in "01"}
     assert series_of(tmp_path) == both
     first.close()
-    FiguresFile(tmp_path).write(replace(figures, started_ns=1))
+    write(FiguresFile(tmp_path), replace(figures, started_ns=1))
     assert series_of(tmp_path) == both
     assert any(" 1e-09" in path.read_text() for path in tmp_path.glob("*-0.prom"))
 
@@ -190,14 +194,14 @@ def test_the_next_start_goes_on_with_the_series_of_the_last(
 def test_no_link_in_the_folder_is_followed(tmp_path: Path, recorder: FaultRecorder) -> None:
     metrics, victim = tmp_path / "metrics", tmp_path / "victim"
     first = FiguresFile(metrics)
-    first.write(figures_of(recorder))
+    write(first, figures_of(recorder))
     first.close()
     names = [path.stem for path in metrics.glob("*.prom")]
     victim.write_text("mine")
     for name in (f"{names[0]}.prom", f"{names[0]}.tmp"):
         (metrics / name).unlink(missing_ok=True)
         (metrics / name).symlink_to(victim)
-    FiguresFile(metrics).write(figures_of(recorder))
+    write(FiguresFile(metrics), figures_of(recorder))
     assert victim.read_text() == "mine"
     assert not (metrics / f"{names[0]}.prom").is_symlink()
 
@@ -207,7 +211,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 ) -> None:
     (tmp_path / "metrics").write_text("in the way")
     file = FiguresFile(tmp_path / "metrics")
-    file.write(figures_of(recorder))
-    file.write(figures_of(recorder))
+    write(file, figures_of(recorder))
+    write(file, figures_of(recorder))
     assert len(caplog.messages) == 1
     assert "cannot write figures" in caplog.messages[0]

@@ -105,6 +105,7 @@ def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) ->
         run_dir=str(settings.run_dir),
         memory_bytes=chosen.pop("memory_bytes", settings.memory_bytes),
         deadline_s=chosen.pop("deadline_s", settings.deadline_s),
+        metrics_dir=chosen.pop("metrics_dir", settings.metrics_dir),
         **chosen,
     )
     spec.stripe_settings  # noqa: B018  (checks the numbers)

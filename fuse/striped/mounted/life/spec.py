@@ -44,6 +44,8 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """The server unmounts and ends when this process has ended."""
     warm: bool = False
     """Read the newest checkpoint ahead as soon as the mount works."""
+    metrics_dir: Path | None = None
+    """The folder of figures for Prometheus; None: they are not written."""
     shutdown_s: float = SHUTDOWN_S
     """How long open files may stay open when the server is told to end; then they are cut off."""
 

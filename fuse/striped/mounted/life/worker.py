@@ -27,6 +27,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mounted.life.journal import Journal, Record, read_journal
+from bootseer.fuse.striped.mounted.life.mount_figures import FiguresWriter, Look
 from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
 from bootseer.fuse.striped.mounted.newest_reading import read_newest
@@ -88,6 +89,7 @@ class MountedFileSystem(StripedFileSystem):
         self._errors = RecentErrors()
         logging.getLogger("bootseer").addHandler(self._errors)
         self._stopping = threading.Event()
+        self._figures_writer: FiguresWriter | None = None
         path = self._folder / JOURNAL
         self._is_successor = path.exists()
         records = _inherited_records(path)
@@ -142,6 +144,8 @@ class MountedFileSystem(StripedFileSystem):
                 self._owner_fd, lambda: os.kill(os.getpid(), signal.SIGTERM)
             )
         self._control.start()
+        if self._spec.metrics_dir is not None:
+            self._figures_writer = FiguresWriter(self._spec.metrics_dir, self._spec.url, self._look)
         if self._spec.warm and not self._is_successor:
             threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
 
@@ -149,6 +153,8 @@ class MountedFileSystem(StripedFileSystem):
         """Ends the worker: no request comes any more, and no successor takes over."""
         self._stopping.set()
         self._control.close()
+        if self._figures_writer is not None:
+            self._figures_writer.close()
         super().destroyed()
         if self.unwritten:
             with contextlib.suppress(BootseerError):
@@ -163,14 +169,22 @@ class MountedFileSystem(StripedFileSystem):
     # ---- what is asked of it --------------------------------------------------------------
 
     def _tell_status(self) -> Mapping[str, Any]:
+        statistics = self._storage.counters.look()
+        return status_document(
+            self._state, statistics, self.figures(), self._memory(), self._errors.kept()
+        )
+
+    def _memory(self) -> Mapping[str, int]:
         budget = self._storage.budget
-        memory = {
+        return {
             "limit_bytes": budget.limit_bytes,
             "used_bytes": budget.used_bytes,
             "peak_bytes": budget.peak_bytes,
         }
-        statistics = self._storage.counters.look()
-        return status_document(self._state, statistics, self.figures(), memory, self._errors.kept())
+
+    def _look(self, is_mounted: bool) -> Look:
+        statistics, started_s = self._storage.counters.look(), self._state.started_ns / 1e9
+        return Look(statistics, self.figures(), self._memory(), started_s, is_mounted)
 
     def _restart(self, *, now: bool = False) -> Mapping[str, Any]:
         """End soon, unless something is being written, which only `now` gives up."""

@@ -1,43 +1,49 @@
-"""The files with figures in `metrics_dir`: one per running mount, replaced while it lives, kept a
-while.
+"""Files with figures in `metrics_dir`: one per running mount or start, replaced while it lives,
+kept a while.
 
-Alone owns the names `bootseer-image-*` there. Mounts of one image and workload that run at once are
-told apart by a slot: the lowest number that none of them has, so that the next start goes on with
-the series of the last one. A lock beside the file says that its slot is in use. A launch may be
-over before it was scraped: its file stays until the slot is used again, or for an hour. Unlike
-everything else of ours, these files are for all users: they hold names of images and workloads, and
-numbers. The folder may be another user's: no link in it is followed. Thread-safe; several processes
-at once do no harm.
+Alone owns the names `bootseer-*` there. Writers of one identity (mounts of one image and workload,
+starts of one job) that run at once are told apart by a slot: the lowest number that none of them
+has, so that the next one goes on with the series of the last one. A lock beside the file says that
+its slot is in use. A launch may be over before it was scraped: its file stays until the slot is
+used again, or for an hour. Unlike everything else of ours, these files are for all users: they hold
+names and numbers. The folder may be another user's: no link in it is followed. Thread-safe; several
+processes at once do no harm.
 """
 
 import contextlib
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.base.closing import Closing
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.serve.launch_figures import LaunchFigures
-from bootseer.prefetch.serve.prometheus import render
 
 _log = logging.getLogger(__name__)
 
 _KEPT_S = 3600.0
-_PREFIX = "bootseer-image-"
+_OURS = re.compile(r"bootseer-(image|start|checkpoint)-[0-9a-f]{16}-")
 _LOCK = ".lock"
 _SLOTS_MAX = 1000
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def file_name(kind: str, *identity: str) -> str:
+    """What the files of one identity are called. `kind`: "image", "start" or "checkpoint"."""
+    digest = hashlib.sha256("\0".join(identity).encode("utf-8", "surrogateescape"))
+    return f"bootseer-{kind}-{digest.hexdigest()[:16]}"
+
+
 class FiguresFile(Closing):
-    """One mount's file. It has its slot until it is closed, or its process ends."""
+    """One writer's file. It has its slot until it is closed, or its process ends."""
 
     def __init__(self, metrics_dir: Path) -> None:
-        """Nothing is written yet, but what older mounts left is removed."""
+        """Nothing is written yet, but what older writers left is removed."""
         self._directory = metrics_dir
         self._folder = self._lock = -1
         self._slot = 0
@@ -46,26 +52,35 @@ class FiguresFile(Closing):
         with contextlib.suppress(OSError):
             _remove_old(metrics_dir)
 
-    def write(self, figures: LaunchFigures) -> None:
-        """Replace the file at once. Never raises: one warning when it cannot be written."""
-        name = (
-            _PREFIX
-            + hashlib.sha256(
-                f"{figures.image}\0{figures.workload}".encode("utf-8", "surrogateescape")
-            ).hexdigest()[:16]
-        )
+    def write(self, name: str, render: Callable[[int], str]) -> None:
+        """Replace the file at once by what `render` makes for its slot. `name`: as `file_name` has
+        it, always the same. Never raises: one warning when it cannot be written."""
         try:
             with self._turn:
-                if self._folder < 0:
-                    self._directory.mkdir(parents=True, exist_ok=True)
-                    self._folder = os.open(self._directory, _FOLDER)
-                if self._lock < 0:
-                    self._slot, self._lock = _free_slot(self._folder, name)
-                self._replace(f"{name}-{self._slot}", render(figures, self._slot).encode())
+                self._take(name)
+                self._replace(f"{name}-{self._slot}", render(self._slot).encode())
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                _log.warning("cannot write figures to %s: %s", self._directory, error)
+            self._say(error)
+
+    def take(self, name: str) -> None:
+        """Have a slot already, for copies of this process that will write. Never raises."""
+        try:
+            with self._turn:
+                self._take(name)
+        except OSError as error:
+            self._say(error)
+
+    def _take(self, name: str) -> None:
+        if self._folder < 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._folder = os.open(self._directory, _FOLDER)
+        if self._lock < 0:
+            self._slot, self._lock = _free_slot(self._folder, name)
+
+    def _say(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning("cannot write figures to %s: %s", self._directory, error)
 
     def close(self) -> None:
         """Let another mount have the slot; the file stays. Idempotent."""
@@ -92,7 +107,7 @@ def _free_slot(folder: int, name: str) -> tuple[int, int]:
         with contextlib.suppress(PermissionError, TimeoutError):
             # Of another user, or in use.
             return slot, lock_file(Path(f"{name}-{slot}{_LOCK}"), 0, folder=folder)
-    raise BlockingIOError(None, "too many mounts of one image at once")
+    raise BlockingIOError(None, "too many of one kind at once")
 
 
 def _remove_old(metrics_dir: Path) -> None:
@@ -101,7 +116,7 @@ def _remove_old(metrics_dir: Path) -> None:
     try:
         for name in os.listdir(metrics_dir):
             with contextlib.suppress(OSError):
-                if not name.startswith(_PREFIX):
+                if not _OURS.match(name):
                     continue
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime >= before_s:
                     continue
