@@ -39,11 +39,10 @@ def status(as_json: bool) -> None:
 
 def node_entries(run_dir: Path) -> "list[Entry]":
     """A row for each thing that is served; asks its server."""
-    from bootseer.fuse.striped.mounted.life.known import earlier_mounts
     from bootseer.prefetch.warm.state import running_states
     from bootseer.served.status import Entry, entry_of, foreign_entries, known_servers
 
-    servers = [*earlier_mounts(run_dir), *known_servers(run_dir)]
+    servers = known_servers(run_dir)
     entries = [entry_of(one, run_dir) for one in servers]
     for state, log in running_states(run_dir):
         entries.append(

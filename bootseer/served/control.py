@@ -206,16 +206,11 @@ def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[s
 
 def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """The answer of the server whose folder this is. Raises: UnavailableError, DeadlineError."""
-    return ask_at(directory / _NAME, command, timeout_s=timeout_s)
-
-
-def ask_at(path: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """As `ask`, of the server whose socket lies at `path`."""
-    whom = f"the server of the mount {path.parent.name}"
+    whom = f"the server of the mount {directory.name}"
     answer = b""
     try:
         with (
-            _short(path) as short,
+            _short(directory / _NAME) as short,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
         ):
             connection.settimeout(timeout_s)

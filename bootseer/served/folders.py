@@ -152,12 +152,8 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 
 def write_state(directory: Path, state: MountState) -> None:
     """Write the state of a server in one step. Raises: BootseerError."""
-    document = _STATE_FORM.to_document(state)
-    if state.purpose == CHECKPOINT:
-        # Earlier releases ask for it, and take what has none for no image of theirs.
-        del document["scratch"]
     try:
-        write_private_file(directory / _STATE, _STATE_FORM.encode_document(document))
+        write_private_file(directory / _STATE, _STATE_FORM.encode(state))
     except OSError as error:
         raise from_oserror(error, f"write the state of the mount to {directory}") from error
 

@@ -3,8 +3,7 @@ which a container sees as long as it shares the host's network.
 
 Alone owns the exchange, both sides. Everybody sees the names of abstract sockets
 (/proc/net/unix), so what counts is the secret in the message, which only the job's environment
-holds: an entry of `BOOTSEER_READY_SOCKETS` is `NAME:SECRET`. An entry without a secret is one of a
-server of an earlier release. Any thread.
+holds: an entry of `BOOTSEER_READY_SOCKETS` is `NAME:SECRET`. Any thread.
 """
 
 import contextlib
@@ -64,8 +63,8 @@ def tell_ready() -> None:
     import socket  # here, as above: every start loads this module
 
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        name, colon, secret = entry.partition(":")
-        message = b" ".join((_MESSAGE, secret.encode())) if colon else _MESSAGE
+        name, _, secret = entry.partition(":")
+        message = b" ".join((_MESSAGE, secret.encode()))
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer:
                 peer.setblocking(False)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import living_processes, start_time
-from bootseer.served.control import ask_at
+from bootseer.served.control import ask
 from bootseer.served.cover_users import serves_itself
 from bootseer.served.covers import Cover, covers
 from bootseer.served.folders import (
@@ -50,7 +50,6 @@ class Known(Struct, frozen=True):
     state: MountState
     folder: Path
     is_running: bool
-    socket: Path
 
     @property
     def kind(self) -> str:
@@ -65,7 +64,7 @@ class Known(Struct, frozen=True):
 
     def ask(self, command: str, timeout_s: float = 5.0) -> dict[str, Any]:
         """The server's answer. Raises: UnavailableError, DeadlineError."""
-        return ask_at(self.socket, command, timeout_s=timeout_s)
+        return ask(self.folder, command, timeout_s=timeout_s)
 
 
 class Entry(Struct, frozen=True):
@@ -100,8 +99,19 @@ def known_servers(run_dir: Path) -> list[Known]:
             for folder in parent.iterdir():
                 state = read_state(folder)
                 if state is not None:
-                    found.append(Known(state, folder, is_alive(folder), folder / "control"))
+                    found.append(Known(state, folder, is_alive(folder)))
     return sorted(found, key=lambda one: one.state.started_ns)
+
+
+def known_mounts(run_dir: Path) -> list[Known]:
+    """The servers of checkpoint folders, the oldest first."""
+    return [one for one in known_servers(run_dir) if one.state.purpose == CHECKPOINT]
+
+
+def find_known(run_dir: Path, directory: Path) -> Known | None:
+    """The checkpoint folder that is, or was last, mounted on `directory` (absolute)."""
+    found = [one for one in known_mounts(run_dir) if one.state.directory == str(directory)]
+    return max(found, key=lambda one: (one.is_running, one.state.started_ns), default=None)
 
 
 def entry_of(known: Known, run_dir: Path) -> Entry:

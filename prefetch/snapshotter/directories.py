@@ -41,8 +41,8 @@ class Directories:
         try:
             for path in (root, self.trees, self._snapshots, self._removed):
                 make_private_directory(path)
-            # Earlier releases let all users in. containerd, as root, mounts what is here; a process
-            # of a container, whatever its user, only ever sees that mount.
+            # containerd, as root, mounts what is here; a process of a container, whatever its user,
+            # only ever sees that mount. A folder that somebody made for all is closed.
             for path in (root, self.trees, self._snapshots, self._removed):
                 path.chmod(0o700)
             self._lock = lock_file(root / "lock", 0)

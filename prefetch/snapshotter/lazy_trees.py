@@ -149,9 +149,4 @@ def _serves(state: MountState) -> bool:
     """Whether a process of that server lives; its worker serves on when the supervisor was killed.
     The lock alone does not tell: a process that tidies up after a dead one holds it for a
     moment."""
-    for pid, started in state.processes:
-        now = start_time(pid) if pid else ""
-        # Servers of earlier releases do not say when they started.
-        if now and now == (started or now):
-            return True
-    return False
+    return any(pid and started and start_time(pid) == started for pid, started in state.processes)

@@ -130,11 +130,11 @@ def mount(
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
     What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
-    from bootseer.fuse.striped.mounted.life.known import find_known
     from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
     from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
     from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
     from bootseer.launch.checkpoints import made_sentence
+    from bootseer.served.status import find_known
 
     if status:
         _show_status(places, as_json)

@@ -74,7 +74,6 @@ def taken_over(left: int) -> tuple[dict[str, Any], Attached]:
         document["device_minor"],
         Path(document["path"]),
         Connection(**document["connection"]),
-        # A server of an earlier release passed no files.
         table_from_text(table) if (table := document.get("backing_table")) else None,
     )
     return document, attached

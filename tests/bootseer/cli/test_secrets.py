@@ -202,16 +202,7 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
     # The same for a checkpoint mount: its state names a process to be ended.
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
         try:
-            from bootseer.fuse.striped.mounted.life.known import earlier_files
-
             started = start_time(victim.pid)
-            file = earlier_files(world.path("run"), world.path("mnt")).with_suffix(".json")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(
-                f'{{"url": "x", "directory": "{world.path("mnt")}", "pid": {victim.pid}, '
-                f'"start_ticks": {started}, "ended": false, "unwritten": []}}'
-            )
-            os.chown(file, 65534, 65534)
             document = document.replace('"run"', f'"checkpoint", "pid_started": "{started}"')
             (planted / "state.json").write_text(
                 document.replace('"pid": 1', f'"pid": {victim.pid}')

@@ -83,11 +83,11 @@ def test_training_code_writes_to_the_same_timeline(
         name = f"bootseer-test-ready-{os.getpid()}"
         listener.bind("\0" + name)
         listener.settimeout(60)
-        monkeypatch.setenv("BOOTSEER_READY_SOCKETS", f"nobody-here,{name}")
+        monkeypatch.setenv("BOOTSEER_READY_SOCKETS", f"nobody-here:1,{name}:secret")
         with bootseer.stage("load data", {"files": 3}):
             pass
         bootseer.ready()
-        assert listener.recv(100) == b"ready"
+        assert listener.recv(100) == b"ready secret"
     stages = {stage.name: stage for stage in decode(timeline.path.read_bytes())}
     assert set(stages) == {"start", "load data", "ready"}
     assert stages["load data"].parent_id == stages["start"].span_id

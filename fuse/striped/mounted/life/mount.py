@@ -22,7 +22,6 @@ from bootseer.errors import (
 )
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
-from bootseer.fuse.striped.mounted.life.known import find_known, forget_earlier
 from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 from bootseer.fuse.striped.mounted.life.spec import (
     MODULE,
@@ -39,6 +38,7 @@ from bootseer.served.folders import (
     remove_mount_dir,
     take_lock,
 )
+from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
 
 _START_S = 10.0
@@ -161,7 +161,6 @@ def restart_checkpoints(
 
 
 def _ask(run_dir: Path, path: Path, command: str) -> dict[str, Any]:
-    # One of an earlier release has another socket after its restart.
     known = find_known(run_dir, path)
     if known is None or not known.is_running:
         raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
@@ -213,8 +212,6 @@ def unmount_checkpoints(
     if known.is_running:
         for process in known.state.processes:
             end_process(*process)
-    if not known.folder.is_dir():
-        return forget_earlier(known)
     ended = read_state(known.folder)
     with contextlib.suppress(OSError):
         lock = take_lock(known.folder, create=False)

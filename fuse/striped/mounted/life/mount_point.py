@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mounting.mounts import absolute, detach, find_mount
-from bootseer.fuse.striped.mounted.life.known import find_known
 from bootseer.fuse.striped.mounted.life.spec import SUBTYPE
+from bootseer.served.status import find_known
 
 _log = logging.getLogger(__name__)
 

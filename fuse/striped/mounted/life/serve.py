@@ -4,14 +4,12 @@ Alone owns the mount's options, and what this process leaves to the newer code t
 while files are open.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url
@@ -20,22 +18,17 @@ from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.striped.mounted.life.spec import (
-    JOURNAL,
     MODULE,
     SUBTYPE,
     CheckpointPlan,
     MountSpec,
 )
-from bootseer.linux.private_files import private_directory
 from bootseer.served.background import Report
 from bootseer.served.folders import (
     CHECKPOINT,
     MountState,
-    lock_new,
-    log_path,
     new_mount_dir,
     read_state,
-    write_state,
 )
 from bootseer.served.life import living
 from bootseer.served.supervision.hand_over import become_newer, taken_over
@@ -114,31 +107,8 @@ def go_on(left: int) -> list[str]:
     `left`: the descriptor of what it left itself. Raises: BootseerError."""
     document, attached = taken_over(left)
     spec = from_line(document["spec"], MountSpec)
-    if "state_dir" in document:
-        state_dir, lock = Path(document["state_dir"]), document["lock_fd"]
-    else:
-        state_dir, lock = _moved_from_earlier(spec)
-    handed = _Handed(attached, document["owner_fd"], lock)
-    return serve_checkpoints(spec, state_dir=state_dir, handed=handed)
-
-
-def _moved_from_earlier(spec: MountSpec) -> tuple[Path, int]:
-    """A folder, with its lock, for a server that began as one of an earlier release."""
-    from bootseer.fuse.striped.mounted.life.known import earlier_mounts, forget_earlier
-
-    run_dir = Path(spec.run_dir)
-    state_dir = new_mount_dir(run_dir)
-    lock = lock_new(state_dir)
-    for one in earlier_mounts(run_dir):
-        if one.state.directory == spec.directory:
-            log = log_path(run_dir, state_dir.name)
-            private_directory(log.parent)
-            for suffix, path in ((".journal", state_dir / JOURNAL), (".log", log)):
-                with contextlib.suppress(FileNotFoundError):
-                    one.folder.with_suffix(suffix).rename(path)
-            write_state(state_dir, replace(one.state, id=state_dir.name))
-            forget_earlier(one)
-    return state_dir, lock
+    handed = _Handed(attached, document["owner_fd"], document["lock_fd"])
+    return serve_checkpoints(spec, state_dir=Path(document["state_dir"]), handed=handed)
 
 
 def _state_of(plan: CheckpointPlan) -> MountState:

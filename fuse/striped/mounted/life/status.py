@@ -17,10 +17,9 @@ from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
 from bootseer.errors import NotFoundError
 from bootseer.fuse.kernel.mounting.mounts import absolute
-from bootseer.fuse.striped.mounted.life.known import find_known, known_mounts
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.served.folders import MountState
-from bootseer.served.status import Known
+from bootseer.served.status import Known, find_known, known_mounts
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
