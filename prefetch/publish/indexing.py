@@ -7,15 +7,12 @@ indexers of one image only do the same work twice.
 Threading: one call is one indexing; several may run at once, also in several processes.
 """
 
-import concurrent.futures
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
 from bootseer.blob.tree import Tree
@@ -41,10 +38,6 @@ _CLOCK_REALTIME_COARSE = 5
 """clock_gettime(2); Python has no name for it."""
 
 OnLayer = Callable[[LayerRecord, bool], None]
-
-
-class _StoppedError(Exception):
-    """Another layer failed, or the user interrupted: this one need not be finished."""
 
 
 def index_image(
@@ -147,18 +140,12 @@ def _index_layers(
     on_progress: OnProgress | None,
     on_layer: OnLayer | None,
 ) -> list[tuple[LayerRecord, LayerTree]]:
-    stop = threading.Event()
+    progress = Stoppable(on_progress)
 
-    def advance(count_bytes: int) -> None:
-        if stop.is_set():
-            raise _StoppedError
-        if on_progress:
-            on_progress(count_bytes)
-
-    def finish(layer: Layer) -> tuple[LayerRecord, LayerTree]:
-        record, tree, is_new = packer.have(layer, advance)
+    def finish(key: str, layer: Layer) -> tuple[LayerRecord, LayerTree]:
+        record, tree, is_new = packer.have(layer, progress)
         if layer.size_bytes and not is_new:
-            advance(layer.size_bytes)
+            progress(layer.size_bytes)
         if on_layer:
             on_layer(record, not is_new)
         return record, tree
@@ -166,22 +153,12 @@ def _index_layers(
     # An image may hold one layer several times (empty ones, mostly).
     keys = [layer.digest or str(number) for number, layer in enumerate(layers)]
     unique = dict(zip(keys, layers, strict=True))
-    with ThreadPoolExecutor(workers, thread_name_prefix="index-layer") as pool:
-        # The largest first: it takes longest, and may be most of the image.
-        ordered = sorted(unique.items(), key=lambda item: -(item[1].size_bytes or 0))
-        futures = {key: pool.submit(finish, layer) for key, layer in ordered}
-        try:
-            concurrent.futures.wait(
-                futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
-            )
-            _raise_first_error(futures.values())
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-    return [futures[key].result() for key in keys]
-
-
-def _raise_first_error(futures: Iterable[Future[Any]]) -> None:
-    for future in futures:
-        if future.done() and (error := future.exception()) is not None:
-            raise error
+    done = each_at_once(
+        unique,
+        finish,
+        progress,
+        thread_count=workers,
+        thread_name="index-layer",
+        size_of=lambda layer: layer.size_bytes,
+    )
+    return [done[key] for key in keys]

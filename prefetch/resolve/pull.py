@@ -10,17 +10,16 @@ Threading: one call is one pull, of several layers at once. Several processes ma
 one does, the others wait for it and share it.
 """
 
-import concurrent.futures
 import contextlib
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
 from bootseer.base.content_digest import ContentHasher
+from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.errors import DeadlineError, NoSpaceError
 from bootseer.prefetch.cache.new_stream import ROOM_BYTES
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
@@ -40,10 +39,6 @@ _POLL_S = 0.5
 OnProgress = Callable[[int], None]
 FindStored = Callable[[Layer], tuple[LayerRecord, LayerTree] | None]
 """What a store has of the layer, if it has all of it."""
-
-
-class _StoppedError(Exception):
-    """Another layer failed, or the user interrupted: this one need not be finished."""
 
 
 class HadLayer(Struct, frozen=True):
@@ -77,15 +72,8 @@ def have_layers(
 
     Raises: CorruptError, NotFoundError, NoSpaceError, UnavailableError, DeadlineError.
     """
-    stop = threading.Event()
-
-    def advance(count_bytes: int) -> None:
-        if stop.is_set():
-            raise _StoppedError
-        if on_progress:
-            on_progress(count_bytes)
-
-    puller = _Puller(cache, catalogue, on_pull, advance)
+    progress = Stoppable(on_progress)
+    puller = _Puller(cache, catalogue, on_pull, progress)
 
     def have(key: str, layer: Layer) -> HadLayer:
         stored = find_stored(layer)
@@ -97,25 +85,16 @@ def have_layers(
     # An image may hold one layer several times (empty ones, mostly).
     keys = [layer.digest or f"{name} {number}" for number, layer in enumerate(layers)]
     unique = dict(zip(keys, layers, strict=True))
-    with ThreadPoolExecutor(WORKERS, thread_name_prefix="pull-layer") as pool:
-        # The largest first: it takes longest, and may be most of the image.
-        ordered = sorted(unique.items(), key=lambda item: -(item[1].size_bytes or 0))
-        futures = {key: pool.submit(have, key, layer) for key, layer in ordered}
-        try:
-            concurrent.futures.wait(
-                futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
-            )
-            for future in futures.values():
-                if future.done() and (error := future.exception()) is not None:
-                    raise error
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for future in futures.values():
-                with contextlib.suppress(BaseException):
-                    release([future.result(0)])
-            raise
-    return [futures[key].result() for key in keys]
+    done = each_at_once(
+        unique,
+        have,
+        progress,
+        thread_count=WORKERS,
+        thread_name="pull-layer",
+        size_of=lambda layer: layer.size_bytes,
+        drop=lambda layer: release([layer]),
+    )
+    return [done[key] for key in keys]
 
 
 def release(layers: Sequence[HadLayer]) -> None:

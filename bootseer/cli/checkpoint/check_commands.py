@@ -43,8 +43,8 @@ def verify(url: str, as_json: bool) -> int:
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    from bootseer.base.parallel import Stoppable, each_at_once
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.api.copy_tree import Stoppable
     from bootseer.fuse.striped.api.locating import files_below
     from bootseer.fuse.striped.api.verify import verify_file
 
@@ -62,30 +62,21 @@ def verify(url: str, as_json: bool) -> int:
         with (
             Progress("verifying", sum(view.size_bytes for view in views)) as bar,
             ThreadPoolExecutor(_READS_AT_ONCE) as reads,
-            ThreadPoolExecutor(_FILES_AT_ONCE) as files,
         ):
             progress = Stoppable(bar.advance)
-            jobs = [
-                files.submit(verify_file, storage.backend, view, reads, progress) for view in views
-            ]
-            try:
-                for view, job in zip(views, jobs, strict=True):
-                    damaged += [
-                        _damage(
-                            view.path,
-                            one.stored_path,
-                            one.stored_offset,
-                            one.offset,
-                            one.length,
-                            one.reason,
-                        )
-                        for one in job.result()
-                    ]
-            except BaseException:
-                # Ctrl-C, or a storage that does not answer: do not read the rest first.
-                progress.stop()
-                files.shutdown(cancel_futures=True)
-                raise
+            found = each_at_once(
+                {view.path: view for view in views},
+                lambda path, view: verify_file(storage.backend, view, reads, progress),
+                progress,
+                thread_count=_FILES_AT_ONCE,
+                thread_name="verify",
+                size_of=lambda view: view.size_bytes,
+            )
+        damaged += [
+            _damage(path, one.stored_path, one.stored_offset, one.offset, one.length, one.reason)
+            for path, ones in found.items()
+            for one in ones
+        ]
     document = {
         "files": len(views),
         "striped_files": sum(view.layout is not None for view in views),

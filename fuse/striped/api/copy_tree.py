@@ -6,18 +6,16 @@ killed copy leaves has a name of its own, by which fsck finds it.
 """
 
 import contextlib
-import errno
 import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -148,15 +146,16 @@ def _copy_files(
     if target.storage is None:
         for folder in {os.path.dirname(name) for name in sizes}:
             _make_directory(target.at(folder) if folder else target)
-    threads = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="stripe-copy")
     progress = Stoppable(on_progress)
-    try:
-        done = threads.map(lambda name: copy_one(source.at(name), target.at(name), progress), sizes)
-        return Copied(len(sizes), sum(done))
-    finally:
-        # After a failure, or Ctrl-C, what has begun ends and what has not does not begin.
-        progress.stop()
-        threads.shutdown(cancel_futures=True)
+    done = each_at_once(
+        sizes,
+        lambda name, size: copy_one(source.at(name), target.at(name), progress),
+        progress,
+        thread_count=_FILES_AT_ONCE,
+        thread_name="stripe-copy",
+        size_of=lambda size: size,
+    )
+    return Copied(len(sizes), sum(done.values()))
 
 
 def _make_empty_directories(source: Place, target: Place) -> None:
@@ -220,21 +219,3 @@ def _local_files(root: Path) -> Iterator[tuple[str, int]]:
                 )
     except OSError as error:
         raise from_oserror(error, f"read the directory {root}") from error
-
-
-class Stoppable:
-    """`on_progress` that raises InterruptedError once `stop` was called: how work on many threads
-    comes to an early end. Thread-safe."""
-
-    def __init__(self, on_progress: Callable[[int], None]) -> None:
-        self._on_progress = on_progress
-        self._is_stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Interrupts every thread that reports progress from here on. Idempotent."""
-        self._is_stopped.set()
-
-    def __call__(self, count: int) -> None:
-        if self._is_stopped.is_set():
-            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-        self._on_progress(count)
