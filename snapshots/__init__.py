@@ -4,7 +4,7 @@
 - `targets/`: the directories that a set-up makes or changes: scans, locks, users, last state
 - `capture/`, `catalogue/`: from a target to a blob and a manifest in the store; of many nodes one
   does it, under a lease
-- `restoring/`: from a manifest to a target that is wholly there or untouched, whoever is killed
+- `restoring/`: from a manifest to a target that is wholly there or untouched, even after a kill
 - `relocation/`: a restored environment made to work at another prefix
 - `explain`, `archive`, `commands`: what people ask of the snapshots that a store holds
 

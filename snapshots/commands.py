@@ -148,7 +148,7 @@ def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
 
 
 def _load_restoring() -> None:
-    with contextlib.suppress(ImportError):  # whoever needs it tells
+    with contextlib.suppress(ImportError):  # the code that needs it tells
         import bootseer.snapshots.restoring.restore_modes
         import bootseer.snapshots.targets.state  # noqa: F401
 

@@ -156,7 +156,7 @@ def _refused(error: BaseException) -> int:
 
 
 def _internal_error(error: Exception) -> int:
-    """A fault of ours. Still one sentence: it is read by whoever is on call for the job."""
+    """A fault of ours. Still one sentence: it is read by the person who is on call for the job."""
     _log.debug("what failed, for debugging", exc_info=True)
     click.echo(
         f"bootseer: internal error: {type(error).__name__}: {one_line(error)}; "

@@ -21,7 +21,7 @@ def show(source: SettingsSource, as_json: bool) -> None:
     """Print every setting, its value, its source and its variable."""
     loaded = source.config
     values = to_builtins(loaded.settings)
-    # Its user name and password are for the store, not for whoever reads this in a ticket.
+    # Its user name and password are for the store, not for a reader of this in a ticket.
     values["store_url"] = redact(loaded.settings.store_url)
     values["submission"] = loaded.settings.submission or "none"
     values["metrics_dir"] = loaded.settings.metrics_dir or "off"

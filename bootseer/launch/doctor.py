@@ -292,7 +292,7 @@ def _run(
             seen = f"the check itself failed: {error}"
             findings.append(Finding(name, Status.FAIL, seen, "please report this"))
 
-    # In a thread, since a dead network file system hangs whoever touches it.
+    # In a thread, since a dead network file system hangs every process that touches it.
     thread = threading.Thread(target=work, daemon=True, name=f"doctor-{name}")
     thread.start()
     thread.join(settings.deadline_s)

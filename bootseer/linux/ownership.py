@@ -98,7 +98,8 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
 
 
 def _fault_of_entries(folder: str, owners: Owners) -> str:
-    # Whoever can enter has a part of it; nobody else can have put anything into folders of ours.
+    # A user who can enter has a part of it; no other user can have put anything into folders of
+    # ours.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if fault := _fault_of_owner(entry.stat(follow_symlinks=False), owners):
@@ -123,7 +124,7 @@ def _way_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
         below = os.path.join(here, part)
         try:
             if _is_sticky(status):
-                # Whoever makes it first owns it.
+                # The user who makes it first owns it.
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(below, 0o700)
             status = os.lstat(below)
@@ -159,7 +160,7 @@ def _fault_of_writers(file: int | str, status: os.stat_result, owners: Owners) -
     if status.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
     if status.st_mode & stat.S_IWGRP and status.st_gid not in owners.groups:
-        # The group's bits are those of the list then, whoever is in it.
+        # The group's bits are those of the list then, whichever users are in it.
         if _has_access_list(file):
             return "has an access control list by which others may change it"
         name, members = _group(status.st_gid)

@@ -2,7 +2,7 @@
 
 Alone owns that translation, for containers and for set-ups inside them: symbolic links are
 resolved inside the root, as that process would see them, and never lead outside it. With the root
-"/" this is what realpath does. Holds against links that lie there; whoever changes the tree
+"/" this is what realpath does. Holds against links that lie there; a process that changes the tree
 meanwhile can mislead it. Stateless; any thread.
 """
 

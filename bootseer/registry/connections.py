@@ -84,7 +84,7 @@ class _SecureConnection(urllib3.connection.HTTPSConnection):
 
     def connect(self) -> None:
         super().connect()
-        # Whoever wrote `skip_verify` knows; urllib3 would warn at each request.
+        # The author of `skip_verify` knows; urllib3 would warn at each request.
         self.is_verified = True
 
     def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]  # as its base

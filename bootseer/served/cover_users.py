@@ -193,7 +193,7 @@ def stay_while_covered(directory: Path, user: int) -> None:
             poll.register(table, select.POLLPRI | select.POLLERR)
             poll.register(user, select.POLLIN)
             while True:
-                # Asked first: whoever has users has been covered before.
+                # Asked first: a folder with users has been covered before.
                 was_covered = was_covered or has_users(directory)
                 if was_covered and not _is_covered(directory.name):
                     return

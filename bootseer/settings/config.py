@@ -311,7 +311,7 @@ def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config
     wanted: dict[str, Path] = {name: getattr(settings, name) for name in TRUSTED}
     chosen = {name: _path(defaults[name]) for name in TRUSTED}
     if config.sources["store_url"] == "default":
-        # Whoever owns a store decides what runs. One that was named is believed, as a registry is.
+        # The owner of a store decides what runs. One that was named is believed, as a registry is.
         store = Path(unquote(settings.store_url.removeprefix("file://")))
         wanted["store_url"] = chosen["store_url"] = store
     folders = trusted_folders(wanted, chosen, parse_owners(settings.trusted_owners))

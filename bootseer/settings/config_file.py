@@ -1,6 +1,6 @@
 """The configuration file `bootseer.toml`: which one is read, whether it is believed, what it says.
 
-Alone decides that. Whoever writes the file chooses the store, and so what jobs run. Any thread.
+Alone decides that. The author of the file chooses the store, and so what jobs run. Any thread.
 """
 
 import logging
@@ -23,9 +23,10 @@ def read_config_file(
     """The file's path and its values by setting; "" and none without a file. `short_names`: the
     setting of each name that the file may use.
 
-    The file that BOOTSEER_CONFIG names is read whoever owns it. Else it is the first one that there
-    is of the working directory, the user and the machine; one of another user is left out, with a
-    warning. Raises: InvalidInputError; another BootseerError for a file that cannot be read.
+    The file that BOOTSEER_CONFIG names is read, whichever user owns it. Else it is the first one
+    that there is of the working directory, the user and the machine; one of another user is left
+    out, with a warning. Raises: InvalidInputError; another BootseerError for a file that cannot be
+    read.
     """
     explicit = environ.get(CONFIG_VARIABLE)
     if explicit:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
     """The login's folder for sockets, if it is this user's. `su` and `sudo -E` keep the variable of
-    whoever was logged in, who could then do with it as they like, and whose logout removes it."""
+    a user who was logged in, who could then do with it as they like, and whose logout removes
+    it."""
     named = environ.get("XDG_RUNTIME_DIR")
     try:
         if named and os.stat(named).st_uid == os.geteuid():

@@ -1,6 +1,6 @@
 """One attempt at filling a buffer with stored bytes: how far it has come, and whether it goes on.
 
-Whoever reads writes the progress, so that its owner can tell whether it is late, and where another
+The reader writes the progress, so that its owner can tell whether it is late, and where another
 attempt goes on. Thread-safe.
 """
 

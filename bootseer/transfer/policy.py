@@ -1,9 +1,9 @@
 """The one policy of attempts: which failures are worth another attempt, when, and how often.
 
-Whoever reads or writes stored bytes over a network asks this module: the transfer engine, striped
-reading and writing, extraction, registries, HDFS and HTTP. When a read is late, and should be asked
-for elsewhere, says `pace`. Pure: the clock and the dice are handed in. docs/operations.md has the
-numbers in one table.
+All code that reads or writes stored bytes over a network asks this module: the transfer engine,
+striped reading and writing, extraction, registries, HDFS and HTTP. When a read is late, and should
+be asked for elsewhere, says `pace`. Pure: the clock and the dice are handed in. docs/operations.md
+has the numbers in one table.
 """
 
 import errno
@@ -108,7 +108,7 @@ PATIENT = Policy(attempts=12)
 """For the reads and writes of a running job, which has no other way: some 15 s, in which a NameNode
 or a DataNode is started again."""
 ONCE = Policy(attempts=1)
-"""Where whoever asks tries again itself."""
+"""For callers that try again themselves."""
 SOON = Policy(attempts=math.inf, base_s=0.02)
 """For what another server is about to know: a DataNode's report takes milliseconds."""
 UNTIL_DEADLINE = Policy(attempts=math.inf)

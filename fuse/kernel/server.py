@@ -302,7 +302,7 @@ class Server:
             ) from self.failure
 
     def _release(self, attached: Attached) -> None:
-        # An aborted mount, whoever aborted it, stays in its place and answers ENOTCONN.
+        # An aborted mount, whichever process aborted it, stays in its place and answers ENOTCONN.
         try:
             self.detach()
         except Exception:

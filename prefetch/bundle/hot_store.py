@@ -104,7 +104,7 @@ def trace_prefix(index_digest: str, workload: str) -> str:
 
 
 def lease_key(index_digest: str, workload: str) -> str:
-    """The lease of whoever builds the workload's bundle."""
+    """The key of the lease that a builder of the workload's bundle holds."""
     return f"leases/hot/{_hex(index_digest)}/{workload}"
 
 

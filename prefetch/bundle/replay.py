@@ -90,7 +90,7 @@ class Replay:
         *,
         lock: Path | None = None,
     ) -> None:
-        """`lock`: whoever holds this file fetches the bundle for all on this node."""
+        """`lock`: the server that holds this file fetches the bundle for all on this node."""
         self.bundle = bundle
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
@@ -113,7 +113,7 @@ class Replay:
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Begin to fetch, or to follow whoever does; returns at once."""
+        """Begin to fetch, or to follow the server that does; returns at once."""
         started_ns = time.monotonic_ns()
         self._is_following = not self._takes_lead()
         if self._is_following:

@@ -36,7 +36,7 @@ def index_path(cache_dir: Path, digest: str) -> Path:
 
 
 def keep_index(cache_dir: Path, digest: str, data: bytes, *, run_dir: Path | None = None) -> None:
-    """Leave an index, which has `digest`, where whoever serves or reads its tree looks for it: with
+    """Leave an index, which has `digest`, where a server or reader of its tree looks for it: with
     the setting `run_dir` there, for a while, if the cache's disk takes nothing.
 
     Raises: NoSpaceError, NotFoundError where the cache cannot be made, BootseerError.

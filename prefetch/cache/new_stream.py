@@ -1,7 +1,7 @@
 """A whole stream that arrives in order, before its length and digest are known.
 
 Alone owns the folders `streams/new-*` (docs/format/cache.md): nothing of one is visible to readers
-until `commit` gives it its name. Whoever writes one holds its lock; one whose lock is free was left
+until `commit` gives it its name. Its writer holds its lock; one whose lock is free was left
 by a killed process, and `remove_abandoned` takes it away.
 
 Threading: one thread per `NewStream`.

@@ -105,7 +105,7 @@ class NodeCache:
         was claimed of them for it. `is_local`: this node made the index, of streams that it pulled.
 
         Raises: CorruptError where a stream is stored nowhere and the index is not this node's:
-        whoever wrote it may not have had the stream; BootseerError.
+        the author of the index may not have had the stream; BootseerError.
         """
         opened: list[ImageStream] = []
         try:
@@ -227,8 +227,8 @@ class NodeCache:
         return self.trim(max(0, held_bytes - wanted_bytes))
 
     def pulling(self, key: str, deadline_s: float) -> AbstractContextManager[None]:
-        """Alone on this node in pulling the stream; whoever waited looks (`open_whole`) whether it
-        is here before it pulls. A killed holder lets go.
+        """Alone on this node in pulling the stream; a process that waited looks (`open_whole`)
+        whether it is here before it pulls. A killed holder lets go.
 
         Entering raises DeadlineError when another process is still at it after `deadline_s`.
         """

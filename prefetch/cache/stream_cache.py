@@ -5,9 +5,9 @@ be verified before it comes in, and is compared with its checksums (`stream_chec
 out.
 
 Several processes share a stream's files: `present` is mapped MAP_SHARED, and a sector's data is
-written before its byte is set, so whoever sees the byte may read the data. The page cache outlives
-a killed process, so kill -9 loses nothing; what a crash of the *machine* may have torn is verified
-before it counts as present again, when it is asked for or by `verify_all`.
+written before its byte is set, so a process that sees the byte may read the data. The page cache
+outlives a killed process, so kill -9 loses nothing; what a crash of the *machine* may have torn is
+verified before it counts as present again, when it is asked for or by `verify_all`.
 
 Threading: every method from any thread at once, but `close`, which comes last.
 """
@@ -96,8 +96,8 @@ class StreamCache:
                 self.directory, self.stream_length, present, self._data_fd, self._sums_fd
             )
             is_suspect = trusted.is_suspect if trusted else check.suspect_all()
-            # Last: until the header is there, whoever finds the map makes it anew. Of a new file
-            # the disk has this header or none: a first start need not wait for the disk.
+            # Last: until the header is there, a process that finds the map makes it anew. Of a new
+            # file the disk has this header or none: a first start need not wait for the disk.
             present.begin(Header(False, boot, self.stream_length, is_suspect), durable=not is_new)
             return present, check
         finally:

@@ -1,7 +1,7 @@
 """What a stream is called in the node cache: by what proves its bytes. Pure.
 
 An index says of each blob a digest of its whole stream. Nothing compares that with the frames, so
-whoever wrote the index may have written anything there, and the cache never believes it
+the author of the index may have written anything there, and the cache never believes it
 (docs/format/cache.md, "Keys"). What is verified is every frame: the digests and lengths of all
 frames name the stream. Who does not know them does not find it.
 """

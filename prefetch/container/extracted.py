@@ -7,7 +7,7 @@ is removed by the next one. So nothing has to watch the job.
 
 A tree is called by its index and by this boot of the machine: nothing is synced, so what an earlier
 boot extracted may lack what a crash tore. It appears and goes in one step, and is never there in
-part, whoever is killed.
+part, whichever process is killed.
 """
 
 import contextlib
@@ -205,7 +205,8 @@ def _remove_unused(base: Path, keep: Path) -> None:
                 if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < YOUNG_S:
                     continue
                 gone = base / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
-                # At once: whoever is killed meanwhile leaves nothing that looks like an image.
+                # At once: a process that is killed meanwhile leaves nothing that looks like an
+                # image.
                 path.rename(gone)
             finally:
                 os.close(fd)

@@ -109,7 +109,7 @@ def _namespaced(
     container.unshare(extra)
 
     def first_process() -> int:
-        # /proc shows the PID namespace of whoever mounts it: that is us.
+        # /proc shows the PID namespace of the process that mounts it: that is us.
         container.build(own_pids=True)
         spec = container.spec(command, variables, user, entrypoint)
         namespaces.change_root(container.root)

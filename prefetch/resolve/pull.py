@@ -123,7 +123,7 @@ class _Puller:
         if layer.digest is not None and (found := self._find(layer.digest)):
             return found
         with self._alone(key):
-            # Whoever was at it has finished.
+            # The process that was at it has finished.
             if layer.digest is not None and (found := self._find(layer.digest)):
                 return found
             self._announce()

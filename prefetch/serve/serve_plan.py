@@ -50,9 +50,9 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     is_local: bool = False
     """Whether this node made the index, of streams that it pulled; they may be stored nowhere."""
     checks_index: bool = True
-    """Whether the server checks the index: its digest, and that its names form a tree. Else whoever
-    starts it has just kept it, verified, checks its names meanwhile, and shows the tree to nobody
-    before."""
+    """Whether the server checks the index: its digest, and that its names form a tree. Else the
+    process that starts it has just kept it, verified, checks its names meanwhile, and shows the
+    tree to nobody before."""
 
 
 DEFAULTS = ServeOptions()

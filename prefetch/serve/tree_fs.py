@@ -178,7 +178,7 @@ class TreeFileSystem(Operations):
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
     ) -> Buffer | Sequence[Buffer]:
-        # Few calls here and behind: whoever reads waits for each, and Python's code is mostly not
+        # Few calls here and behind: a reader waits for each, and Python's code is mostly not
         # in the processor's caches any more when the next request comes.
         size, blob, start, extents = self._contents.get(node) or self._content(node)
         end = min(offset + length, size)

@@ -167,8 +167,8 @@ class ImageServer:
             _log.debug("%s is not mounted any more", self._plan.state.directory)
 
     def _detach_command(self) -> dict[str, Any]:
-        """Take the mount off our own namespace: whoever copied it (a container) keeps it, and with
-        the last of those the kernel ends the connection."""
+        """Take the mount off our own namespace: a namespace that copied it (a container's) keeps
+        it, and with the last of those the kernel ends the connection."""
         # Nothing there: it is off already, which is all that was asked for.
         with contextlib.suppress(InvalidInputError):
             mounts.detach(Path(self._plan.state.directory), lazy=True)

@@ -216,7 +216,7 @@ def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
     """What a bytecode file would be if its source still had the time that it has in `base`; empty
     where that cannot be told. Pure.
 
-    Whoever installs a package anew gives its files other times, and Python writes them into the
+    A package that is installed anew has files with other times, and Python writes these into the
     bytecode (PEP 552: magic, flags, the source's time and size), which is the same otherwise. So
     nothing of the base need be fetched to see that it is.
     """

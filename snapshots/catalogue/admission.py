@@ -1,5 +1,5 @@
-"""What a restore takes of a snapshot's tree: whoever may write to a store must not thereby become
-root on the nodes that restore from it.
+"""What a restore takes of a snapshot's tree: a user who may write to a store must not thereby
+become root on the nodes that restore from it.
 
 Alone decides that. Changes trees in memory only. Stateless.
 """

@@ -40,7 +40,8 @@ class Facts(Struct, frozen=True):
     has_mounts_inside: bool
     """Something is mounted below a target: a mount on the target would hide it."""
     is_entered: bool
-    """This process, and whoever started it, works in a target: they would stay below a mount."""
+    """This process, or the process that started it, works in a target: they would stay below a
+    mount."""
     has_trees: bool
     """The node's cache holds the extracted trees of all targets."""
     can_reflink: bool

@@ -1,6 +1,6 @@
 """Which directories a snapshot is restored to only if the user says so. Pure (no I/O).
 
-A manifest names its targets, and whoever wrote it decides what: files in these directories run, or
+A manifest names its targets, and its author decides what: files in these directories run, or
 decide what runs, without being asked for.
 """
 

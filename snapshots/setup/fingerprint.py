@@ -98,7 +98,7 @@ def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
     scrypt(2) of RFC 7914 over their list, with the other parts as the salt.
 
     It takes about 40 ms and 16 MiB, here and for each guess. A store's readers know the salt, so
-    this slows down whoever looks for a value with few possibilities, and no more.
+    this slows down a search for a value with few possibilities, and no more.
     Raises: UnsupportedError where Python has no scrypt.
     """
     if not secrets:

@@ -1,4 +1,4 @@
-"""Reads a known list of extents ahead of whoever uses them, in a few buffers that go round.
+"""Reads a known list of extents ahead of their consumer, in a few buffers that go round.
 
 Owns one thread and its buffers: at most `BUFFERS` pieces are held, read or being read. `take` is
 for one thread, and takes the pieces in order.

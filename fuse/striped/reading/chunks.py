@@ -1,7 +1,7 @@
 """What is being read: the files that are open, and the runs of bytes that are here or on their way.
 
 Plain records. The lock of the `window` guards chunks, that of the `reader` streams and counts; a
-file's `view` and `pinned` are replaced as a whole by whoever changes its name.
+file's `view` and `pinned` are replaced as a whole by the thread that changes its name.
 """
 
 import threading

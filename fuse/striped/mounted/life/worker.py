@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 # What of the memory a warm-up may take: demand and other readers need the rest.
 _WARM_SHARE = 0.75
-# For the answer to whoever asked for the restart.
+# For the answer to the command that asked for the restart.
 _LAST_WORDS_S = 0.05
 
 # mallopt(3), glibc's numbers; the threshold is the largest that it takes.

@@ -57,7 +57,7 @@ class StripedFileSystem(NameOperations, FileOperations):
             self.dropped(node)
 
     def destroyed(self) -> None:
-        """A file that is still open was not finished by whoever wrote it: it does not appear."""
+        """A file that is still open was not finished by its writer: it does not appear."""
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
