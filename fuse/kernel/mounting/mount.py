@@ -9,12 +9,10 @@ import logging
 import os
 import socket
 import stat
-import subprocess
 from pathlib import Path
 
 from bootseer.errors import (
     BusyError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -31,7 +29,6 @@ log = logging.getLogger(__name__)
 DEVICE = Path("/dev/fuse")
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _CAP_SYS_ADMIN = 21
-_HELPER_DEADLINE_S = 20.0
 
 
 def can_mount_directly() -> bool:
@@ -137,22 +134,8 @@ def _mount_with_helper(path: Path, options: MountOptions) -> int:
     with ours, theirs:
         command = [helper, "-o", _helper_options(options), "--", str(path)]
         environment = {**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_HELPER_DEADLINE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineError(
-                f"{helper} did not mount {path} in {_HELPER_DEADLINE_S:.0f} s"
-            ) from error
-        if done.returncode != 0:
-            reason = done.stderr.decode(errors="replace").strip() or "no reason given"
+        reason = mounts.run_helper(command, env=environment, pass_fds=[theirs.fileno()])
+        if reason is not None:
             raise PermissionDeniedError(f"cannot mount on {path}: {reason}")
         # The helper has ended, so its message is in the socket or never comes.
         ours.setblocking(False)

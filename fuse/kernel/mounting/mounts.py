@@ -13,9 +13,9 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
-_HELPER_DEADLINE_S = 10.0
+_HELPER_DEADLINE_S = 20.0
 _ABORT_DEADLINE_S = 1.0
 _POLL_S = 0.05
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
@@ -194,8 +194,8 @@ def detach(path: Path, *, lazy: bool) -> None:
     raise from_oserror(error, f"unmount {path}") from error
 
 
-def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
-    command = [helper, "-u", *(["-z"] if lazy else []), "--", str(path)]
+def run_helper(command: Sequence[str], **options: Any) -> str | None:
+    """Run fusermount3; what it says where it fails, else None. Raises: DeadlineError."""
     try:
         done = subprocess.run(
             command,
@@ -203,14 +203,21 @@ def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
             capture_output=True,
             timeout=_HELPER_DEADLINE_S,
             check=False,
+            **options,
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineError(
-            f"{helper} -u {path} did not end in {_HELPER_DEADLINE_S:.0f} s"
+            f"{' '.join(command)} did not end in {_HELPER_DEADLINE_S:.0f} s"
         ) from error
     if done.returncode == 0:
+        return None
+    return done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+
+
+def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
+    reason = run_helper([helper, "-u", *(["-z"] if lazy else []), "--", str(path)])
+    if reason is None:
         return
-    reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
     if find_mount(path) is None:
         raise InvalidInputError(f"cannot unmount {path}: nothing is mounted there")
     raise BusyError(f"cannot unmount {path}: {reason}; close the files under it, or detach it")
