@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.shown import shown_age
 from bootseer.errors import BootseerError, BusyError, NotFoundError, SetupFailedError, exit_code_of
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.attempt import Attempt, SetupResult
@@ -21,7 +22,6 @@ from bootseer.snapshots.capture import outside
 from bootseer.snapshots.capture.layered_scan import hard_links, scan_after
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.age import show_age
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.request import Request, Resolved, working_directory
@@ -92,7 +92,7 @@ def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> Set
     )
     if not_in_key := under.resolved.all_unknown(under.bases):
         limit = attempt.max_age_s
-        renewed = f"; it is made anew once it is {show_age(int(limit * 1e9))} old" if limit else ""
+        renewed = f"; it is made anew once it is {shown_age(int(limit * 1e9))} old" if limit else ""
         attempt.report(f"the key of the snapshot does not tell {'; '.join(not_in_key)}{renewed}")
     if sentence := ran.outside.sentence():
         attempt.report(f"warning: {sentence}")

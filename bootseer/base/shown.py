@@ -1,4 +1,4 @@
-"""Names in messages and tables: bytes as text, and the word that a misspelt one was meant to be.
+"""Names and ages in messages and tables, and the word that a misspelt one was meant to be.
 Pure (no I/O).
 """
 
@@ -29,3 +29,12 @@ def nearest(word: str, words: Iterable[str]) -> str:
     import difflib
 
     return next(iter(difflib.get_close_matches(word, sorted(words), n=1)), "")
+
+
+def shown_age(age_ns: int) -> str:
+    """A duration for people, in its largest unit: "3 d". What lies in the future is "0 s"."""
+    age_s = max(0, age_ns) // 10**9
+    for unit, length_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s // length_s} {unit}"
+    return f"{age_s} s"

@@ -43,8 +43,8 @@ def cache() -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """List the kept caches: what the store has, and how often this node found it."""
+    from bootseer.base.shown import shown_age
     from bootseer.launch.caches.commands import list_caches
-    from bootseer.snapshots.catalogue.age import show_age
 
     with open_current_store() as store:
         found = list(list_caches(current_settings(), store))
@@ -62,7 +62,7 @@ def list_(as_json: bool) -> None:
                 human_bytes(one.generation.content_bytes) if one.generation else "-",
                 human_bytes(one.generation.whole_bytes) if one.generation else "-",
                 one.generation.node if one.generation else "-",
-                show_age(now_ns - one.generation.created_ns) if one.generation else "-",
+                shown_age(now_ns - one.generation.created_ns) if one.generation else "-",
                 _rate(one.record),
                 one.record.last if one.record else "",
             )

@@ -5,6 +5,7 @@ Pure but for the clock.
 
 import time
 
+from bootseer.base.shown import shown_age
 from bootseer.settings.config import AUTOMATIC_AGE_S
 from bootseer.snapshots.catalogue.manifest import Manifest
 
@@ -30,13 +31,4 @@ def is_too_old(manifest: Manifest, max_age_s: float) -> bool:
 
 def age_of(manifest: Manifest) -> str:
     """A snapshot's age for people."""
-    return show_age(time.time_ns() - manifest.created_ns)
-
-
-def show_age(age_ns: int) -> str:
-    """A duration for people, in its largest unit: "3 d". What lies in the future is "0 s"."""
-    age_s = max(0, age_ns) // 10**9
-    for unit, length_s in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * length_s:
-            return f"{age_s // length_s} {unit}"
-    return f"{age_s} s"
+    return shown_age(time.time_ns() - manifest.created_ns)

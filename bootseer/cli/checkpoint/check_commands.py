@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.checkpoint.checkpoint_output import human_age, opened
+from bootseer.base.shown import shown_age
+from bootseer.cli.checkpoint.checkpoint_output import opened
 from bootseer.cli.output import (
     Age,
     Seconds,
@@ -214,7 +215,7 @@ def fsck(url: str, delete: bool, age_s: float, grace_s: float, as_json: bool) ->
                     (
                         one.path,
                         human_bytes(one.size_bytes),
-                        human_age((now_ns - one.modified_ns) / 1e9),
+                        shown_age(now_ns - one.modified_ns),
                         "deleted" if one.path in gone else "",
                     )
                     for one in garbage

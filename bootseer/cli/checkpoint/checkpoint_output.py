@@ -76,11 +76,3 @@ def described(info: "FileInfo", view: "FileView | None") -> dict[str, Any]:
         "segments": len(segments),
         "parts": sum(len(segment.parts) for segment in segments),
     }
-
-
-def human_age(seconds: float) -> str:
-    """90000 -> "25h"."""
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{max(0.0, seconds):.0f}s"

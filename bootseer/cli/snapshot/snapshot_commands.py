@@ -159,7 +159,7 @@ def unmount(directory: Path, lazy: bool, as_json: bool) -> None:
 @json_option
 def list_(sort: str, as_json: bool) -> None:
     """List the snapshots in the store, with their sizes and ages."""
-    from bootseer.snapshots.catalogue.age import show_age
+    from bootseer.base.shown import shown_age
     from bootseer.snapshots.catalogue.catalogue import list_all
 
     with open_current_store() as store:
@@ -191,7 +191,7 @@ def list_(sort: str, as_json: bool) -> None:
                 human_bytes(manifest.whole_bytes) if manifest.is_layered else "",
                 f"{manifest.setup_ns / 1e9:.1f}",
                 human_time(manifest.created_ns),
-                show_age(now_ns - manifest.created_ns),
+                shown_age(now_ns - manifest.created_ns),
             )
             for manifest in manifests
         ),

@@ -206,7 +206,7 @@ def explain(as_json: bool, **options: Any) -> None:
     Where there is none: what differs from the stored snapshot that comes nearest. Nothing is run
     and nothing changes.
     """
-    from bootseer.snapshots.catalogue.age import show_age
+    from bootseer.base.shown import shown_age
     from bootseer.snapshots.explain import explain_setup
 
     settings, request = _request(options)
@@ -219,7 +219,7 @@ def explain(as_json: bool, **options: Any) -> None:
     for what in found.unknown:
         click.echo(printable(f"not in the key: {what}"))
     if found.max_age_s:
-        click.echo(f"made anew once it is {show_age(int(found.max_age_s * 1e9))} old")
+        click.echo(f"made anew once it is {shown_age(int(found.max_age_s * 1e9))} old")
     click.echo(printable(_sentence(found)))
     if found.nearest is not None:
         click.echo(
