@@ -65,7 +65,7 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
                 file.flush()
                 os.fsync(file.fileno())
                 size_bytes = file.tell()
-                # Without replacing what somebody has made meanwhile.
+                # Without replacing what another process has made meanwhile.
                 os.link(temporary, path)
             finally:
                 temporary.unlink()

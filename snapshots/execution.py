@@ -192,8 +192,9 @@ def _captured(
 
 
 def run_command(request: Request, locks: Sequence[int]) -> float:
-    """Run it; how many seconds it took. `locks`: descriptors that it inherits, so that nobody else
-    changes the targets while it runs, should this process be killed. Raises: SetupFailedError."""
+    """Run it; how many seconds it took. `locks`: descriptors that it inherits, so that no other
+    process changes the targets while it runs, should this process be killed. Raises:
+    SetupFailedError."""
     started = time.monotonic()
     command = list(request.command)
     environ = request.environ

@@ -118,7 +118,7 @@ def _quoted_end(text: str, at: int) -> int:
 
 def _closed(text: str, at: int, closing: str) -> int:
     """The end behind `closing`, with what is opened in between closed first; -1: never closed. What
-    is longer than anybody writes ends with the text: nothing is read many times."""
+    is longer than a command ever is ends with the text: nothing is read many times."""
     expected = [closing]
     for count, match in enumerate(_SIGN.finditer(text, at)):
         if count == _SIGNS_MAX:

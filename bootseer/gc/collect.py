@@ -1,6 +1,6 @@
 """Executes a plan: deletes, looking twice before and once after.
 
-Alone deletes what others published. Between the plan and the deletion somebody may have published
+Alone deletes what others published. Between the plan and the deletion a node may have published
 a record that needs what the plan is rid of, so records go first; then everything is listed and
 marked again, and content goes only if both times nothing needed it. An object that changed since it
 was listed stays. What nevertheless was needed a moment later is found by a third look.
@@ -48,7 +48,7 @@ def collect(
 ) -> Collected:
     """Delete what `plan`, made of `inventory` by `rules`, says.
 
-    Raises: BusyError or NoSpaceError where somebody else collects; UnavailableError,
+    Raises: BusyError or NoSpaceError where another node collects; UnavailableError,
     PermissionDeniedError: what was deleted until then is gone, and nothing that remains misses it.
     """
     with _alone(store, owner):
@@ -75,8 +75,8 @@ def _alone(store: Store, owner: str) -> AbstractContextManager[object]:
     try:
         lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
     except NoSpaceError as error:
-        # A full store must not be full for ever. Without a lease nobody collects, and as long as it
-        # is full nobody can begin to; two at once would cost time only, since each looks twice.
+        # A full store must not be full for ever. Without a lease no node collects, and as long as
+        # it is full none can begin to; two at once would cost time only, since each looks twice.
         if store.exists(_LEASE_KEY):
             raise NoSpaceError(
                 f"{error}; the lease of another collection is there: where none runs any more, "
@@ -85,7 +85,7 @@ def _alone(store: Store, owner: str) -> AbstractContextManager[object]:
         _log.warning("warning: collecting without a lease, for which the store has no room")
         return nullcontext()
     if lease is None:
-        raise BusyError(f"somebody else collects in {store.url}; try again later")
+        raise BusyError(f"another process collects in {store.url}; try again later")
     return LeaseRenewal(lease, _LEASE_S)
 
 

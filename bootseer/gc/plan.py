@@ -27,7 +27,7 @@ from bootseer.prefetch.index.chains import chain_ids, chain_key
 from bootseer.profile.stored import FOLDER as STARTS
 from bootseer.snapshots.catalogue.catalogue import manifest_key
 
-# What may be deleted, each before all that it may name. Other folders are nobody's garbage.
+# What may be deleted, each before all that it may name. Other folders are no garbage.
 _ORDER = (
     "snapshots/names/",
     "snapshots/",

@@ -38,7 +38,7 @@ def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:
     pause_s = _POLL_S
     while not try_lock(fd, is_shared=is_shared):
         if time.monotonic() >= deadline_s:
-            raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked")
+            raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked")
         time.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
         pause_s = min(2 * pause_s, _POLL_S_MAX)
 

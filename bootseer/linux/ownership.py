@@ -46,7 +46,7 @@ def parse_owners(text: str) -> Owners:
 
 
 def _user_number(name: str) -> int:
-    import pwd  # here, as with groups: hardly anybody names owners
+    import pwd  # here, as with groups: few settings name owners
 
     try:
         return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
@@ -178,7 +178,7 @@ def _has_access_list(file: int | str) -> bool:
 
 
 def _unmapped_user() -> int:
-    """As whom a user namespace without that user shows everybody of outside, root among them; -1
+    """The user id as which a user namespace shows all users outside of it, root among them; -1
     where there is no such namespace, or where that number is also a user's inside."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))

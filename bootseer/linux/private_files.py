@@ -33,7 +33,7 @@ def make_directory(path: Path) -> None:
 
 def make_private_directory(path: Path) -> None:
     """As `make_directory`, but one that is there already must be this user's, root's, or belong to
-    whom its own folder belongs to: nobody else can then have put anything into it.
+    whom its own folder belongs to: no other user can then have put anything into it.
 
     Raises: OSError; of a folder of another user PermissionError.
     """

@@ -1,4 +1,4 @@
-"""Removing a directory that a stranger has filled: a container, an image, somebody's set-up.
+"""Removing a directory that a stranger has filled: a container, an image, a user's set-up.
 
 Everything is done relative to open directories and no link is followed, so depth, and paths longer
 than PATH_MAX, make no difference; memory and descriptors are bounded. What is mounted below is left

@@ -59,7 +59,7 @@ def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
     registry itself, mostly the last.
 
     Raises: InvalidInputError, PermissionDeniedError for a file that cannot be used: going round a
-    mirror that somebody set up may be what they wanted to prevent.
+    mirror that an administrator set up may be what they wanted to prevent.
     """
     for name in (*_directory_names(registry), "_default"):
         path = directory / name / "hosts.toml"

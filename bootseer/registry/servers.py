@@ -55,8 +55,8 @@ class Servers:
     ) -> _Result:
         """What `function` returns for the first server with `capability` for which it succeeds.
 
-        What the registry itself says (not found, no access) is final; what a mirror says is so
-        only when nobody else knows better. No attempt begins later than the deadline and `more_s`.
+        What the registry itself says (not found, no access) is final; what a mirror says is so only
+        when no other server knows better. No attempt begins later than the deadline and `more_s`.
         `is_second`: the first server is late with it, and asked last.
 
         Raises: what `function` raised; UnsupportedError where

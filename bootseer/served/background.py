@@ -4,7 +4,7 @@ Alone owns that exchange, both sides of it. `begin` runs `python -m MODULE REPOR
 clear that there will be such a process, which loads its code beside whatever else a start has to
 do; `ServerProcess.serve` hands it its plan, on its standard input and never on a command line: it
 may hold credentials. A program of ours may do the first before it knows its settings:
-`begin_early`. The process (`life.run_server`) goes on as nobody's child, makes a `Report` of the
+`begin_early`. The process (`life.run_server`) goes on as a child of init, makes a `Report` of the
 descriptor, and says "ready" or why not. Light, since the program that starts a server waits for
 what is loaded here. Edge module; one thread for each object.
 """
@@ -84,7 +84,7 @@ class ServerProcess:
             self.process.stdin.close()
 
     def wait(self, timeout_s: float = START_S) -> None:
-        """Once it was handed its plan: `go`, and it serves when this returns, as nobody's child.
+        """Once it was handed its plan: `go`, and it serves when this returns, as a child of init.
 
         Raises: what it reported instead; UnavailableError when it ended without a word;
         DeadlineError.
@@ -203,7 +203,7 @@ def spawn(
 def begin_server(
     run_dir: Path, module: str, what: str, *, identity: str | None = None, forks: bool = False
 ) -> ServerProcess:
-    """`begin` a process that will serve a mount, by default one that nobody has named yet. What
+    """`begin` a process that will serve a mount, by default one that has no name yet. What
     `begin_early` began is as good as a new one. Raises: BootseerError."""
     global _ahead
     from bootseer.served.folders import log_path, new_identity

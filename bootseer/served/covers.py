@@ -101,7 +101,7 @@ def mount_layers(
     """Mount `lowers`, the uppermost first, on `target`; what is written goes to `scratch`/upper.
 
     `upper` and `work` are in `scratch` already. What is written is meant to go with the mount, so
-    nobody ever waits for a disk. `options` begin with a comma; `flags` are those of mount(2).
+    no writer ever waits for a disk. `options` begin with a comma; `flags` are those of mount(2).
     Raises: OSError.
     """
     with contextlib.ExitStack() as stack:

@@ -54,19 +54,19 @@ def end_server(directory: Path, state: MountState, timeout_s: float) -> None:
     try:
         mounts.unmount(path, timeout_s=timeout_s)
     except InvalidInputError:
-        pass  # Detached, or unmounted by somebody else: the server ends by itself.
+        pass  # Detached, or unmounted by another process: the server ends by itself.
     if not wait_released(directory, timeout_s):
         if mounts.find_mount(path) is not None:
             raise DeadlineError(
                 f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
             )
-        # It may take a while to make a large cache durable; nobody needs to wait for that.
+        # It may take a while to make a large cache durable; no caller needs to wait for that.
         _log.info("the server of %s still tidies up", path)
 
 
 def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
-    """End a server that could not begin, or that nobody needs, and remove its folder. For `wait_s`
-    it may end by itself: it does where it finds nobody to report to. Never raises."""
+    """End a server that could not begin, or is not needed, and remove its folder. For `wait_s`
+    it may end by itself: it does where it finds no process to report to. Never raises."""
     if not wait_released(directory, wait_s):
         state = read_state(directory)
         if state is not None:
@@ -186,7 +186,7 @@ def _age_s(path: Path) -> float:
 
 
 def _is_wanted(state: MountState, path: Path) -> bool:
-    """Whether somebody may still ask what became of a checkpoint folder."""
+    """Whether a user may still ask what became of a checkpoint folder."""
     if mounts.find_mount(Path(state.directory)) is not None:
         return True
     return bool(state.unwritten) and _age_s(path) < _ENDED_KEPT_S
@@ -204,7 +204,7 @@ def remove_scratch(directory: Path) -> None:
 
 
 def _unmount_left_over(path: Path) -> None:
-    """Unmount our dead file system there; a live one of somebody else stays."""
+    """Unmount our dead file system there; a live one of another server stays."""
     mount = mounts.find_mount(path)
     if mount is None or not mount.subtype.startswith("bootseer"):
         return

@@ -10,7 +10,7 @@ from bootseer import errors
 from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, SetupFailedError, UnavailableError
 
-# Six bytes each as JSON at worst: what a pipe takes at once, while nobody reads it yet.
+# Six bytes each as JSON at worst: what a pipe takes at once, while no process reads it yet.
 _MESSAGE_CHARS_MAX = 8000
 
 

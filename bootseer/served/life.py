@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_server(what: str, serve: Callable[[bytes, Report], object]) -> int:
-    """Wait for the plan, a line on standard input, and carry it out as nobody's child: the job that
-    replaces the program that started us must not find a child that it never made. The exit code: 0
-    at its end.
+    """Wait for the plan, a line on standard input, and carry it out as a child of init: the job
+    that replaces the program that started us must not find a child that it never made. The exit
+    code: 0 at its end.
 
     `what` names the process in messages. What follows the line in the input, if anything does, is
     for `serve`.

@@ -1,7 +1,7 @@
 """Saying that a start is over, to servers that a job cannot otherwise reach: an abstract socket,
 which a container sees as long as it shares the host's network.
 
-Alone owns the exchange, both sides. Everybody sees the names of abstract sockets
+Alone owns the exchange, both sides. All users see the names of abstract sockets
 (/proc/net/unix), so what counts is the secret in the message, which only the job's environment
 holds: an entry of `BOOTSEER_READY_SOCKETS` is `NAME:SECRET`. Any thread.
 """
@@ -28,7 +28,7 @@ class ReadySocket:
     """Listens as an entry says, until closed."""
 
     def __init__(self, entry: str) -> None:
-        """Where another process has taken the name, nobody is heard."""
+        """Where another process has taken the name, no job is heard."""
         import socket
 
         name, _, secret = entry.partition(":")

@@ -84,7 +84,7 @@ class Entry(Struct, frozen=True):
     """Processes for which it is kept."""
     health: str
     """"ok", "degraded" (it works, but), "silent" (its server does not answer), "dead", or "unknown"
-    (somebody else's)."""
+    (another user's)."""
     problem: str = ""
     remedy: str = ""
     """What to do."""

@@ -31,7 +31,7 @@ def _submission(environ: Mapping[str, str]) -> str:
     """The scheduler's id of this submission, the same on all of its nodes. Pure.
 
     Each task of an array is a submission, as is a heterogeneous job with all its components.
-    (torchrun's id is "none" where nobody gave one.)
+    (torchrun's id is "none" where none was given.)
     """
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if task:

@@ -22,7 +22,7 @@ _OF_ROOT = {
     "cache_dir": "/var/cache/bootseer",
     "run_dir": "/run/bootseer",
     "timeline_dir": "/var/lib/bootseer/timeline",
-    # Only where nobody has named a store.
+    # Only where no store was named.
     "store_url": "/var/lib/bootseer/store",
 }
 

@@ -126,15 +126,15 @@ class PlacesFiles(Protocol):
         """Have servers chosen, other than `avoid`, for the first block of a file that was just
         created, before anything is written to it.
 
-        Returns them, one for each replica; empty where nobody says; None where there are too few
-        others, and nothing was chosen.
+        Returns them, one for each replica; empty where the storage does not say; None where there
+        are too few others, and nothing was chosen.
         """
         ...
 
     def servers_of(self, path: str) -> tuple[str, ...]:
         """The servers that take the block which is being written now, one for each replica.
 
-        Empty where nobody says.
+        Empty where the storage does not say.
         """
         ...
 

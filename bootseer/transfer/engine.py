@@ -235,7 +235,7 @@ class Engine:
             self._alarm(self.scheduler.wake_rested(now_s))
 
     def _deliver(self, attempt: Reading, pending: PendingChunk, piece: memoryview) -> bool:
-        """Hand `piece` to everybody who asked, also to who asks meanwhile, then wake them. False:
+        """Hand `piece` to all requesters, also those that ask meanwhile, then wake them. False:
         the attempt was given up. Takes the lock; never raises."""
         done_count = 0
         while True:

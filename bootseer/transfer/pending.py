@@ -222,7 +222,7 @@ class Reading:
         return min(self.start_bytes + self.attempt.done_bytes, len(self.buffer))
 
     def is_late(self, pace: Pace, now_s: float) -> bool:
-        """Whether somebody waits, or will, and should not for this attempt alone."""
+        """Whether a requester waits, or will, and should not for this attempt alone."""
         if self.was_late or self.is_landing or self.task.priority is Priority.FILL:
             return False
         done = self.attempt.done_bytes

@@ -74,7 +74,7 @@ class Policy(Struct, frozen=True):
         """How long to wait after so many failures in a row; `fraction` in [0, 1) is random.
 
         Between half of the full wait and all of it: nodes that failed at the same moment spread
-        out, and nobody retries at once.
+        out, and no node retries at once.
         """
         # The exponent is bounded so that no float overflows.
         full_s = min(self.cap_s, self.base_s * 2.0 ** min(failures_count - 1, 60))

@@ -61,7 +61,8 @@ class Running:
         return found
 
     def next_late(self, *, is_demanded: bool) -> Task | None:
-        """The task of a late one that nobody else is at yet; `is_demanded`: of a demand only."""
+        """The task of a late attempt that no other thread is at yet; `is_demanded`: of a demand
+        only."""
         self._late = deque(one for one in self._late if one in self._readings)
         for reading in self._late:
             if not is_demanded or reading.task.priority is Priority.DEMAND:

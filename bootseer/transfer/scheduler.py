@@ -103,8 +103,8 @@ class Scheduler:
             self._enqueue(task)
 
     def leave(self, ticket: Ticket) -> int:
-        """`ticket` gives up. What has not started for anybody else is dropped; what is being read
-        is still delivered. Returns how many of its chunks will not come."""
+        """`ticket` gives up. What has not started for another requester is dropped; what is being
+        read is still delivered. Returns how many of its chunks will not come."""
         ticket.has_left = True
         dropped_count = 0
         touched: set[Task] = set()

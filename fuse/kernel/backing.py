@@ -32,7 +32,7 @@ def new_table() -> mmap.mmap:
 
 
 def table_to_text(table: mmap.mmap) -> str:
-    """The table for a process that is no fork of this one. Nobody may be at work on it."""
+    """The table for a process that is no fork of this one. No thread may be at work on it."""
     return base64.b64encode(table[:].rstrip(b"\0")).decode("ascii")
 
 

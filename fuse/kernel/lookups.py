@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 
 class LookupCounts:
-    """The counts, and a call of `dropped(node)` once nobody can name the node any more.
+    """The counts, and a call of `dropped(node)` once the kernel cannot name the node any more.
 
     A node whose count falls to zero while another thread is just looking names up may be that
     thread's answer, not counted yet; so `dropped` waits until no lookup is under way.

@@ -264,7 +264,7 @@ class Operations:
         raise _refuse(errno.ENOSYS)
 
     def release(self, node: int, handle: int, flags: int) -> None:
-        """The last descriptor of this open is gone. Nobody sees an error."""
+        """The last descriptor of this open is gone. No process sees an error."""
 
     def fallocate(
         self, caller: Caller, node: int, handle: int, offset: int, length: int, mode: int

@@ -1,7 +1,7 @@
 """The threads that read requests from /dev/fuse and write the replies.
 
 Alone reads the device. READ and WRITE are handled here with as little Python as possible; all
-else goes to the `Dispatcher`. A thread that fails in a way nobody foresaw aborts the connection,
+else goes to the `Dispatcher`. A thread that fails in an unforeseen way aborts the connection,
 so that no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
 reply with ENOENT, so the watchdog needs no lock and costs the fast path one store.
 """
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 _READ_AGAIN = frozenset({errno.ENOENT, errno.EINTR, errno.EAGAIN})
 # ENODEV: unmounted. ECONNABORTED: aborted (FUSE_ABORT_ERROR).
 _CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
-# A reply that nobody waits for any more, or a connection that is gone.
+# A reply that no process waits for any more, or a connection that is gone.
 _UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
 _IOV_MAX = 1024
 _UNNOTED_PAUSE_S = 0.001
 # A deadline is noticed within a quarter of itself.
 _WATCHDOG_TICKS = 4
-# How many threads may be stuck in operations before nobody is left to answer.
+# How many threads may be stuck in operations before none is left to answer.
 _STUCK_THREADS_MAX_FACTOR = 8
 
 

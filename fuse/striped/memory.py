@@ -87,9 +87,9 @@ class MemoryBudget:
     ) -> None:
         """Take `count` bytes; wait while nothing is free.
 
-        Raises DeadlineError when nobody gave anything back for `timeout_s`. Returns without having
-        taken anything only by raising. `cancelled` is asked now and then; when it says True the
-        wait ends with InterruptedError.
+        Raises DeadlineError when no holder gave anything back for `timeout_s`. Returns without
+        having taken anything only by raising. `cancelled` is asked now and then; when it says True
+        the wait ends with InterruptedError.
         """
         quiet_s = time.monotonic()
         deadline = quiet_s + timeout_s

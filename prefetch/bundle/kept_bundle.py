@@ -1,6 +1,6 @@
 """The node's own copy of what a bundle's header says, for starts that need no store.
 
-Alone owns `cache_dir/catalogue/hot`; `node_catalogue` removes what nobody used for a month. A copy
+Alone owns `cache_dir/catalogue/hot`; `node_catalogue` removes what was not used for a month. A copy
 is verified when it is read, and one that does not check is as good as none. Copies of one store's
 bundles serve no image of another store. Not synced. Functions
 only; safe from any thread and process.

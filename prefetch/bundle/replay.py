@@ -39,7 +39,7 @@ when it is under way."""
 
 _DEADLINE_SHARE = 0.25
 _WAIT_S_MAX = 10.0
-"""A frame that somebody waits for and that has not come by then comes from a store that hangs."""
+"""A frame that a reader waits for and that has not come by then comes from a store that hangs."""
 
 _FOLLOW_S = 120.0
 _PATIENCE_S = 0.5

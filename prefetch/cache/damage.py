@@ -51,7 +51,7 @@ def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -
 
 
 def is_damage_known(cache_dir: Path, index_digest: str) -> bool:
-    """Whether a tree's blobs were found damaged, and nobody has found them whole since."""
+    """Whether a tree's blobs were found damaged, and not found whole since."""
     return _path(cache_dir, index_digest).exists()
 
 

@@ -168,7 +168,7 @@ class ImageStream:
             claimed, self._claimed = self._claimed, None
             if claimed is None:
                 return []
-            # Somebody may be reading it: closed at the end.
+            # A thread may be reading it: closed at the end.
             self._dropped = claimed
         ranges = list(claimed.here(0, claimed.stream_length))
         claimed.forget()

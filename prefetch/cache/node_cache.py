@@ -222,7 +222,7 @@ class NodeCache:
         return NewStream(self._directory, self._boot, self._path, self.open_stream, self.make_room)
 
     def make_room(self, wanted_bytes: int) -> int:
-        """Remove what nobody uses, the longest unused first, until `wanted_bytes` are freed."""
+        """Remove what no process uses, the longest unused first, until `wanted_bytes` are freed."""
         held_bytes = sum(stream.size_bytes for stream in self.streams())
         return self.trim(max(0, held_bytes - wanted_bytes))
 
@@ -291,7 +291,7 @@ class NodeCache:
             stream.close()
 
     def trim(self, limit_bytes: int) -> int:
-        """Remove streams that nobody uses, the longest unused first, until the rest is within
+        """Remove streams that no process uses, the longest unused first, until the rest is within
         `limit_bytes`; what killed processes left goes first. Returns how many bytes were freed."""
         remove_abandoned(self._directory)
         self._remove_older()

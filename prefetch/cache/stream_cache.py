@@ -285,7 +285,7 @@ class StreamCache:
             try:
                 self._make_durable()
             except BlockingIOError:
-                pass  # Somebody else uses it still, and will do this.
+                pass  # Another process uses it still, and will do this.
             except OSError as error:
                 _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
         self._present.close()

@@ -41,7 +41,7 @@ _READ_ONLY = (
 
 FRESH_SYSFS, BOUND_SYSFS = "fresh", "bound"
 """A sysfs of the container's own; or a view of the host's, without what is mounted in that: for
-where the kernel makes none, because the network belongs to somebody else's user namespace."""
+where the kernel makes none, because the network belongs to another user namespace."""
 
 
 class BoundPath(Struct, frozen=True):

@@ -44,7 +44,7 @@ def _load_default_store() -> None:
 def main() -> int:
     """The exit code: 0 after an unmount."""
     _load_default_store()
-    # Here, before anybody says what to serve: it takes longest to load.
+    # Here, before the plan says what to serve: it takes longest to load.
     from bootseer.base.documents import from_line
     from bootseer.prefetch.serve.serve_image import serve_image
     from bootseer.prefetch.serve.serve_plan import ServePlan

@@ -261,7 +261,7 @@ class Snapshotter:
 
     def _mount_pulled(self) -> None:
         """Mount images that have just been pulled, so that what their starts touch is on its way
-        before there is a container, or before anybody starts one on a standby node."""
+        before there is a container, or before one is started on a standby node."""
         now_s = time.monotonic()
         with self._lock:
             due = [chain_id for chain_id, due_s in self._due.items() if due_s <= now_s]

@@ -42,7 +42,7 @@ class Directories:
             for path in (root, self.trees, self._snapshots, self._removed):
                 make_private_directory(path)
             # containerd, as root, mounts what is here; a process of a container, whatever its user,
-            # only ever sees that mount. A folder that somebody made for all is closed.
+            # only ever sees that mount. A folder that was open to all users is closed.
             for path in (root, self.trees, self._snapshots, self._removed):
                 path.chmod(0o700)
             self._lock = lock_file(root / "lock", 0)

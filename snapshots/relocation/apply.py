@@ -1,7 +1,7 @@
 """Changes a staged environment so that it works at another prefix.
 
-Alone writes into files of a staged tree. Nobody else sees that tree yet, and a failure throws it
-away as a whole. Files are changed in place: owner, mode, time, links and attributes stay.
+Alone writes into files of a staged tree. No other process sees that tree yet, and a failure throws
+it away as a whole. Files are changed in place: owner, mode, time, links and attributes stay.
 """
 
 import contextlib

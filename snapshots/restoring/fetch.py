@@ -244,7 +244,7 @@ class FrameSource(Closing):
             self._here[number] = data
 
     def _take_buffer(self, length: int) -> memoryview:
-        """Memory for one of the executor's reads, which nobody else writes to."""
+        """Memory for one of the executor's reads, which no other thread writes to."""
         buffer = None
         with self._lock:
             if length <= _FETCH_BYTES and self._spare:

@@ -58,7 +58,7 @@ def fingerprint(parts: Iterable[Part]) -> str:
 
 
 class Public(Struct, frozen=True):
-    """Parts that anybody may read, and what decides the result beside them."""
+    """Parts that every reader of the store may see, and what decides the result beside them."""
 
     parts: tuple[Part, ...]
     secrets: tuple[str, ...]

@@ -234,7 +234,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         except OSError:
             continue
         try:
-            # A young one may belong to somebody who has not locked it yet.
+            # A young one may belong to a process that has not locked it yet.
             if try_lock(fd) and time.time() - os.fstat(fd).st_ctime > ABANDONED_AFTER_S:
                 _log.warning("removing %s, left by an extraction that was killed", path)
                 remove_tree(path)

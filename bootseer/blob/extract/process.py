@@ -47,7 +47,7 @@ def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
             file, offset = FILES_FD + blob, offset - bases[blob]
         try:
             # A mapping would fault on each of its pages, show what others write there meanwhile,
-            # and end this process where somebody cuts the file.
+            # and end this process where another one cuts the file.
             count = os.preadv(file, (data,), offset)
         except OSError as error:
             raise UnreadError(error) from error

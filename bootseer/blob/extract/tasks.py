@@ -159,7 +159,7 @@ def _together(
         strands = plan.strands(pool.count) if files else [plan.tasks()]
         pool.run(strands, bring, on_report)
     finally:
-        # Nobody brings anything any more.
+        # No thread brings anything any more.
         pool.close()
         if supply is not None:
             supply.close()

@@ -89,7 +89,8 @@ def encode(tree: Tree) -> bytes:
 
 def decode(data: bytes, *, is_verified: bool = False, checks_names: bool = True) -> Tree:
     """The tree in an index file; `is_verified` against its digest already. Not to check its names,
-    more than half of what this costs, is for who knows that somebody else does so meanwhile.
+    more than half of what this costs, is for callers that know that another process does so
+    meanwhile.
 
     Raises: UnknownFormatError for another kind of file or a later version; CorruptError for
     anything damaged. Contents of inodes are checked when they are read (`Tree.inode`).

@@ -66,7 +66,7 @@ class FrameWriter:
     ) -> None:
         """`on_progress` is called with counts of stream bytes that have been written.
 
-        `stream_digest`: of the whole stream, by somebody who verifies it; else it is computed.
+        `stream_digest`: of the whole stream, by a caller that verifies it; else it is computed.
         """
         if not 4096 <= frame_bytes <= FRAME_STREAM_BYTES_MAX // 2:
             raise InvalidInputError(f"frame_bytes is {frame_bytes}, not 4096 to 32 MiB")

@@ -6,10 +6,10 @@ worker dies, another takes over and makes the kernel repeat what was not answere
 do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
 hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
 
-A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) is
-told to continue, and where that does not help it is killed and replaced as any that died. If the
-supervisor is stopped or frozen as well, nobody notices: readers wait until both go on, or until the
-kernel gives up (`MountOptions.kernel_deadline_s`).
+A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) is told
+to continue, and where that does not help it is killed and replaced as any that died. If the
+supervisor is stopped or frozen as well, no process notices: readers wait until both go on, or until
+the kernel gives up (`MountOptions.kernel_deadline_s`).
 
 A worker that ends with `HANDED_OVER` wants another to take over, maybe with newer code: `hand_over`
 may then replace this process by one that calls `supervise` with the same `Attached`.
@@ -87,9 +87,9 @@ def supervise(
     blocked; where it returns, this code goes on serving.
 
     Raises:
-        InvalidInputError: this process has other threads.
-        BootseerError: the mount failed.
-        UnavailableError: the first worker did not start, workers kept dying, or nobody waits for
+        InvalidInputError: this process has other threads. BootseerError: the mount failed.
+        UnavailableError: the first worker did not start, workers kept dying, or no process waits
+        for
             the mount any more.
     """
     threads = len(os.listdir("/proc/self/task"))
@@ -131,7 +131,8 @@ class _Supervisor(Struct):
     """Workers that were killed and could not end yet."""
 
     def run(self, on_ready: Callable[[], None], is_taken_over: bool) -> None:
-        """Until the worker ends as it should. Whatever happens, nobody waits on the mount then."""
+        """Until the worker ends as it should. Whatever happens, no reader waits on the mount
+        then."""
         worker = -1
         try:
             worker, ready = self._start(resend=is_taken_over)

@@ -65,7 +65,7 @@ def work(
                 operations, attached.path, options, on_end=stop.wake, abort_on_failure=False
             )
             server.adopt(attached, resend=resend)
-            # After a restart nobody listens.
+            # After a restart no process listens.
             try:
                 os.write(tell, b"1")
             except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Whether somebody writes to a stored file right now, where its time does not tell.
+"""Whether a client writes to a stored file right now, where its time does not tell.
 
 HDFS changes a file's time when it is created and when it is closed, however long it is written in
 between. Thread-safe.
@@ -21,7 +21,7 @@ class KnowsClosed(Protocol):
 
 
 def is_being_written(backend: Backend, path: str) -> bool:
-    """Whether the file at `path` is open for writing, or nobody can say; False but on HDFS.
+    """Whether the file at `path` is open for writing, or that cannot be told; False but on HDFS.
 
     For files that nothing needs, for it may change their time: by hdfs-native the NameNode can only
     be asked to let us append, which it refuses while a writer lives (whose client renews its lease

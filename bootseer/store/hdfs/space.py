@@ -35,7 +35,7 @@ class FindsMeasures(Protocol):
     """Finds the server to ask."""
 
     def hurried(self) -> Measures | None:
-        """For questions whose answers are worth no long wait; None: nobody."""
+        """For questions whose answers are worth no long wait; None: there is none."""
         ...
 
 

@@ -165,7 +165,7 @@ class HdfsWriter(Writer):
         kept_bytes = 0
         while True:
             if isinstance(cause.__cause__, NotFoundError):
-                raise cause  # deleted or replaced by somebody else: not ours any more
+                raise cause  # deleted or replaced by another client: not ours any more
             if isinstance(cause.__cause__, DeadlineError) and time.monotonic() > end_s:
                 raise cause.__cause__
             pause_s = attempts.pause_s(cause)

@@ -35,7 +35,7 @@ from bootseer.store.local.writer import CALL_BYTES_MAX, LocalWriter
 from bootseer.store.paths import Folder, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
-# O_NONBLOCK: opening a FIFO that somebody left in the folder must not wait for a writer.
+# O_NONBLOCK: opening a FIFO that a user left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 

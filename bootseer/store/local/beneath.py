@@ -55,7 +55,7 @@ def make_directory(root: str, names: Sequence[str]) -> int:
 def _make_one(parent: int, name: str, mode: int) -> int:
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:  # somebody else made it at the same moment
+    except FileExistsError:  # another process made it at the same moment
         return os.open(name, _DIRECTORY, dir_fd=parent)
     if mode != 0o700:
         # mkdir(2) applies the umask, which would take a shared store's group bits away.

@@ -1,6 +1,6 @@
 """A file of a `file://` backend, kept open for many reads.
 
-Owns one descriptor, and closes it when nobody uses the reader any more. Thread-safe.
+Owns one descriptor, and closes it when the reader is not used any more. Thread-safe.
 """
 
 import os

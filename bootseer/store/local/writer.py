@@ -99,6 +99,6 @@ class LocalWriter(Writer):
                 os.close(fd)
 
     def __del__(self) -> None:
-        # A writer that nobody finished leaves nothing half-written behind.
+        # A writer that was not finished leaves nothing half-written behind.
         if getattr(self, "_fd", -1) >= 0:
             self.abort()

@@ -1,4 +1,4 @@
-"""Leases: who of many nodes does something, with an end that needs nobody's help.
+"""Leases: which of many nodes does something, with an end that needs no help.
 
 Owns the lease record and its life. Format and proof sketch: `docs/format/store.md`. The rules
 that make two holders impossible while clocks differ by less than `SKEW_S`:
@@ -211,7 +211,7 @@ def _read(backend: Backend, path: str) -> Record | None:
     """The record at `path`; None where there is none.
 
     What is no record (no release wrote it: a stray file) counts as a lease of an hour from its
-    last change, so that it blocks nobody for ever.
+    last change, so that it blocks no node for ever.
     """
     try:
         data = backend.read(path, 0, _FORM.size_max)

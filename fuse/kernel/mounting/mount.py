@@ -39,7 +39,7 @@ def can_mount_directly() -> bool:
 def mount(mountpoint: Path, options: MountOptions) -> int:
     """Mount on `mountpoint`; returns the descriptor (close-on-exec) on which the kernel asks.
 
-    Until somebody answers INIT there, every access to the mountpoint waits.
+    Until a server answers INIT there, every access to the mountpoint waits.
 
     Raises:
         NotFoundError, InvalidInputError: the mountpoint is missing or no directory.

@@ -56,7 +56,7 @@ def convert_file(
 ) -> bool:
     """Store the file `path` as `settings` say; returns False where it is so already.
 
-    Who reads it meanwhile reads on. Raises: BusyError where somebody else replaced it meanwhile
+    A process that reads it reads on. Raises: BusyError where another writer replaced it meanwhile
     (theirs stays), CorruptError where it cannot be read, and what the storage fails with.
     """
     view = storage.tree.stored.view(path)

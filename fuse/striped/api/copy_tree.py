@@ -120,7 +120,7 @@ def copy_tree(
     """Copy a directory (its `sizes_below`) to `target`: into it where it exists, else as it.
 
     A directory that is new appears whole, in one step, where the target can rename directories.
-    Raises: AlreadyExistsError when somebody else makes it meanwhile; as `copy_one`.
+    Raises: AlreadyExistsError when another process makes it meanwhile; as `copy_one`.
     """
     if target.exists():
         if not target.is_dir():

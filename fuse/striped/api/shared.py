@@ -44,7 +44,7 @@ class SharedStorage:
 
 
 def shared_storage(key: Hashable, make: Callable[[], StripedStorage]) -> SharedStorage:
-    """The storage that everybody in this process who says `key` gets."""
+    """The storage that all code of this process gets for `key`."""
     with _lock:
         found = _known.get(key)
         if found is None:

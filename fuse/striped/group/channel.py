@@ -139,7 +139,7 @@ class GroupChannel:
             ) from error
 
     def _break(self) -> None:
-        """Let everything that anybody still waits for in this group fail now.
+        """Let everything that a rank still waits for in this group fail now.
 
         gloo closes the group's connections when a receive runs out of time, but not when a
         collective does; else what DCP does next would wait for the group's own half an hour.

@@ -61,7 +61,7 @@ class Loading:
             for pieces in plan.rounds:
                 error = self._run_round(pieces, own, error)
             self._channel.agree(error)
-            # From here on nobody waits for this rank before it is done.
+            # From here on no rank waits for this one before it is done.
             for piece in plan.private:
                 with own.take() as view:
                     self._deliver(piece, view)

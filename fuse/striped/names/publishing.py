@@ -1,4 +1,4 @@
-"""How a file gets new content in one step, and what everybody who changes names shares.
+"""How a file gets new content in one step, and what all changes of names share.
 
 Owns the commit (a rename, a put or a join, as the storage can) and the order of its steps: what is
 open is made safe first (`open_readers`), replaced parts are retired last (`retired_parts`). Changes

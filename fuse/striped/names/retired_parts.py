@@ -1,4 +1,4 @@
-"""Parts that no layout names any more, until nobody reads them.
+"""Parts that no layout names any more, until no reader has them.
 
 Owns the list of retired generations and the thread that deletes them. A generation is deleted when
 its grace has passed (readers on other nodes may still hold it) and nothing in this mount has it

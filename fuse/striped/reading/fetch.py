@@ -1,4 +1,4 @@
-"""One run of bytes that somebody wants, and the attempts at it.
+"""One run of bytes that a reader wants, and the attempts at it.
 
 Owns that the first result is the only one, and that nothing is written into a buffer that somebody
 uses once there is one. Thread-safe.

@@ -198,7 +198,7 @@ class Fetcher:
                     self._counters.add(stuck_count=1)
 
     def _ask_again(self, run: Run) -> None:
-        """`run` is late: have the same bytes read by somebody else, too."""
+        """`run` is late: have the same bytes read by another thread, too."""
         fetch = run.fetch
         with fetch.lock:
             if fetch.is_decided or len(fetch.tried) >= REQUEST.attempts:

@@ -1,10 +1,10 @@
 """Threads that carry out fetches for a whole mount, most urgent first, evenly over the sources.
 
-Owns its threads and their queue. Some of the threads take only what somebody waits for, so that
-read-ahead can never hold up a fault. Of what nobody waits for yet, the fetch from the source with
-the fewest under way comes first, so that no source idles while another has a queue. A thread that
-is held up in a slow server is made up for, within a bound; all are daemons, so that a stuck one
-cannot keep the process alive.
+Owns its threads and their queue. Some of the threads take only what a reader waits for, so that
+read-ahead can never hold up a fault. Of what no reader waits for yet, the fetch from the source
+with the fewest under way comes first, so that no source idles while another has a queue. A thread
+that is held up in a slow server is made up for, within a bound; all are daemons, so that a stuck
+one cannot keep the process alive.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Stripe units on their way to the storage, and those that it has but may still lose.
 
 Owns which units are *kept*: handed to the storage, not yet durable, and held for another try only
-as long as nobody needs their memory. Thread-safe.
+as long as their memory is not needed. Thread-safe.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Writes one logical file: from the bytes as they come to a generation that is published whole.
 
 Owns the file's *tail* (bytes not yet sent to a part, which may still be changed) and the segments
-already written. Thread-safe, one call at a time. Nothing is visible to anybody before `publish`;
+already written. Thread-safe, one call at a time. Nothing is visible to a reader before `publish`;
 after any failure nothing ever will be, and every later call raises the same error.
 """
 

@@ -1,6 +1,6 @@
 """Snapshots that are mounted on their targets as overlays, and how long they stay.
 
-Alone owns these steps. Somebody keeps a target's tree (`served`, `held`); an overlay over it goes
+Alone owns these steps. A process keeps a target's tree (`served`, `held`); an overlay over it goes
 onto the target in one step and makes it writable; then it gets its first user. A process that is
 killed before that leaves covers without users: their servers, which watch that process, take them
 off, and so does the next run. The caller holds the targets' locks.

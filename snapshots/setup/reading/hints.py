@@ -1,4 +1,4 @@
-"""Hints: what is taken from the words of a set-up command, checked by nobody yet. Pure."""
+"""Hints: what is taken from the words of a set-up command, not checked yet. Pure."""
 
 import posixpath
 from collections.abc import Sequence

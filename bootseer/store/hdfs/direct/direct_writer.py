@@ -24,7 +24,7 @@ from bootseer.transfer.policy import SOON, Attempts
 
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
-# Answers to heartbeats that nobody sent: some are a mistake, more would never end.
+# Answers to heartbeats that were never sent: some are a mistake, more would never end.
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
@@ -227,7 +227,7 @@ class _Block:
             if ack.number == zigzag(messages.HEARTBEAT):
                 self._heartbeat_count -= 1
                 if self._heartbeat_count < -_STRAY_ANSWERS_MAX:
-                    raise ValueError("answers to heartbeats that nobody sent")
+                    raise ValueError("answers to heartbeats that were never sent")
                 continue
             if ack.number != zigzag(self._confirmed_count):
                 raise ValueError("not the packet that is under way")

@@ -25,7 +25,7 @@ _ALIKE = 3.0
 _PATIENCE_S = 0.1
 """Before the first byte of a read comes, a disk may have to find it."""
 _FAR = 4.0
-"""A read from another rack counts as so many: the network between racks is everybody's."""
+"""A read from another rack counts as so many: the network between racks is shared by all."""
 
 
 class Replica(Struct, frozen=True):

@@ -51,7 +51,7 @@ class FoundNameNode:
     def check(self) -> None:
         """Raise what hdfs-native would retry until a deadline, without a word about the reason.
 
-        Raises: UnavailableError: nobody takes connections where the NameNode should be, or it is
+        Raises: UnavailableError: no server takes connections where the NameNode should be, or it is
         something else; UnsupportedError: the library for Kerberos is missing;
         PermissionDeniedError: the NameNode wants Kerberos, and no configuration says so.
         """
@@ -74,7 +74,7 @@ class FoundNameNode:
                 )
 
     def get(self) -> NameNode | None:
-        """None where nobody is known, or takes calls from us: no where it wants Kerberos."""
+        """None where no NameNode is known, or takes calls from us: no where it wants Kerberos."""
         with self._lock:
             if not self._asked:
                 self._ask(_configuration(), self._deadline_s)
@@ -84,7 +84,7 @@ class FoundNameNode:
     def _ask(
         self, config: dict[str, str], deadline_s: float, attempts_max: int | None = None
     ) -> BootseerError | None:
-        """Find out, if somebody answers; else why not."""
+        """Find out, if a NameNode answers; else why not."""
         found = _find(self._cluster, config, self._deadline_s)
         if found is None:
             return None

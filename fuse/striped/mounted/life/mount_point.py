@@ -57,7 +57,7 @@ def make_mount_point(run_dir: Path, directory: Path) -> None:
 
 
 def make_immutable(directory: Path) -> None:
-    """Let nobody, root included, make files in `directory` while nothing is mounted there.
+    """Let no user, root included, make files in `directory` while nothing is mounted there.
 
     For a folder on which nothing is mounted; `chattr -i` undoes it. Raises: InvalidInputError where
     something is in it; UnsupportedError where its file system has no such attribute;

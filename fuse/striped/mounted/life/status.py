@@ -52,7 +52,7 @@ class OpenFigures(Struct, frozen=True):
     requests: int
     """Requests for files and names since the server's process began."""
     unfinished: tuple[str, ...]
-    """Files that are being written: what nobody else sees yet."""
+    """Files that are being written: no other node sees them yet."""
 
 
 def status_document(

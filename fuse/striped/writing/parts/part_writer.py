@@ -233,7 +233,7 @@ class PartWriter:
         return writer
 
     def _settle(self, writer: Writer) -> None:
-        """Look where the file has come to lie: a server may be dead without anybody knowing."""
+        """Look where the file has come to lie: a server may be dead unnoticed."""
         group = self._group
         backend, path = group.backend, f"{group.folder}/{self.name}"
         if not isinstance(backend, PlacesFiles):

@@ -32,7 +32,7 @@ class Placement:
 
     def __init__(self) -> None:
         self.block_bytes = 0
-        """The storage cuts parts into blocks of so many bytes; 0 as long as nobody knows."""
+        """The storage cuts parts into blocks of so many bytes; 0 as long as that is not known."""
         self._open_counts: Counter[str] = Counter()
         self._open_groups: Counter[Group] = Counter()
         self._shunned_until_s: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Placement:
         self._lock = threading.Lock()
 
     def choose(self, place: Place, *, is_one_rack: bool = False) -> Group:
-        """The servers of a new part, counted until `release`; empty where nobody says.
+        """The servers of a new part, counted until `release`; empty where the storage does not say.
 
         `is_one_rack`: whether any two servers are as far apart as any other two.
         """
