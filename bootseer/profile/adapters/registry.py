@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bootseer.errors import InvalidInputError, from_oserror
+from bootseer.errors import CorruptError, InvalidInputError, from_oserror
 from bootseer.profile.adapters.containerd import parse_containerd
 from bootseer.profile.adapters.known import SIZE_MAX, Known
 from bootseer.profile.adapters.kubernetes import parse_kubernetes
@@ -76,7 +76,10 @@ def ask_slurm(submission: str) -> Sequence[Known]:
                 timeout=_ASKING_S,
             )
             found = parse_slurm(done.stdout[:SIZE_MAX]) if done.returncode == 0 else []
-        except (OSError, subprocess.SubprocessError) as error:
+        except subprocess.TimeoutExpired:
+            _log.info("no queue times of job %s: %s does not answer", submission, command[0])
+            return ()
+        except (OSError, CorruptError) as error:
             _log.info("no queue times of job %s: %s: %s", submission, command[0], error)
             continue
         if found:
