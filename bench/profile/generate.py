@@ -271,11 +271,11 @@ class _Rank:
             for name, seconds in _IMPORTS.items():
                 self._do(name, seconds, cpu=0.7)
             for number in range(self.node.recipe.filler_count):
-                self._do(f"import module{number}", 0.01, cpu=0.9)
+                self._note(f"import module{number}", 0.01)
             for number in range(self.node.recipe.unkind.optional_count):
                 seconds = 0.1 * self.node.noise()
                 if seconds >= 0.1:
-                    self._do(f"import optional{number}", seconds, cpu=0.9)
+                    self._note(f"import optional{number}", seconds)
         elif barrier == "first collective":
             self._do("load checkpoint", _LOAD_S, disk=0.6)
         else:
@@ -290,6 +290,11 @@ class _Rank:
         )
         self.spans.append(span)
         self.now = span.end_s
+
+    def _note(self, name: str, seconds: float) -> None:
+        """As `_do`, of what is noted when it is over: without figures."""
+        self._do(name, seconds, cpu=0.9)
+        self.spans[-1] = replace(self.spans[-1], evidence={})
 
     def leave(self, barrier: str, last: float) -> None:
         latency = 0.3 if barrier == "init_process_group" else 0.02

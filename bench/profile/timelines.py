@@ -48,9 +48,9 @@ def _lines(track: Track, trace: str, job: str, submission: str) -> Iterator[byte
     prefix = f"{track.node}{track.process}"
     for number, span in enumerate(track.spans):
         begin_ns = _ZERO_NS + round(span.begin_s * 1e9)
-        attributes = {**span.evidence, "bootseer.monotonic_ns": begin_ns - _ZERO_NS}
+        begun: dict[str, Value] = {"bootseer.monotonic_ns": begin_ns - _ZERO_NS}
         if span.barrier:
-            attributes[BARRIER] = span.barrier
+            begun[BARRIER] = span.barrier
         stage = Stage(
             name=span.name,
             trace_id=trace,
@@ -58,9 +58,12 @@ def _lines(track: Track, trace: str, job: str, submission: str) -> Iterator[byte
             parent_id=f"{prefix}{span.parent}" if span.parent >= 0 else "",
             start_ns=begin_ns,
             end_ns=begin_ns + round((span.end_s - span.begin_s) * 1e9),
-            attributes=attributes,
+            attributes=begun,
             resource=resource,
         )
-        if not span.name.startswith("import module"):
-            yield encode_start(stage)
-        yield encode_end(stage)
+        if not span.evidence:
+            # What is noted when it is over has no begin, and no figures either.
+            yield encode_end(stage)
+            continue
+        yield encode_start(stage)
+        yield encode_end(stage._replace(attributes={**begun, **span.evidence}))

@@ -10,7 +10,7 @@ from bootseer.profile.model.tracks import tracks_of
 from bootseer.profile.parallel import in_order
 
 _log = logging.getLogger(__name__)
-_NODES_A_PART = 32
+_NODES_A_PART = 128
 # Of 4 million stages the graph takes a gigabyte. No start has many more.
 _STAGES_MAX = 12_000_000
 

@@ -1,5 +1,6 @@
 """`bootseer report`: where the time of a start went, and how starts differ."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +11,11 @@ from msgspec.structs import replace
 from bootseer.cli.output import current_config, emit_json, json_option
 from bootseer.cli.report.report_output import (
     Explained,
+    Listed,
     comparison_document,
     current_timelines,
     explained,
+    listed,
     show_comparison,
     show_start,
     show_starts,
@@ -43,8 +46,19 @@ def _trace(start: Explained) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all: what a killed command leaves is hidden, and has another name."""
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.write_bytes(data)
+        if path.exists() and not path.is_file():
+            # A terminal or a pipe: there is nothing to be put in its place.
+            path.write_bytes(data)
+            return
+        try:
+            beside.write_bytes(data)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise from_oserror(error, f"write {path}") from error
 
@@ -114,16 +128,17 @@ def report(
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(source, job, start, compare) if compare else None
+    compared = {"comparison": comparison_document(other, start)} if other else {}
     if trace_file is not None:
         _write(trace_file, _trace(start))
     if parquet_file is not None:
         write_parquet(parquet_file, files)
     if page_file is not None:
         imports = imports_of(files.events(IMPORTS_EVENT))
-        page = to_page(title_of(start), start.model, start.analysis, imports)
+        page = to_page(title_of(start), start.model, start.analysis, imports, **compared)
         _write(page_file, page.encode("utf-8"))
     if as_json:
-        emit_json({**start_document(start), **(comparison_document(other, start) if other else {})})
+        emit_json({**start_document(start), **compared})
         return
     show_start(start)
     if other is not None:
@@ -156,7 +171,7 @@ def _others(files: StartFiles, named: Sequence[str]) -> Placement:
     return Placement(known)
 
 
-def _other(source: Source, job: str, start: Explained, name: str) -> Explained:
+def _other(source: Source, job: str, start: Explained, name: str) -> Listed:
     """The start to compare with. Raises: InvalidInputError; NotFoundError."""
     if name == _PREVIOUS:
         starts = list_starts(source, job)
@@ -172,7 +187,7 @@ def _other(source: Source, job: str, start: Explained, name: str) -> Explained:
                 f"{name!r} is no start: write SUBMISSION:ATTEMPT as `bootseer report --list` has it"
             )
         files = find_start(source, job, int(attempt), submission)
-    other = explained(files)
+    other = listed(files)
     if other is None:
         raise NotFoundError(f"the timelines of start {files.name} hold no stage")
     return other

@@ -1,7 +1,7 @@
 """How starts are shown by `bootseer report` and `bootseer watch`: tables and JSON."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from msgspec import Struct, to_builtins
@@ -11,8 +11,9 @@ from bootseer.errors import NotFoundError
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.breakdown import Breakdown, StageRow, break_down
 from bootseer.profile.files import Folder, Merged, Source, StartFiles, list_starts
-from bootseer.profile.model.analysis import Analysis, StartModel
+from bootseer.profile.model.analysis import Analysis, StartModel, Summary
 from bootseer.profile.model.history import compare_starts, look_back
+from bootseer.profile.parallel import in_order
 from bootseer.profile.reading import read_graph
 from bootseer.profile.stored import Stored
 from bootseer.profile.views.document import analysis_document
@@ -47,7 +48,20 @@ class Explained(Struct, dict=True):
     @cached_property
     def analysis(self) -> Analysis:
         """All that the model says of it."""
-        return self.model.analyse()
+        return self.model.analyse(in_order)
+
+
+class Listed(NamedTuple):
+    """One start beside others."""
+
+    files: StartFiles
+    summary: Summary
+
+
+def listed(files: StartFiles) -> Listed | None:
+    """The start of these files; None where they hold no stage."""
+    graph = read_graph(files)
+    return Listed(files, StartModel(graph).summary) if graph.heading is not None else None
 
 
 def explained(files: StartFiles, others: Placement | None = None) -> Explained | None:
@@ -118,22 +132,19 @@ def show_start(start: Explained) -> None:
         click.echo(printable(line))
 
 
-def comparison_document(before: Explained, after: Explained) -> dict[str, Any]:
+def comparison_document(before: Listed, after: Explained) -> dict[str, Any]:
     """How two starts differ, as JSON for programs."""
-    changes = compare_starts(before.analysis, after.analysis)
     return {
-        "comparison": {
-            "start": before.files.name,
-            "ready_s": before.analysis.ready_s,
-            "changes": to_builtins(changes),
-        }
+        "start": before.files.name,
+        "ready_s": before.summary.ready_s,
+        "changes": to_builtins(compare_starts(before.summary, after.analysis)),
     }
 
 
-def show_comparison(before: Explained, after: Explained) -> None:
+def show_comparison(before: Listed, after: Explained) -> None:
     """The table of what another start spent its critical path on."""
-    changes = compare_starts(before.analysis, after.analysis)
-    more = after.analysis.ready_s - before.analysis.ready_s
+    changes = compare_starts(before.summary, after.analysis)
+    more = after.analysis.ready_s - before.summary.ready_s
     title = f"critical path against start {before.files.name}: {more:+.2f} s until ready"
     rows = [
         (one.stage, _seconds(one.before_s), _seconds(one.after_s), f"{one.more_s:+.2f}")
@@ -146,19 +157,19 @@ def show_comparison(before: Explained, after: Explained) -> None:
 def show_starts(source: Source, job: str, history: bool, as_json: bool) -> None:
     """The newest starts, each in a line; with `history`, what they say together."""
     files = list_starts(source, job)[:_STARTS_MAX]
-    found = [start for one in files if (start := explained(one)) is not None]
+    found = [start for one in files if (start := listed(one)) is not None]
     if not found:
         raise NotFoundError(f"no timeline of job {job!r} in {source.where}")
-    looked = look_back([start.analysis for start in reversed(found)])
+    looked = look_back([start.summary for start in reversed(found)])
     if as_json:
         starts = [
             {
                 "start": start.files.name,
                 "began": start.files.began,
-                "node_count": start.analysis.node_count,
-                "is_ready": start.analysis.is_ready,
-                "ready_s": start.analysis.ready_s,
-                "stragglers": [one.node for one in start.analysis.stragglers],
+                "node_count": start.summary.node_count,
+                "is_ready": start.summary.is_ready,
+                "ready_s": start.summary.ready_s,
+                "stragglers": [one.node for one in start.summary.stragglers],
             }
             for start in found
         ]
@@ -166,15 +177,15 @@ def show_starts(source: Source, job: str, history: bool, as_json: bool) -> None:
         return
     rows = []
     for start in found:
-        longest = max(start.analysis.path, key=lambda one: one.seconds, default=None)
+        longest = max(start.summary.path, key=lambda one: one.seconds, default=None)
         longest_text = f"{longest.label} {longest.seconds:.1f} s" if longest else ""
-        count = len(start.analysis.stragglers)
+        count = len(start.summary.stragglers)
         rows.append(
             (
                 start.files.name,
                 start.files.began,
-                start.analysis.node_count,
-                _seconds(start.analysis.ready_s) if start.analysis.is_ready else "not ready",
+                start.summary.node_count,
+                _seconds(start.summary.ready_s) if start.summary.is_ready else "not ready",
                 longest_text,
                 f"{count} slow node(s)" if count else "",
             )

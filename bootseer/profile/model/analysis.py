@@ -1,8 +1,11 @@
 """Everything that is said of one start, from its tracks. Pure (no I/O)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from bootseer.profile.model.causes import Cause, Evidence, cause_of
 from bootseer.profile.model.clocks import Clocks, compare_clocks
@@ -28,6 +31,17 @@ _WHAT_IF_STAGES = 4
 _FASTER = 2.0
 
 
+class Apply(Protocol):
+    """`map`, or what does the same."""
+
+    def __call__(
+        self,
+        function: Callable[["tuple[str, Change]"], "WhatIf"],
+        things: "list[tuple[str, Change]]",
+        /,
+    ) -> "Iterable[WhatIf]": ...
+
+
 class WhatIf(Struct, frozen=True):
     """What the start would have been."""
 
@@ -47,8 +61,8 @@ class Straggler(Struct, frozen=True):
     outliers: tuple[Outlier, ...]
 
 
-class Analysis(Struct, frozen=True):
-    """One start, explained."""
+class Summary(Struct, frozen=True, kw_only=True):
+    """One start, as it is listed and compared with others."""
 
     node_count: int
     rank_count: int
@@ -59,13 +73,18 @@ class Analysis(Struct, frozen=True):
     follows counts from the submission."""
     is_ready: bool
     """False: no process said that it was ready; the time is that of the last event noted."""
+    path: tuple[Segment, ...]
+    stragglers: tuple[Straggler, ...]
+
+
+class Analysis(Summary, frozen=True, kw_only=True):
+    """One start, explained."""
+
     replay_error_s: float
     """How far the replay of the unchanged start is from the measured one."""
     clocks: Clocks
     peers: dict[Who, Peers]
-    path: tuple[Segment, ...]
     blame: tuple[Blame, ...]
-    stragglers: tuple[Straggler, ...]
     what_ifs: tuple[WhatIf, ...]
 
 
@@ -114,29 +133,46 @@ class StartModel:
         }
         return len(found) or len(self.graph.nodes)
 
-    def analyse(self) -> Analysis:
-        """All answers."""
-        walker = Walker(self.graph)
-        path = walker.critical_path()
-        even = self.what_if("no stragglers", without_stragglers(self.peers))
-        stragglers = self._stragglers(even.ready_s)
-        return Analysis(
+    @cached_property
+    def _even(self) -> WhatIf:
+        return self.what_if("no stragglers", without_stragglers(self.peers))
+
+    @cached_property
+    def _walker(self) -> Walker:
+        return Walker(self.graph)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What is said of it beside other starts."""
+        return Summary(
             node_count=len(self.graph.nodes),
             rank_count=self.rank_count,
             ready_s=self.ready_s,
             before_s=self.before_s,
             is_ready=self.is_ready,
-            replay_error_s=Replay(self.graph, self.pieces).ready_s() - self.measured_s,
-            clocks=self.clocks,
-            peers=self.peers,
-            path=tuple(path),
-            blame=tuple(walker.blame(self.pieces, self.peers)),
-            stragglers=tuple(stragglers),
-            what_ifs=(even, *self._what_ifs(path, stragglers)),
+            path=tuple(self._walker.critical_path()),
+            stragglers=tuple(self._stragglers()),
         )
 
-    def _stragglers(self, even_s: float) -> list[Straggler]:
-        """`even_s`: how long the start would have taken without any."""
+    def analyse(self, apply: Apply = map) -> Analysis:
+        """All answers. `apply` calls a function for each of several things, as `map` does, perhaps
+        in several processes."""
+        changes = list(self._changes(self.summary))
+        # A change that changes nothing: what it gives is the error of the others.
+        same, *others = apply(self._what_if, [("", lambda piece: None), *changes])
+        return Analysis(
+            **asdict(self.summary),
+            replay_error_s=-same.saved_s,
+            clocks=self.clocks,
+            peers=self.peers,
+            blame=tuple(self._walker.blame(self.pieces, self.peers)),
+            what_ifs=(self._even, *others),
+        )
+
+    def _what_if(self, change: tuple[str, Change]) -> WhatIf:
+        return self.what_if(*change)
+
+    def _stragglers(self) -> list[Straggler]:
         evidence = Evidence(self.graph)
         waiting: dict[str, int] = {}
         for group in self.graph.groups:
@@ -144,23 +180,24 @@ class StartModel:
                 for node in leaders:
                     waiting[node] = waiting.get(node, 0) + 1
         by_node: dict[str, list[Outlier]] = {}
-        for outlier in find_outliers(self.pieces.values(), self.peers, even_s):
+        for outlier in find_outliers(self.pieces.values(), self.peers, self._even.ready_s):
             by_node.setdefault(outlier.node, []).append(outlier)
         return [
             Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
             for node, found in by_node.items()
         ]
 
-    def _what_ifs(self, path: list[Segment], stragglers: list[Straggler]) -> Iterable[WhatIf]:
+    def _changes(self, summary: Summary) -> Iterable[tuple[str, Change]]:
+        path, stragglers = summary.path, summary.stragglers
         peers = self.peers
         if stragglers:
             all_nodes = frozenset(one.node for one in stragglers)
             change = as_its_peers(peers, all_nodes)
-            yield self.what_if(f"the {len(all_nodes)} named nodes as their peers", change)
+            yield f"the {len(all_nodes)} named nodes as their peers", change
         on_path = dict.fromkeys(one.node for one in sorted(path, key=lambda one: -one.seconds))
         named = {one.node for one in stragglers}
         for node in [node for node in on_path if node in named][:_WHAT_IF_NODES]:
-            yield self.what_if(f"{node} as its peers", as_its_peers(peers, frozenset([node])))
+            yield f"{node} as its peers", as_its_peers(peers, frozenset([node]))
         stages: dict[str, float] = {}
         for segment in path:
             # Nobody makes a queue twice as fast.
@@ -169,4 +206,4 @@ class StartModel:
                 name = segment.label.name
                 stages[name] = stages.get(name, 0.0) + segment.seconds
         for name in sorted(stages, key=lambda name: -stages[name])[:_WHAT_IF_STAGES]:
-            yield self.what_if(f"{name} twice as fast", times_as_fast(name, _FASTER))
+            yield f"{name} twice as fast", times_as_fast(name, _FASTER)

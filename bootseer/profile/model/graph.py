@@ -123,9 +123,10 @@ class Group:
             self._note(span, notes)
         for known, evidence in zip(self.evidence, other.evidence, strict=True):
             for name, more in evidence.items():
-                column = known.setdefault(name, array("d"))
-                column.extend(_missing(rows - len(column)))
-                column += more
+                figures = known.setdefault(name, array("d"))
+                if len(figures) != rows:
+                    figures.extend(_missing(rows - len(figures)))
+                figures += more
 
 
 def _missing(count: int) -> "array[float]":

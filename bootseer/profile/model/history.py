@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from bootseer.profile.model.analysis import Analysis
+from bootseer.profile.model.analysis import Summary
 
 _SEEN_MIN = 3
 # A stage has got slower when it takes so much more than in the median of the starts before.
@@ -25,19 +25,19 @@ class Change(Struct, frozen=True):
         return self.after_s - self.before_s
 
 
-def on_path(analysis: Analysis) -> dict[str, float]:
+def on_path(summary: Summary) -> dict[str, float]:
     """Seconds of the critical path by stage: together the time until ready. What came before the
     first launcher is left out, since not every start tells of it."""
     found: dict[str, float] = {}
-    for segment in analysis.path:
+    for segment in summary.path:
         name = f"wait at {segment.label}" if segment.is_wait else str(segment.label)
-        since_s = segment.begin_s + segment.seconds - analysis.before_s
+        since_s = segment.begin_s + segment.seconds - summary.before_s
         if since_s > 0:
             found[name] = found.get(name, 0.0) + min(segment.seconds, since_s)
     return found
 
 
-def compare_starts(before: Analysis, after: Analysis) -> list[Change]:
+def compare_starts(before: Summary, after: Summary) -> list[Change]:
     """How two starts differ: the changes add up to the difference of their times until ready."""
     first, second = on_path(before), on_path(after)
     changes = [
@@ -67,7 +67,7 @@ class Repeated(Struct, frozen=True):
     """In how many starts it was."""
 
 
-def look_back(starts: Sequence[Analysis]) -> History:
+def look_back(starts: Sequence[Summary]) -> History:
     """The history of starts, oldest first."""
     ready = [start.ready_s for start in starts]
     slopes = [
@@ -92,7 +92,7 @@ def look_back(starts: Sequence[Analysis]) -> History:
     )
 
 
-def _slower(starts: Sequence[Analysis]) -> list[Change]:
+def _slower(starts: Sequence[Summary]) -> list[Change]:
     if len(starts) < _SEEN_MIN + 1:
         return []
     *before, newest = (on_path(start) for start in starts)

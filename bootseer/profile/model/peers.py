@@ -132,7 +132,7 @@ def _among_nodes(
     }
     if not typical:
         return
-    base = _SCHEDULING_BASE_S if label == SCHEDULING else _BASE_S
+    base = base_of(label)
     median = statistics.median(typical.values())
     logs = {node: math.log(max(0.0, seconds) + base) for node, seconds in typical.items()}
     middle = statistics.median(logs.values())
@@ -145,6 +145,11 @@ def _among_nodes(
         sigmas = (logs[node] - middle) / spread
         if sigmas >= _SIGMAS_MIN and _is_much(seconds, median, least_s):
             yield Outlier(node, label, role, seconds, median, sigmas, max(ranks[node])[1])
+
+
+def base_of(label: Label) -> float:
+    """What is added to seconds before they are divided by others."""
+    return _SCHEDULING_BASE_S if label == SCHEDULING else _BASE_S
 
 
 def _is_much(seconds: float, median: float, least_s: float) -> bool:

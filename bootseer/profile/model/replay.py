@@ -7,6 +7,7 @@ barrier that it waits at; a barrier is left when its last process has arrived.
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add, sub
 from typing import NamedTuple
 
 from bootseer.profile.model.arrivals import Arrivals
@@ -152,11 +153,11 @@ def _columns(group: Group, times: "dict[Group, list[array[float]]] | None") -> "
 
 
 def _minus(later: Sequence[float], earlier: Sequence[float]) -> "array[float]":
-    return array("d", [one - other for one, other in zip(later, earlier, strict=True)])
+    return array("d", map(sub, later, earlier))
 
 
 def _plus(time: Sequence[float], seconds: Sequence[float]) -> "array[float]":
-    return array("d", [one + other for one, other in zip(time, seconds, strict=True)])
+    return array("d", map(add, time, seconds))
 
 
 def _latest(column: "array[float]", others: "list[array[float]]") -> "array[float]":

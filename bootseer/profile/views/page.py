@@ -8,7 +8,7 @@ import base64
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -16,9 +16,9 @@ import msgspec
 
 from bootseer.profile.model.analysis import Analysis, StartModel
 from bootseer.profile.model.graph import Group
-from bootseer.profile.model.peers import Who
+from bootseer.profile.model.peers import Who, base_of
 from bootseer.profile.model.shape import begin_of, end_of
-from bootseer.profile.model.tracks import BEFORE_LAUNCHER
+from bootseer.profile.model.tracks import BEFORE_LAUNCHER, NO_RANK
 from bootseer.profile.views.document import analysis_document
 
 ImportRow = tuple[str, int, int, int]
@@ -36,9 +36,13 @@ _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def to_page(
-    title: str, model: StartModel, analysis: Analysis, imports: Iterable[ImportRow] = ()
+    title: str,
+    model: StartModel,
+    analysis: Analysis,
+    imports: Iterable[ImportRow] = (),
+    comparison: Mapping[str, Any] | None = None,
 ) -> str:
-    """The HTML of one start."""
+    """The HTML of one start; `comparison` says how it differs from another one."""
     explained: dict[str, Any] = analysis_document(analysis)
     del explained["clocks"]["shift_s"]
     explained["stragglers"] = explained["stragglers"][:_NAMED_NODES_MAX]
@@ -49,6 +53,7 @@ def to_page(
         "gantt": _gantt(model, analysis),
         "heat": _heat(model, analysis),
         "imports": [list(row) for row in imports],
+        "comparison": comparison,
     }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True)
     for character, escaped in _ESCAPED.items():
@@ -58,10 +63,21 @@ def to_page(
 
 
 def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
-    """Processes on the critical path and those of the worst nodes, with their stages."""
-    on_path = dict.fromkeys((one.node, one.rank, one.role) for one in analysis.path)
-    worst = {one.node for one in analysis.stragglers[:_GANTT_PROCESSES_MAX]}
-    typical = next((node for node in model.graph.nodes if node not in worst), None)
+    """Processes on the critical path, the slow ones of the worst nodes, and two of a typical one;
+    those of a node together, with their stages."""
+    on_path = {(one.node, one.rank, one.role) for one in analysis.path}
+    slow = {
+        (one.node, outlier.role, str(outlier.label))
+        for one in analysis.stragglers
+        for outlier in one.outliers
+    }
+    worst = {
+        one.node: {NO_RANK, *(outlier.rank for outlier in one.outliers[:2])}
+        for one in analysis.stragglers[:_GANTT_PROCESSES_MAX]
+    }
+    causes = {one.node: one.cause.name for one in analysis.stragglers}
+    named = worst.keys() | {node for node, _, _ in on_path}
+    typical = next((node for node in model.graph.nodes if node not in named), "")
     rows = []
     for group in model.graph.groups:
         # It would be a line of hours for a start of minutes: the critical path has it.
@@ -69,23 +85,31 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
             continue
         for row, (node, rank) in enumerate(zip(group.nodes, group.ranks, strict=True)):
             is_on_path = (node, rank, group.role) in on_path
-            if is_on_path or node in worst or node == typical:
-                rows.append((not is_on_path, group.times[0][row], group, row, is_on_path))
-    rows.sort(key=lambda one: one[:2])
-    shown = sorted(rows[:_GANTT_PROCESSES_MAX], key=lambda one: one[1])
+            if is_on_path or rank in worst.get(node, ()) or node == typical:
+                rows.append((not is_on_path, node == typical, group.times[0][row], group, row))
+    rows.sort(key=lambda one: one[:3])
+    shown = rows[:_GANTT_PROCESSES_MAX]
+    begins: dict[str, float] = {}
+    for _, _, begin, group, row in shown:
+        begins[group.nodes[row]] = min(begin, begins.get(group.nodes[row], begin))
+    shown.sort(key=lambda one: (begins[one[3].nodes[one[4]]], one[3].nodes[one[4]], one[2]))
     return [
         {
             "name": f"{group.nodes[row]}{f'/{group.ranks[row]}' if group.ranks[row] >= 0 else ''}",
             "role": group.role,
-            "on_path": is_on_path,
-            "spans": _spans(group, row, model.before_s),
+            "cause": causes.get(group.nodes[row], ""),
+            "on_path": not is_off_path,
+            "spans": _spans(group, row, model.before_s, slow),
         }
-        for _, _, group, row, is_on_path in shown
+        for is_off_path, _, _, group, row in shown
     ]
 
 
-def _spans(group: Group, row: int, began_s: float) -> list[list[Any]]:
-    """Name, begin, end, depth, and whether others are waited for; the longest ones."""
+def _spans(
+    group: Group, row: int, began_s: float, slow: Collection[tuple[str, str, str]]
+) -> list[list[Any]]:
+    """Name, begin, end, depth, and what it is: 1 where others are waited for, 2 where the node was
+    slower than its peers, else 0. The longest ones."""
     depths: list[int] = []
     found: list[list[Any]] = []
     for span, parent in enumerate(group.shape.parents):
@@ -94,7 +118,9 @@ def _spans(group: Group, row: int, began_s: float) -> list[list[Any]]:
         end = group.times[end_of(span)][row] - began_s
         waits = span in group.barriers or span in group.waited_for
         name = group.shape.names[span]
-        found.append([name, round(begin, 3), round(end, 3), depths[-1], int(waits)])
+        is_slow = (group.nodes[row], group.role, str(group.shape.label(span))) in slow
+        kind = 1 if waits else 2 if is_slow else 0
+        found.append([name, round(begin, 3), round(end, 3), depths[-1], kind])
     longest = sorted(found, key=lambda one: float(one[1] - one[2]))[:_GANTT_SPANS_MAX]
     return sorted(longest, key=lambda one: (one[3], one[1]))
 
@@ -114,11 +140,18 @@ def _heat(model: StartModel, analysis: Analysis) -> dict[str, Any]:
             for node, seconds in zip(piece.group.nodes, piece.seconds, strict=True):
                 values.setdefault((places[node], column), []).append(seconds)
     for (place, column), found in values.items():
-        median = analysis.peers[chosen[column]].median_s
-        cells[place * len(chosen) + column] = _cell(statistics.median(found), median)
+        key = chosen[column]
+        base_s, median = base_of(key[0]), analysis.peers[key].median_s
+        seconds = statistics.median(found)
+        cells[place * len(chosen) + column] = _cell(seconds + base_s, median + base_s)
     return {
         "stages": [
-            {"name": str(label), "role": role, "median_s": analysis.peers[label, role].median_s}
+            {
+                "name": str(label),
+                "role": role,
+                "median_s": analysis.peers[label, role].median_s,
+                "base_s": base_of(label),
+            }
             for label, role in chosen
         ],
         "nodes": nodes,

@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
-from bench.profile.generate import Recipe, some_faults, tracks
+from bench.profile.generate import Fault, Recipe, node_name, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.model.history import compare_starts
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.page import imports_of, to_page
 
@@ -49,6 +51,50 @@ def test_a_start_is_drawn(tmp_path: Path) -> None:
     rows = re.findall(r"<td>([^<]*)</td>", shown)
     assert {"slow disk", "cold cache", "slow network", "no stragglers"} <= set(rows)
     assert 'id="flame"' in shown
+
+
+def test_two_starts_are_compared(tmp_path: Path) -> None:
+    models = [
+        StartModel(StartGraph(tracks(Recipe(8, 2, faults))))
+        for faults in ((), (Fault(node_name(2), "slow disk", 3.0),))
+    ]
+    changes = to_builtins(compare_starts(models[0].summary, models[1].summary))
+    comparison = {"start": "s0:0", "ready_s": models[0].ready_s, "changes": changes}
+    page = to_page("t", models[1], models[1].analyse(), comparison=comparison)
+    shown = _shown(page, tmp_path)
+    assert 'data-drawn="1"' in shown
+    more = models[1].ready_s - models[0].ready_s
+    assert f">Against start s0:0: +{more:.2f} s until ready</h2>" in shown
+    assert shown.count("<td>load checkpoint</td>") >= 2
+    alone = _shown(_page(models[1]), tmp_path)
+    assert 'id="compare"' not in alone
+
+
+_KEYS = """<script>
+addEventListener("load", () => {
+  const say = (canvas, tip, ...keys) => {
+    for (const key of keys) byId(canvas).dispatchEvent(new KeyboardEvent("keydown", {key}));
+    document.body.dataset[canvas] = byId(tip).textContent;
+  };
+  say("heat", "tip", "End", "PageUp", "Home");
+  say("gantt", "gantt-tip", "End", "ArrowDown", "ArrowUp", "Home");
+  say("flame", "flame-tip", "ArrowDown");
+  document.body.dataset.focusable = document.querySelectorAll("canvas[tabindex]").length;
+});
+</script></body>"""
+
+
+def test_every_drawing_can_be_read_by_keyboard(tmp_path: Path) -> None:
+    model = StartModel(StartGraph(tracks(Recipe(40, 2, (Fault(node_name(2), "slow disk", 3.0),)))))
+    imports = '[["torch", 0, 1000, 900000], ["torch._C", 1, 2000, 100000]]'
+    page = _page(model, imports=imports).replace("</body>", _KEYS)
+    shown = _shown(page, tmp_path)
+    said = dict(re.findall(r'data-(heat|gantt|flame|focusable)="([^"]*)"', shown))
+    assert said["focusable"] == "3"
+    # The slowest node is the first one, and why it was slow is said with its figures.
+    assert re.match(r"node00002 · scheduling .*slow disk: [0-9.]+ s more pressure", said["heat"])
+    assert re.match(r"node\d+ · launcher: start, ", said["gantt"])
+    assert said["flame"] == "torch._C: 0.10 s"
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def _read(folder: Path, process_count: int) -> "subprocess.CompletedProcess[byte
 
 
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    faults = tuple(some_faults(5, 80, severity=2.5))
-    write_timelines(tmp_path, Recipe(80, 2, faults), job="j", submission="s")
+    faults = tuple(some_faults(5, 300, severity=2.5))
+    write_timelines(tmp_path, Recipe(300, 1, faults), job="j", submission="s")
     one, two = _read(tmp_path, 1), _read(tmp_path, 2)
     assert one.stderr == b"forks: 0\n"
     assert two.stderr == b"forks: 2\n"

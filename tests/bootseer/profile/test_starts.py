@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 from bench.profile.generate import Fault, Recipe, node_name, tracks
 from bench.profile.timelines import write_timelines
 from bootseer.cli import cli
-from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.analysis import StartModel, WhatIf
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import Repeated, compare_starts, look_back
 from bootseer.profile.model.progress import StageProgress, progress
@@ -87,6 +88,29 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
         - {"analysis.clocks.apart[]", "analysis.clocks.shift_s.*", "stages[].notes[]"}
     )
     assert found >= {key for key in page if "`" not in key and not key.startswith("stages[].open")}
+
+
+def test_a_list_computes_nothing_that_it_does_not_show(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[str] = []
+    asked = StartModel.what_if
+
+    def counted(model: StartModel, name: str, change: Any) -> WhatIf:
+        changes.append(name)
+        return asked(model, name, change)
+
+    monkeypatch.setattr(StartModel, "what_if", counted)
+    _run(folder, "report", "j", "--list")
+    # By how much a node must be slower to be named depends on it.
+    assert changes == ["no stragglers"] * 4
+
+
+def test_a_page_shows_how_two_starts_differ(folder: Path) -> None:
+    page = folder / "start.html"
+    _run(folder, "report", "j", "--compare", "s0:0", "--html", str(page))
+    assert '"comparison":{"start":"s0:0","ready_s":' in page.read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["j", "start.html"]
 
 
 def test_names_of_starts_that_are_none(folder: Path) -> None:

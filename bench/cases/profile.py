@@ -1,0 +1,194 @@
+"""Is the right node blamed for a slow start of 10,000, and how long does it take to say so?"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from bench.machine.processes import ROOT, python_command, tree_cpu_s, tree_peak_bytes
+from bench.model import (
+    Bound,
+    Case,
+    Column,
+    Figure,
+    Ratio,
+    Sample,
+    SkippedError,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+)
+from bench.profile.generate import hard
+from bench.profile.score import Score, score
+from bench.profile.timelines import write_timelines
+
+_NODES, _QUICK_NODES = 10_000, 500
+_FAULTY_COUNTS = (1, 3, 10, 30, 100)
+_SEEDS = (11, 12, 13)
+_FILLERS = 36
+_DEADLINE_S = 600.0
+_BROWSER_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+_ALL, _LARGE = "1 to 100 faulty", "4 million stages"
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    workspace.shared["scores"] = {}
+    workspace.shared["notes"] = [
+        "Generated starts: 8 ranks a node, log-normal durations with heavy tails, one node in 20 "
+        "without figures of the kernel, one in 50 with misleading ones, clocks that differ, one by "
+        "an hour; severity 1.5 to 4, every sixth faulty node with two faults",
+    ]
+    yield
+
+
+def _nodes(workspace: Workspace) -> int:
+    return _QUICK_NODES if workspace.is_quick else _NODES
+
+
+def _faulty(count: int) -> Callable[[Workspace], AbstractContextManager[TakeSample]]:
+    @contextlib.contextmanager
+    def session(workspace: Workspace) -> Iterator[TakeSample]:
+        def take() -> Sample:
+            began = time.monotonic()
+            total = Score()
+            for seed in _SEEDS:
+                total += score(hard(_nodes(workspace), count, seed))
+            workspace.shared["scores"][count] = total
+            return Sample(time.monotonic() - began, figures={**total.figures(), "one": 1.0})
+
+        yield take
+
+    return session
+
+
+@contextlib.contextmanager
+def _together(workspace: Workspace) -> Iterator[TakeSample]:
+    def take() -> Sample:
+        total = Score()
+        for found in workspace.shared["scores"].values():
+            total += found
+        return Sample(0.0, figures={**total.figures(), "one": 1.0})
+
+    yield take
+
+
+@contextlib.contextmanager
+def _large(workspace: Workspace) -> Iterator[TakeSample]:
+    browser = shutil.which("chromium")
+    if browser is None:
+        raise SkippedError("chromium is not installed (apt install chromium)")
+    timelines, page = workspace.directory / "timelines", workspace.directory / "start.html"
+    recipe = replace(hard(_nodes(workspace), 50, 9), filler_count=_FILLERS)
+    write_timelines(timelines, recipe, job="large", submission="s")
+
+    def take() -> Sample:
+        wall_s, cpu_s, peak_bytes = _report(timelines, page)
+        return Sample(
+            wall_s,
+            cpu_s={"report": cpu_s},
+            figures={
+                "peak_bytes": float(peak_bytes),
+                "page_bytes": float(page.stat().st_size),
+                "heat_s": _heat_s(browser, page, workspace.directory / "browser"),
+                "allowed_s": 30.0,
+                "allowed_bytes": 2.0 * 2**30,
+                "allowed_page_bytes": 1e7,
+                "allowed_heat_s": 2.0,
+            },
+        )
+
+    yield take
+
+
+def _report(timelines: Path, page: Path) -> tuple[float, float, int]:
+    """Seconds, seconds of CPU, and the most bytes that its processes had, each at its own time."""
+    command = python_command("-m", "bootseer", "--timeline-dir", str(timelines), "report", "large")
+    began, peak_bytes, cpu_s = time.monotonic(), 0, 0.0
+    process = subprocess.Popen([*command, "--html", str(page)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = threading.Timer(_DEADLINE_S, process.kill)
+    deadline.start()
+    try:
+        while process.poll() is None:
+            peak_bytes = max(peak_bytes, tree_peak_bytes(process.pid))
+            cpu_s = max(cpu_s, tree_cpu_s(process.pid))
+            time.sleep(0.1)
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"bootseer report ended with {process.returncode}")
+    return time.monotonic() - began, cpu_s, peak_bytes
+
+
+def _heat_s(browser: str, page: Path, profile: Path) -> float:
+    """How long the page says that it drew the heat map for."""
+    command = [browser, *_BROWSER_FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'data-heat-ms="([0-9.]+)"', shown)
+    if found is None:
+        raise RuntimeError("the page was not drawn")
+    return float(found[1]) / 1000
+
+
+def _at_most(what: str, figure: str, allowed: str) -> Ratio:
+    top, bottom = Figure(_LARGE, figure), Figure(_LARGE, allowed)
+    return Ratio(f"{_LARGE}, {what}", top, bottom, Target(Bound.AT_MOST, 1))
+
+
+def _at_least(what: str, figure: str, limit: float) -> Ratio:
+    top, bottom = Figure(_ALL, figure), Figure(_ALL, "one")
+    return Ratio(f"{_ALL}, {what}", top, bottom, Target(Bound.AT_LEAST, limit))
+
+
+CASE = Case(
+    name="profile",
+    description="Slow nodes and their causes in generated starts of 10,000 nodes; one of 4 million "
+    "stages reported.",
+    prepare=_prepare,
+    variants=(
+        *(
+            Variant(f"{count} faulty", f"{len(_SEEDS)} starts of 10,000 nodes", _faulty(count))
+            for count in _FAULTY_COUNTS
+        ),
+        Variant(_ALL, "all of these starts together", _together),
+        Variant(_LARGE, "10,000 nodes, `bootseer report --html`", _large),
+    ),
+    ratios=(
+        _at_least("F1 for nodes", "f1", 0.95),
+        _at_least("F1, nodes that were slow once counted as wrong", "f1_strict", 0.95),
+        _at_least("right cause of those named", "right_share", 0.9),
+        _at_most("time / 30 s", "wall_s", "allowed_s"),
+        _at_most("memory / 2 GiB", "peak_bytes", "allowed_bytes"),
+        _at_most("page / 10 MB", "page_bytes", "allowed_page_bytes"),
+        _at_most("heat map drawn / 2 s", "heat_s", "allowed_heat_s"),
+    ),
+    columns=(
+        Column("s", "wall_s", digits=1),
+        Column("CPU s", "cpu_s", digits=1),
+        Column("peak MiB", "peak_bytes", scale=1 / 2**20, digits=0),
+        Column("F1", "f1", digits=3),
+        Column("strict F1", "f1_strict", digits=3),
+        Column("right cause", "right_share", digits=3),
+        Column("named", "named_count", digits=0),
+        Column("missed", "missed_count", digits=0),
+        Column("false", "false_count", digits=0),
+        Column("slow once", "once_count", digits=0),
+        Column("page MB", "page_bytes", scale=1e-6, digits=2),
+        Column("heat ms", "heat_s", scale=1000, digits=0),
+    ),
+    runs=1,
+    quick_runs=1,
+    warmups=0,
+)

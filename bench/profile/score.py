@@ -1,0 +1,59 @@
+"""Asks the profiler which nodes of a generated start are slow and why, and compares the truth."""
+
+from typing import NamedTuple
+
+from bench.profile.generate import Recipe, Start
+from bootseer.profile.model.analysis import StartModel
+from bootseer.profile.model.graph import StartGraph
+
+
+class Score(NamedTuple):
+    """Counts of nodes; those of several starts add up."""
+
+    named: int = 0
+    """Faulty ones that were named."""
+    missed: int = 0
+    false: int = 0
+    """Named ones that nothing had slowed."""
+    once: int = 0
+    """Named ones that were slow once, and have no fault."""
+    right: int = 0
+    """Of the faulty ones those named with the cause that cost them most."""
+    one_of: int = 0
+    """Those named with that cause, or with the other one that they have."""
+
+    def __add__(self, other: "Score") -> "Score":  # type: ignore[override]
+        return Score(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def figures(self) -> dict[str, float]:
+        """For a sample; shares are 1 where there is nothing to be found."""
+        return {
+            "f1": self._f1(self.false),
+            "f1_strict": self._f1(self.false + self.once),
+            "right_share": self.right / self.named if self.named else 1.0,
+            "one_of_share": self.one_of / self.named if self.named else 1.0,
+            **{f"{name}_count": float(value) for name, value in self._asdict().items()},
+        }
+
+    def _f1(self, wrong: int) -> float:
+        both = 2 * self.named + self.missed + wrong
+        return 2 * self.named / both if both else 1.0
+
+
+def score(recipe: Recipe) -> Score:
+    """How well the start of this recipe is explained."""
+    start = Start(recipe)
+    analysis = StartModel(StartGraph(start.tracks())).analyse()
+    causes = {one.node: one.cause.name for one in analysis.stragglers}
+    others = causes.keys() - start.lost_s.keys()
+    named = {node: lost for node, lost in start.lost_s.items() if node in causes}
+    return Score(
+        named=len(named),
+        missed=len(start.lost_s) - len(named),
+        false=len(others - start.hiccups),
+        once=len(others & start.hiccups),
+        right=sum(
+            causes[node] == max(lost, key=lambda one: lost[one]) for node, lost in named.items()
+        ),
+        one_of=sum(causes[node] in lost for node, lost in named.items()),
+    )
