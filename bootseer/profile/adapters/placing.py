@@ -18,8 +18,11 @@ from bootseer.profile.model.tracks import (
 )
 from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, Stage, Value
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 _NS = 10**9
+# No name of a node has a slash.
+_OF_SUBMISSION = "/"
 # Schedulers note whole seconds, by clocks of their own.
 _SLACK_NS = 2 * _NS
 # What ended so long before a launcher began did not lead to it.
@@ -36,7 +39,8 @@ class Placement:
         self._units: dict[tuple[str, str], list[Known]] = {}
         self._nccl: dict[int, list[tuple[str, Known]]] = {}
         self._beside: dict[str, list[tuple[str, Known]]] = {}
-        self._parents: dict[tuple[str, str], str] = {}
+        self._below: dict[tuple[str, str], list[tuple[str, Known]]] = {}
+        spans: list[tuple[str, Known]] = []
         for adapter, found in known.items():
             for one in found:
                 if one.begin_ns is None:
@@ -44,17 +48,21 @@ class Placement:
                 elif one.role in BEFORE_LAUNCHER:
                     self._units.setdefault((adapter, one.unit), []).append(one)
                 else:
-                    for name in _index(one.nodes):
-                        self._beside.setdefault(name, []).append((adapter, one))
-                    if one.span_id:
-                        self._parents[one.trace_id, one.span_id] = one.parent_id
+                    spans.append((adapter, one))
+        outermost = _outermost([one for _, one in spans])
+        for adapter, one in spans:
+            above = one.trace_id, one.parent_id
+            self._below.setdefault(outermost.get(above, above), []).append((adapter, one))
+            for name in {_short(name) for name in one.nodes}:
+                self._beside.setdefault(name, []).append((adapter, one))
         self._units_of: dict[str, list[tuple[str, str]]] = {}
         for key, found in self._units.items():
-            for name in _index([name for one in found for name in one.nodes]):
+            names = {_short(name) for one in found for name in one.nodes}
+            for name in names or {_OF_SUBMISSION + found[0].submission}:
                 self._units_of.setdefault(name, []).append(key)
 
     def __bool__(self) -> bool:
-        return bool(self._units or self._nccl or self._beside)
+        return bool(self._units or self._nccl or self._below)
 
     def of(self, stages: Sequence[Stage]) -> list[Stage]:
         """What others know of the node that has these stages."""
@@ -77,13 +85,14 @@ class Placement:
         node = node_of(stages[0])
         submission = str(stages[0].resource.get("bootseer.submission", ""))
         latest: dict[str, tuple[int, str]] = {}
-        for adapter, unit in self._candidates(self._units_of, node):
+        # What names no submission, as containerd, is of the only node.
+        wide = {_OF_SUBMISSION + submission, _OF_SUBMISSION}
+        for adapter, unit in self._candidates(self._units_of, [_short(node), *wide]):
             found = self._units[adapter, unit]
             if any(one.end_ns is None for one in found):
                 continue
             end = max(one.end_ns or 0 for one in found)
-            is_of = found[0].submission in ("", submission)
-            if is_of and -_GAP_MAX_NS <= end - began <= _SLACK_NS:
+            if -_GAP_MAX_NS <= end - began <= _SLACK_NS:
                 latest[adapter] = max(latest.get(adapter, (end, unit)), (end, unit))
         for adapter, (_, unit) in latest.items():
             for one in self._units[adapter, unit]:
@@ -91,28 +100,21 @@ class Placement:
 
     def _seen(self, stages: Sequence[Stage]) -> Iterator[Stage]:
         """What other programs did on a node meanwhile."""
-        node, trace_id = node_of(stages[0]), stages[0].trace_id
+        node = node_of(stages[0])
         began = min(stage.start_ns for stage in stages)
         ended = max(stage.end_ns or stage.start_ns for stage in stages)
-        ours = {stage.span_id for stage in stages}
-        for adapter, one in self._candidates(self._beside, node):
-            is_below = one.trace_id == trace_id and self._root_parent(one) in ours
-            is_within = began - _SLACK_NS <= (one.begin_ns or 0) <= ended
-            if is_within and (one.nodes or is_below):
+        ours = dict.fromkeys((stage.trace_id, stage.span_id) for stage in stages)
+        below = list(self._candidates(self._below, ours))
+        found = {id(one): (adapter, one) for adapter, one in below}
+        for adapter, one in self._candidates(self._beside, [_short(node)]):
+            found.setdefault(id(one), (adapter, one))
+        for adapter, one in found.values():
+            if began - _SLACK_NS <= (one.begin_ns or 0) <= ended:
                 yield _stage(adapter, one, stages[0], node)
 
-    def _candidates(self, index: Mapping[str, Sequence[_T]], node: str) -> Iterator[_T]:
-        """What names the node, and what names none."""
-        yield from index.get(_short(node), ())
-        yield from index.get("", ())
-
-    def _root_parent(self, one: Known) -> str:
-        """The parent of the outermost span of the same file that a span lies within."""
-        parent, seen = one.parent_id, {one.span_id}
-        while (one.trace_id, parent) in self._parents and parent not in seen:
-            seen.add(parent)
-            parent = self._parents[one.trace_id, parent]
-        return parent
+    def _candidates(self, index: Mapping[_K, Sequence[_T]], keys: Iterable[_K]) -> Iterator[_T]:
+        for key in keys:
+            yield from index.get(key, ())
 
     def _initialised(self, stages: Sequence[Stage]) -> Iterator[Stage]:
         """The communicators of each rank, each within a barrier of its own, up to its end."""
@@ -182,9 +184,18 @@ def _stage(adapter: str, one: Known, beside: Stage, node: str) -> Stage:
     )
 
 
-def _index(nodes: Sequence[str]) -> set[str]:
-    """The names by which a stage is found; empty for one that names no node."""
-    return {_short(name) for name in nodes} or {""}
+def _outermost(spans: Sequence[Known]) -> dict[tuple[str, str], tuple[str, str]]:
+    """The parent of the outermost span of the same file that each span lies within."""
+    parents = {(one.trace_id, one.span_id): one.parent_id for one in spans if one.span_id}
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for start in parents:
+        way: dict[tuple[str, str], None] = {}
+        at = start
+        while at in parents and at not in found and at not in way:
+            way[at] = None
+            at = at[0], parents[at]
+        found.update(dict.fromkeys(way, found.get(at, at)))
+    return found
 
 
 def _short(name: str) -> str:

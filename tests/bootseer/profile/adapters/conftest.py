@@ -8,6 +8,7 @@ import pytest
 from bootseer.cli.report.report_output import Explained, explained
 from bootseer.profile.adapters.known import Known
 from bootseer.profile.adapters.placing import Placement
+from bootseer.profile.decoding import decode
 from bootseer.profile.files import Folder, find_start
 from bootseer.timeline.otlp import (
     BARRIER,
@@ -88,6 +89,11 @@ class Start:
             attributes=attributes or {},
             resource=resource,
         )
+
+    def stages(self, node: str) -> list[Stage]:
+        """What the timeline of a node holds."""
+        (path,) = self.directory.glob(f"llama/0/**/*-{node}-*.jsonl")
+        return decode(path.read_bytes())
 
     @staticmethod
     def span_id(name: str, node: str, begin_s: float) -> str:

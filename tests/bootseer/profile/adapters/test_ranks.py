@@ -15,6 +15,7 @@ import pytest
 
 from bootseer.profile.adapters.nccl import parse_nccl
 from bootseer.profile.adapters.nvrx import parse_nvrx
+from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.adapters.spans import parse_spans
 from tests.bootseer.profile.adapters.conftest import Start, path_of, rows_of
 
@@ -83,13 +84,13 @@ def _request(*spans: dict[str, Any], **resource: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_spans_below_the_launchers_are_stages(a_start: MakeStart, indent: int | None) -> None:
-    """vLLM has its parent from `TRACEPARENT`, and names no host."""
+    """vLLM has its parent from `TRACEPARENT`; its host is what its container is called."""
     made = a_start(_BEGAN_S)
     below = made.span_id("start", "n2", 0)
     init = _span("Worker init", 4.5, 3, traceId=made.trace_id, parentSpanId=below)
     load = _span("Prepare model", 5, 2, traceId=made.trace_id, parentSpanId=init["spanId"])
     other = _span("Other trace", 5, 2, parentSpanId=init["spanId"])
-    request = _request(init, load, other, service_name="vllm.worker")
+    request = _request(init, load, other, service_name="vllm.worker", host_name="c0ffee")
     start = made.explained(otlp=parse_spans(json.dumps(request, indent=indent).encode()))
     rows = {row.name: row for row in start.breakdown.stages}
     assert (rows["Prepare model"].median_s, rows["Prepare model"].begins_s) == (2, 5)
@@ -126,6 +127,22 @@ def test_spans_that_name_a_node_are_stages_while_it_starts(a_start: MakeStart) -
     own = {"import torch", "first collective"}
     assert rows_of(start).keys() - own == {"Warm up", "loaded", "Backwards"}
     assert rows_of(start)["loaded"] == rows_of(start)["Backwards"] == 0
+
+
+@pytest.mark.timeout(60)
+def test_spans_within_each_other_are_followed_once(a_start: MakeStart) -> None:
+    """Each way to the outermost one again would take hours."""
+    made = a_start(_BEGAN_S)
+    above, lines = made.span_id("start", "n1", 0), []
+    for number in range(50_000):
+        ids = {"traceId": made.trace_id, "spanId": f"{number:016x}", "parentSpanId": above}
+        lines.append(json.dumps(_request(_span("deep", 1, 1, **ids))))
+        above = ids["spanId"]
+    known = parse_spans("\n".join(lines).encode())
+    (found, rest) = (
+        list(Placement({"otlp": part}).of(made.stages("n1"))) for part in (known, known[1:])
+    )
+    assert (len(found), len(rest)) == (50_000, 0)
 
 
 def test_parents_in_a_circle_end(a_start: MakeStart) -> None:
