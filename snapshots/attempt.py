@@ -48,6 +48,16 @@ class SetupResult(Struct, frozen=True):
         return self.how in ("in place", "restored")
 
 
+NoteWait = Callable[[str, int], Callable[[], object]]
+"""Begins the stage of waiting for a node which is named; `created_ns` (0: not yet) is when that one
+had made what was waited for. Gives what ends the stage."""
+
+
+def no_wait(node: str, created_ns: int) -> Callable[[], object]:
+    """The `NoteWait` of a set-up that has no timeline."""
+    return lambda: None
+
+
 class Attempt(Struct):
     """One call of `run_setup`."""
 
@@ -71,6 +81,7 @@ class Attempt(Struct):
     """The fingerprint; empty until it is known."""
     max_age_s: float = 0.0
     """How old a stored snapshot may be; 0: any age."""
+    note_wait: NoteWait = no_wait
     waited_s: float = 0.0
     """Seconds of waiting for another process or node that ran the same set-up."""
 

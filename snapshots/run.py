@@ -22,7 +22,7 @@ from bootseer.errors import (
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.served.cover_users import sweep_covers
 from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
-from bootseer.snapshots.attempt import Attempt, SetupResult
+from bootseer.snapshots.attempt import Attempt, NoteWait, SetupResult, no_wait
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.catalogue.manifest import Manifest
@@ -61,6 +61,7 @@ def run_setup(
     store_is_silent: bool = False,
     forks: bool = False,
     before_own_view: Callable[[], None] = lambda: None,
+    note_wait: NoteWait = no_wait,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
@@ -72,6 +73,7 @@ def run_setup(
     `forks`: a server may begin as a copy of this process (see `early_server`).
     `before_own_view`: called before this process enters a mount namespace of its own, which it does
     only with `until_exit`, where another job runs on a target (see `restoring.own_view`).
+    `note_wait`: begins the stage of waiting for another node.
 
     Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
     declared targets or inputs that cannot be used; BusyError where another job runs on a target
@@ -80,7 +82,7 @@ def run_setup(
     started = time.monotonic()
     sweep_covers(settings.run_dir)
     note = own_view.of_shared(remember(settings, request.root))
-    attempt = Attempt(settings, request, report, started, until_exit, note)
+    attempt = Attempt(settings, request, report, started, until_exit, note, note_wait=note_wait)
     run = _Run(attempt, wait_s, lease_s, store_is_silent, forks, before_own_view)
     try:
         resolved = resolve(request, report)
@@ -115,6 +117,7 @@ class _Run:
         self.before_own_view = before_own_view
         self.end = attempt.started + wait_s
         self.is_locked = False
+        self._wait: Callable[[], object] | None = None
 
     def guarded(self, resolved: Resolved) -> SetupResult:
         """All of it; anything but the command's own failure ends in `ordinary`."""
@@ -195,6 +198,7 @@ class _Run:
 
     def ordinary(self, reason: str) -> SetupResult:
         """The command, as without Bootseer."""
+        self._end_wait()
         self._leave_to_others()
         self.report(f"warning: running the set-up without a snapshot: {reason}")
         self._settle()
@@ -244,6 +248,7 @@ class _Run:
             try:
                 manifest = catalogue.load(store, key)
                 if manifest is not None and not self._is_too_old(manifest):
+                    self._end_wait(manifest)
                     return restore_stored(attempt, store, manifest, bases)
                 too_old = manifest
             except (CorruptError, NotFoundError) as error:
@@ -271,6 +276,7 @@ class _Run:
                         age = age_of(too_old)
                         self.report(f"snapshot {key[:12]} is {age} old; it is made anew")
                     self._end_server()
+                    self._end_wait()
                     under = Circumstances(resolved, before, bases, replace, bool(too_old))
                     try:
                         return run_and_capture(attempt, store, under)
@@ -286,12 +292,23 @@ class _Run:
                 return self.ordinary("another node is replacing the snapshot")
             if not is_told:
                 is_told = True
+                if watch.owner != self.settings.node:
+                    self._wait = attempt.note_wait(watch.owner, 0)
                 self.report(f"another node is running the set-up of {key[:12]}; waiting")
             # Spread, so that a thousand nodes do not ask in step.
             began = time.monotonic()
             time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - began)))
             attempt.waited_s += time.monotonic() - began
             pause = min(1.5 * pause, _POLL_MAX_S)
+
+    def _end_wait(self, manifest: Manifest | None = None) -> None:
+        """Nobody is waited for from here on. What another node made during this start would have
+        been waited for had it come later."""
+        if manifest is not None and self._wait is None and manifest.node != self.settings.node:
+            self._wait = self.attempt.note_wait(manifest.node, manifest.created_ns)
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
     def _is_too_old(self, manifest: Manifest) -> bool:
         return is_too_old(manifest, self.attempt.max_age_s)

@@ -11,6 +11,7 @@ Main thread only: it forks and handles signals.
 
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,12 +21,13 @@ from msgspec.structs import replace
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
+from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
 from bootseer.profile.publish.begin import begin_publisher
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.settings.config import Settings
-from bootseer.timeline.otlp import START
+from bootseer.timeline.otlp import START, WAITED_FOR
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
@@ -108,9 +110,13 @@ class _Start:
         self._store_is_silent = False
         self._is_watched = False
         self._caches: KeptCaches | None = None
+        self._began_ns = time.time_ns()
 
     def run(self) -> NoReturn:
         settings = self._settings
+        if not settings.submission:
+            chosen = choose_submission(settings, self._job.command)
+            settings = self._settings = replace(settings, submission=chosen)
         timeline = Timeline.start(
             settings.timeline_dir,
             job=settings.job,
@@ -156,7 +162,7 @@ class _Start:
             self._checkpoints.check()
             name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
             with timeline.span(name) as span:
-                self._set_up(command, span)
+                self._set_up(command, span, timeline.below(span))
         if self._container is not None:
             self._container.enter()
         # Behind the environments, which say what versions there are.
@@ -188,7 +194,7 @@ class _Start:
         self._caches.abandon()
         os.environ.update(variables)
 
-    def _set_up(self, command: list[str], span: Span) -> None:
+    def _set_up(self, command: list[str], span: Span, timeline: Timeline) -> None:
         from bootseer.snapshots.run import run_setup
         from bootseer.snapshots.setup.request import Request, run_plainly
 
@@ -201,6 +207,12 @@ class _Start:
         )
         if self._container is not None:
             request = _inside(self._container, request)
+
+        def note_wait(node: str, created_ns: int) -> Callable[[], object]:
+            if 0 < created_ns < self._began_ns:
+                return lambda: None  # another start has made it
+            return timeline.span("wait for set-up", {WAITED_FOR: node}).end
+
         # The job that this process becomes is who uses what is mounted.
         result = run_setup(
             self._settings,
@@ -211,6 +223,7 @@ class _Start:
             forks=True,
             # In the namespace that is left nothing more is mounted for this job.
             before_own_view=self._finish_checkpoints,
+            note_wait=note_wait,
         )
         # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
         self._store_is_silent |= result.how == "ran"

@@ -26,6 +26,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Annotated, Self
 
 from msgspec import Meta, Struct, to_builtins
@@ -50,6 +51,7 @@ SKEW_S = 2.0
 # Well below the age at which the sweep removes renewals and tombstones (a day).
 TTL_MAX_S = 12 * 3600
 _NS = 1_000_000_000
+_AGREE_TIMES = 9
 _Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
 _JOIN_S = 5.0
 
@@ -162,12 +164,15 @@ class LeaseWatch:
     thread."""
 
     def __init__(self) -> None:
+        self.owner = ""
+        """Who holds it, as far as it was asked."""
         self._seen: tuple[str, int] | None = None
         self._since = 0.0
 
     def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
         """Whether the lease, as it was read after `asked_at` (monotonic), was the same for so long
         that its holder no longer counts it as held."""
+        self.owner = record.owner
         seen = (record.token, expires_at_ns)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
@@ -205,6 +210,25 @@ def acquire(
             with contextlib.suppress(BootseerError):  # else the sweep removes it
                 backend.delete(_renewal(current.token))
     return None
+
+
+def agree(
+    backend: Backend, key: str, *, ttl_s: float, owner: str, is_over: Callable[[str], bool]
+) -> str:
+    """A token that all get who ask within `ttl_s` of the first one: that of a lease which nobody
+    renews or gives up. `is_over`: whether the caller had this one before, and begins another.
+
+    Raises: BusyError where others end as fast as this one asks.
+    """
+    for _ in range(_AGREE_TIMES):
+        current = _read(backend, key)
+        if current is None or current.expires_at_ns + int(SKEW_S * _NS) < time.time_ns():
+            acquire(backend, key, ttl_s=ttl_s, owner=owner)
+        elif not is_over(current.token):
+            return current.token
+        else:
+            _end(backend, key, current.token)
+    raise BusyError(f"{backend.url}/{key} changes all the time")
 
 
 def _read(backend: Backend, path: str) -> Record | None:

@@ -177,7 +177,7 @@ def test_mounted_there_already(node: Node, local_url: str) -> None:
 def test_it_overlaps_the_environment(node: Node, local_url: str) -> None:
     """Each waits until it has seen the other begin."""
     mount = node.base / "mnt"
-    seen = f"until grep -q checkpoint timeline/job/0/*.jsonl && mountpoint -q {mount}; do :; done"
+    seen = f"until grep -q checkpoint timeline/job/0/*/*.jsonl && mountpoint -q {mount}; do :; done"
     done = node.run(
         *("--checkpoint", f"{local_url}:{mount}"),
         *("--setup", f"{seen}; mkdir -p env; touch env/x", "--target", "env", "--", "true"),
