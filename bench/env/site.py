@@ -84,6 +84,7 @@ def bootseer(store: str, *arguments: str) -> list[str]:
         f"BOOTSEER_CACHE_DIR={CACHE}",
         "BOOTSEER_RUN_DIR=/run/bootseer",
         f"BOOTSEER_TIMELINE_DIR={PLACE / 'timeline'}",
+        "BOOTSEER_PUBLISH_TIMELINES=off",
     ]
     return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
 

@@ -100,6 +100,7 @@ def settings(site: Site, node: Node) -> dict[str, str]:
         "BOOTSEER_CACHE_DIR": str(node.folder / "cache"),
         "BOOTSEER_RUN_DIR": "/run/bootseer",
         "BOOTSEER_TIMELINE_DIR": str(node.folder / "timeline"),
+        "BOOTSEER_PUBLISH_TIMELINES": "off",
     }
 
 

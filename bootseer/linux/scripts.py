@@ -1,5 +1,5 @@
 """Programs as shells, `env` and execvp(3) run them: also scripts whose first line names no
-interpreter, which the kernel refuses. Stateless; any thread.
+interpreter, which the kernel refuses; and how a new interpreter finds us. Stateless; any thread.
 """
 
 import errno
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
+import bootseer
 from bootseer.errors import SetupFailedError
 
 _LOOK_BYTES = 256
@@ -23,6 +24,13 @@ class RunOptions(TypedDict, total=False):
     env: Mapping[str, str] | None
     timeout: float | None
     pass_fds: Sequence[int]
+
+
+def python_environment() -> dict[str, str]:
+    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs."""
+    source = str(Path(bootseer.__file__).parent.parent)
+    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def execute(command: Sequence[str]) -> NoReturn:

@@ -22,11 +22,11 @@ from typing import Self
 
 from msgspec import Struct
 
-import bootseer
 from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.linux.processes import wait_readable
+from bootseer.linux.scripts import python_environment
 from bootseer.served.forked import Forked, fork_into, may_fork
 from bootseer.served.json_errors import Failure, error_of, failure_of
 
@@ -302,10 +302,3 @@ class Report:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def python_environment() -> dict[str, str]:
-    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs."""
-    source = str(Path(bootseer.__file__).parent.parent)
-    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -16,8 +16,10 @@ from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
 from bootseer.profile.breakdown import break_down
 from bootseer.profile.decoding import decode
+from bootseer.profile.files import BYTES_MAX
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.stored import pack, unpack
 from bootseer.profile.views.document import analysis_document
 from bootseer.snapshots.catalogue import manifest_codec
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
@@ -211,9 +213,14 @@ def _read_timeline(data: bytes) -> None:
     json.dumps(found, allow_nan=False)
 
 
+def _read_stored_timeline(data: bytes) -> None:
+    assert len(unpack(data)) <= BYTES_MAX
+
+
 STORED_TARGETS = (
     Target("manifest", _manifests(), _read_manifest, _DAMAGED),
     Target("layout", _layouts(), _read_layout, _DAMAGED),
     Target("record", _record_inputs(), _read_record, ()),
     Target("timeline", _timelines(), _read_timeline, ()),
+    Target("stored-timeline", mutated((pack(b"{}\n"),)), _read_stored_timeline, (CorruptError,)),
 )

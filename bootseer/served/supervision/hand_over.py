@@ -17,7 +17,7 @@ from bootseer.base.documents import from_line, to_builtins, to_line
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
 from bootseer.fuse.kernel.connection import Connection
 from bootseer.fuse.kernel.server import Attached
-from bootseer.served.background import python_environment
+from bootseer.linux.scripts import python_environment
 
 _log = logging.getLogger(__name__)
 
