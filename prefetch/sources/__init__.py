@@ -19,7 +19,7 @@ from bootseer.prefetch.sources.directory import open_directory
 from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.model import ImageSource, Layer
-from bootseer.prefetch.sources.stored_layout import open_stored_layout
+from bootseer.prefetch.sources.oci_layout import open_stored_layout
 
 __all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
 

@@ -29,9 +29,8 @@ from bootseer.store.local.beneath import (
     rename_exclusive,
     sync_fd,
 )
+from bootseer.store.local.files import CALL_BYTES_MAX, LocalReader, LocalWriter
 from bootseer.store.local.marked_folder import is_marked
-from bootseer.store.local.reader import LocalReader
-from bootseer.store.local.writer import CALL_BYTES_MAX, LocalWriter
 from bootseer.store.paths import Folder, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 

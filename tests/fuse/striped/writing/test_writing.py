@@ -17,7 +17,7 @@ from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.store.backend import Piece
 from bootseer.store.local.backend import LocalBackend
-from bootseer.store.local.writer import LocalWriter
+from bootseer.store.local.files import LocalWriter
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.harness import UNIT, Driver, refused_with, storage_on
 

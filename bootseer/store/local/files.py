@@ -1,6 +1,7 @@
-"""`LocalWriter`: a new file of a local store. One that replaces another appears whole, in `close`.
+"""Files of a `file://` backend: new ones, and ones that are kept open for many reads.
 
-Owns the file's descriptor and its folder's until it is closed. One thread at a time.
+A new file that replaces another appears whole, in `close`. Writers and readers own descriptors. A
+writer is for one thread at a time, a reader for any.
 """
 
 import contextlib
@@ -8,14 +9,17 @@ import os
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.store.backend import Piece, Writer
+from bootseer.store.backend import FileInfo, Piece, Writer
 from bootseer.store.local.beneath import file_mode, make_directory, sync_fd
+from bootseer.transfer.attempt import Attempt
 
 TEMPORARY = ".tmp"
 """Where a file that replaces another one is written first; the Store keeps its own there too."""
 CALL_BYTES_MAX = 1 << 30
 """Linux moves at most 0x7ffff000 bytes per call."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# A read that can be given up is made in calls of this size.
+_STEP_BYTES = 8 << 20
 
 
 class LocalWriter(Writer):
@@ -102,3 +106,47 @@ class LocalWriter(Writer):
         # A writer that was not finished leaves nothing half-written behind.
         if getattr(self, "_fd", -1) >= 0:
             self.abort()
+
+
+class LocalReader:
+    """An open file (see `abilities.opened`). Its descriptor is closed after the last use."""
+
+    block_bytes = 0
+    can_stop = True
+    has_replicas = False
+
+    def __init__(self, path: str, fd: int, translated: Callable[[OSError], BootseerError]) -> None:
+        """Takes over the descriptor `fd`."""
+        self._fd = fd
+        self._path = path
+        self._translated = translated
+
+    def fileno(self) -> int:
+        """As `HasDescriptor`."""
+        return self._fd
+
+    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """As the protocol says; a call of the kernel that is under way is not given up."""
+        done = 0
+        try:
+            while done < len(buffer):
+                with attempt.lock:
+                    if attempt.is_given_up:
+                        break
+                    piece = buffer[done : done + _STEP_BYTES]
+                    count = os.preadv(self._fd, [piece], offset + done)
+                if not count:
+                    break
+                done += count
+                attempt.done_bytes = done
+        except OSError as error:
+            raise self._translated(error) from error
+        return done
+
+    def current(self) -> FileInfo:
+        """The file as it is now: it may have been written in place."""
+        info = os.fstat(self._fd)
+        return FileInfo(self._path, info.st_size, info.st_mtime_ns, False)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
